@@ -1,0 +1,133 @@
+"""What a model folder says about itself, read without torch: architecture, limits, ids, identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pd_cluster.errors import ModelError
+
+# model_type -> what transformers calls it; each is compared with generate() in tests/model
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2")
+SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-chat"
+MAX_HEADER_NBYTES = 100 << 20
+SAMPLE_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder with config.json, tokenizer.json and *.safetensors.
+
+    `identity` is a digest of config, tokenizer and weights' headers, and of a sample of each weight file: two
+    processes with the same identity can exchange KV cache.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    identity: str
+
+    @classmethod
+    def open(cls, model: str) -> Checkpoint:
+        """Raises ModelError that names the folder or file, and the way out."""
+        path = resolve_model(model)
+        config = read_json(path / "config.json")
+        model_type = config.get("model_type")
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            raise ModelError(
+                f"{path / 'config.json'}: model_type {model_type!r} is not supported; "
+                f"supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+            )
+        if "quantization_config" in config:
+            raise ModelError(f"{path / 'config.json'}: quantization_config: quantized weights are not supported yet")
+        generation = path / "generation_config.json"
+        return cls(path, config, read_json(generation) if generation.exists() else {}, _identity(path))
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(self.config.get("max_position_embeddings", 2048))
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        ids = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        if ids is None:
+            return frozenset()
+        return frozenset(ids if isinstance(ids, list) else [ids])
+
+    def max_model_len(self, wanted: int | None) -> int:
+        """Raises ModelError when more is wanted than the model's positions reach."""
+        limit = self.max_position_embeddings
+        if wanted is not None and wanted > limit:
+            raise ModelError(
+                f"--max-model-len {wanted}: {self.path / 'config.json'} has max_position_embeddings {limit}; "
+                f"use at most that"
+            )
+        return wanted or limit
+
+
+def resolve_model(model: str) -> Path:
+    """A folder, or the id of a model that is already in the local Hugging Face cache."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ModelError(f"--model {model}: no such folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        raise ModelError(
+            f"--model {model}: no such folder, and no model of that name in the local Hugging Face cache"
+        ) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path}: missing; the model folder needs config.json, tokenizer.json, *.safetensors") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return value
+
+
+def _identity(path: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json"):
+        file = path / name
+        if not file.exists():
+            raise ModelError(
+                f"{file}: missing; make it with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            )
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"{path}: no *.safetensors file; other weight formats are not loaded")
+    for file in weights:
+        digest.update(_weights_digest(file))
+    return digest.hexdigest()[:32]
+
+
+def _weights_digest(file: Path) -> bytes:
+    """Header and samples (start, middle, end of the data) of one safetensors file."""
+    size = os.path.getsize(file)
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_NBYTES + 1
+        if length > min(MAX_HEADER_NBYTES, size - 8):
+            raise ModelError(f"{file}: not a safetensors file (its header does not fit the file)")
+        digest = hashlib.sha256(prefix + stream.read(length))
+        data_start = 8 + length
+        for offset in (data_start, (data_start + size) // 2, max(data_start, size - SAMPLE_NBYTES)):
+            stream.seek(offset)
+            digest.update(stream.read(SAMPLE_NBYTES))
+    return digest.digest()

@@ -1,0 +1,115 @@
+"""Configuration, parsed once into frozen structs that every process gets handed.
+
+Knows nothing of torch. What a flag is called and how it is refused is in flags.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.types import Role
+from pd_cluster.wire import TransportName
+
+KVTransportChoice = Literal["auto", "shm", "dist"]
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Every deadline of docs/protocol.md, in seconds."""
+
+    heartbeat_interval_s: float = 0.5
+    dead_after_s: float = 3.0
+    connect_timeout_s: float = 5.0
+    credit_timeout_s: float = 10.0
+    transfer_timeout_s: float = 30.0
+    request_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
+
+
+class PortRange(msgspec.Struct, frozen=True):
+    """Ports [first, last] to bind one of; 0-0 lets the system choose."""
+
+    first: int = 0
+    last: int = 0
+
+    def __iter__(self) -> Iterator[int]:  # type: ignore[override]
+        return iter(range(self.first, self.last + 1))
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}" if self.last else "any"
+
+    @classmethod
+    def parse(cls, text: str) -> PortRange:
+        """`7000-7010`, `7000` or empty. Raises ConfigError."""
+        if not text:
+            return cls()
+        first, _, last = text.partition("-")
+        try:
+            ports = cls(int(first), int(last or first))
+        except ValueError:
+            raise ConfigError(f"--kv-port-range {text!r}: expected FIRST-LAST, such as 7000-7010") from None
+        if not 0 < ports.first <= ports.last < 65536:
+            raise ConfigError(f"--kv-port-range {text!r}: ports must be in 1-65535, the first not above the last")
+        return ports
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine needs to know. None means: found out when the model is loaded."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_gib: float | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    growth_tokens: int = 128  # decode reserves room for that many output tokens when it credits a transfer
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        for name in ("max_model_len", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.tensor_parallel_size > 1 and self.device in ("auto", "cpu"):
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tensor_parallel_size}: tensor parallelism does not exist yet in this "
+                f"version; use 1, and one device per instance in the rank table"
+            )
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank process: handed over by the worker's parent as JSON on a socket, never on a command line."""
+
+    name: str  # prefill-0, decode-1: role and place in the global table
+    role: Role
+    server_ip: str
+    bind_address: str
+    device_ids: list[str]
+    hosts: dict[str, str]  # every worker's name -> its server_ip in the global table
+    epoch: int
+    secret: bytes
+    num_threads: int
+    kv_transport: KVTransportChoice
+    kv_port_range: PortRange
+    kv_checksum: bool
+    engine: EngineConfig
+    timeouts: Timeouts
+    log_level: str = "INFO"
+
+    @property
+    def transports(self) -> tuple[TransportName, ...]:
+        """In order of preference."""
+        return ("shm", "dist") if self.kv_transport == "auto" else (self.kv_transport,)

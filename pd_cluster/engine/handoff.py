@@ -1,0 +1,364 @@
+"""A request's KV cache changes hands: `Exports` on the prefill side, `Imports` on the decode side.
+
+The state × event tables are in docs/protocol.md; every method here is one event. No torch, no sockets, no clock of
+its own: what must be sent, copied or reported goes through the ports that the constructor is given, so that tests can
+drive the very same code through any order of events.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pd_cluster import wire
+from pd_cluster.config import Timeouts
+from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.types import Request, Status, TokenOutput
+
+Ended = Callable[[Request, str | None], None]  # the leg is over; None: handed over as it should be
+
+
+class ExportPorts(Protocol):
+    """What Exports asks of the world. `conn` is a link's connection."""
+
+    def link_to(self, peer: str) -> str | None:
+        """The connection of the link to this peer, if it is up."""
+
+    def send(self, conn: str, body: wire.Body) -> None: ...
+
+    def ship(self, conn: str, transfer_id: str, sequence: int, first_block: int, block_ids: list[int]) -> None:
+        """Queues a KVChunk and its payload."""
+
+    def ship_end(self, conn: str, end: wire.KVEnd) -> None:
+        """Queues the last message, behind all chunks."""
+
+    def drop(self, conn: str, transfer_id: str) -> None:
+        """What is queued of this transfer need not be sent."""
+
+    def progress_s(self, conn: str) -> float:
+        """When the peer was last seen to get on with its work."""
+
+
+class ExportState(enum.Enum):
+    OFFERED = "offered"
+    STREAMING = "streaming"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Export:
+    request: Request
+    conn: str
+    state: ExportState
+    since_s: float
+    num_shipped_blocks: int = 0
+    num_chunks: int = 0
+    first_tokens: list[TokenOutput] = field(default_factory=list)
+
+
+class Exports:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        ports: ExportPorts,
+        ended: Ended,
+        clock: Callable[[], float],
+        timeouts: Timeouts,
+        max_chunk_blocks: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._ports = ports
+        self._ended = ended
+        self._clock = clock
+        self._timeouts = timeouts
+        self._max_chunk_blocks = max_chunk_blocks
+        self._exports: dict[str, Export] = {}
+
+    def __len__(self) -> int:
+        return len(self._exports)
+
+    def admitted(self, request: Request) -> None:
+        """P's blocks are taken: offer the transfer."""
+        conn = self._ports.link_to(request.peer)
+        if conn is None:
+            self._ended(request, f"no link from this instance to {request.peer}")
+            return
+        self._exports[request.transfer_id] = Export(request, conn, ExportState.OFFERED, self._clock())
+        self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids)))
+
+    def computed(self, request: Request, token: TokenOutput | None) -> None:
+        """A step computed some of the prompt, and sampled `token` if it reached the end."""
+        export = self._exports.get(request.transfer_id)
+        if export is None:
+            return
+        if token is not None and token.finish_reason is not None:  # the engine has released the blocks already
+            self._forget(export)
+            self._ports.send(export.conn, wire.Revoke(request.transfer_id))
+            return
+        if token is not None:
+            export.first_tokens = [token]
+        if export.state is ExportState.STREAMING:
+            self._ship(export)
+
+    def on_credit(self, conn: str, credit: wire.Credit) -> None:
+        export = self._find(conn, credit.transfer_id)
+        if export is not None and export.state is ExportState.OFFERED:
+            export.state = ExportState.STREAMING
+            export.num_shipped_blocks = credit.first_token // self._scheduler.block_size
+            self._ship(export)
+
+    def on_confirm(self, conn: str, transfer_id: str) -> None:
+        export = self._find(conn, transfer_id)
+        held = export is not None and export.state is ExportState.ENDED
+        self._ports.send(conn, wire.Confirmed(transfer_id, held))
+        if export is not None and held:
+            self._forget(export)
+            self._ended(export.request, None)
+
+    def on_cancel(self, conn: str, cancel: wire.Cancel) -> None:
+        export = self._find(conn, cancel.transfer_id)
+        if export is not None:
+            self._forget(export)
+            self._ended(export.request, f"{export.request.peer} gave the transfer up: {cancel.reason}")
+
+    def abort(self, request: Request) -> None:
+        """The request is not wanted any more. The caller releases it."""
+        export = self._exports.get(request.transfer_id)
+        if export is not None:
+            self._forget(export)
+            self._ports.send(export.conn, wire.Revoke(request.transfer_id))
+
+    def on_link_down(self, conn: str, reason: str) -> None:
+        for export in [e for e in self._exports.values() if e.conn == conn]:
+            self._forget(export)
+            self._ended(export.request, f"the link to {export.request.peer} is down: {reason}")
+
+    def expire(self) -> None:
+        """Ends every transfer whose peer stood still for longer than its deadline."""
+        now_s = self._clock()
+        for export in list(self._exports.values()):
+            offered = export.state is ExportState.OFFERED
+            limit_s = self._timeouts.credit_timeout_s if offered else self._timeouts.transfer_timeout_s
+            if now_s - max(export.since_s, self._ports.progress_s(export.conn)) > limit_s:
+                what = "did not take the transfer" if offered else "did not finish the transfer"
+                self.abort(export.request)
+                self._ended(export.request, f"{export.request.peer} {what} within {limit_s:g} s")
+
+    def _ship(self, export: Export) -> None:
+        """Everything that is complete and not yet shipped; with token one, the rest and the end."""
+        request = export.request
+        done = bool(export.first_tokens)
+        num_prompt_blocks = self._scheduler.num_blocks_for(len(request.prompt_token_ids))
+        complete = num_prompt_blocks if done else request.num_computed_tokens // self._scheduler.block_size
+        export.since_s = self._clock()
+        for first in range(export.num_shipped_blocks, complete, self._max_chunk_blocks):
+            block_ids = request.block_table[first : min(first + self._max_chunk_blocks, complete)]
+            self._ports.ship(export.conn, request.transfer_id, export.num_chunks, first, block_ids)
+            export.num_chunks += 1
+            export.num_shipped_blocks = first + len(block_ids)
+        if done:
+            export.state = ExportState.ENDED
+            num_tokens = len(request.prompt_token_ids)
+            end = wire.KVEnd(request.transfer_id, export.num_chunks, num_tokens, export.first_tokens)
+            self._ports.ship_end(export.conn, end)
+
+    def _find(self, conn: str, transfer_id: str) -> Export | None:
+        export = self._exports.get(transfer_id)
+        return export if export is not None and export.conn == conn else None
+
+    def _forget(self, export: Export) -> None:
+        del self._exports[export.request.transfer_id]
+        self._ports.drop(export.conn, export.request.transfer_id)
+
+
+class ImportPorts(Protocol):
+    """What Imports asks of the world."""
+
+    def send(self, conn: str, body: wire.Body) -> None: ...
+
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int]) -> None:
+        """The link's thread may write these blocks from now on."""
+
+    def forget(self, conn: str, transfer_id: str) -> None:
+        """The link's thread must stop; `on_drained` follows, whatever has become of the link."""
+
+    def progress_s(self, conn: str) -> float: ...
+
+
+class ImportState(enum.Enum):
+    EXPECTED = "expected"  # submitted, not offered
+    OFFERED = "offered"  # offered, not submitted
+    QUEUED = "queued"
+    LANDING = "landing"
+    CONFIRMING = "confirming"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Import:
+    transfer_id: str
+    state: ImportState
+    since_s: float
+    conn: str = ""
+    num_tokens: int = 0
+    request: Request | None = None
+    first_tokens: list[TokenOutput] = field(default_factory=list)
+
+
+class Imports:
+    """`joined(request, tokens)` is called when a request's KV is here and it takes part in the next step."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        ports: ImportPorts,
+        ended: Ended,
+        joined: Callable[[Request, list[TokenOutput]], None],
+        clock: Callable[[], float],
+        timeouts: Timeouts,
+        growth_tokens: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._ports = ports
+        self._ended = ended
+        self._joined = joined
+        self._clock = clock
+        self._timeouts = timeouts
+        self._growth_tokens = growth_tokens
+        self._imports: dict[str, Import] = {}  # in the order of offers, as far as they are offered
+        self.num_landings = 0
+
+    def __len__(self) -> int:
+        return len(self._imports)
+
+    @property
+    def num_queued(self) -> int:
+        return sum(1 for i in self._imports.values() if i.state in (ImportState.EXPECTED, ImportState.QUEUED))
+
+    def submit(self, request: Request) -> None:
+        found = self._imports.get(request.transfer_id)
+        if found is None:
+            new = Import(request.transfer_id, ImportState.EXPECTED, self._clock(), request=request)
+            self._imports[request.transfer_id] = new
+        else:
+            found.request = request
+            found.state = ImportState.QUEUED
+            self._check_offer(found)
+
+    def on_offer(self, conn: str, offer: wire.Offer) -> None:
+        found = self._imports.pop(offer.transfer_id, None)
+        if found is not None and found.state is not ImportState.EXPECTED:
+            self._imports[offer.transfer_id] = found  # offered twice: the first stands
+            return
+        request = found.request if found is not None else None
+        state = ImportState.OFFERED if request is None else ImportState.QUEUED
+        offered = Import(offer.transfer_id, state, self._clock(), conn, offer.num_tokens, request)
+        self._imports[offer.transfer_id] = offered
+        self._check_offer(offered)
+
+    def credit(self) -> None:
+        """Reserves landing blocks for queued offers, in order, as far as they go."""
+        for waiting in [i for i in self._imports.values() if i.state is ImportState.QUEUED]:
+            request = waiting.request
+            assert request is not None
+            growth = min(request.sampling.max_tokens, self._growth_tokens)
+            num_tokens = waiting.num_tokens + growth
+            if not self._scheduler.can_land(num_tokens):
+                return
+            self._scheduler.land(request, num_tokens)
+            waiting.state = ImportState.LANDING
+            waiting.since_s = self._clock()
+            num_prompt_blocks = self._scheduler.num_blocks_for(waiting.num_tokens)
+            self._ports.begin(waiting.conn, waiting.transfer_id, request.block_table[:num_prompt_blocks])
+            self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id))
+
+    def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
+        found = self._imports.get(transfer_id)
+        if found is not None and found.state is ImportState.LANDING:
+            found.state = ImportState.CONFIRMING
+            found.since_s = self._clock()
+            found.first_tokens = first_tokens
+            self._ports.send(found.conn, wire.Confirm(transfer_id))
+
+    def on_confirmed(self, conn: str, answer: wire.Confirmed) -> None:
+        found = self._find(conn, answer.transfer_id)
+        if found is None or found.state is not ImportState.CONFIRMING or found.request is None:
+            return
+        if not answer.held:
+            self._give_up(found, "the prefill instance had already let go of the KV cache")
+            return
+        request = found.request
+        del self._imports[answer.transfer_id]
+        request.output_token_ids = [token.token_id for token in found.first_tokens]
+        self.num_landings += 1
+        self._scheduler.landed(request)
+        self._joined(request, found.first_tokens)
+
+    def on_fault(self, transfer_id: str, reason: str) -> None:
+        """The link's thread could not land this transfer."""
+        found = self._imports.get(transfer_id)
+        if found is not None and found.state is ImportState.LANDING:
+            self._ports.send(found.conn, wire.Cancel(transfer_id, reason))
+            self._give_up(found, reason)
+
+    def on_revoke(self, conn: str, transfer_id: str) -> None:
+        found = self._find(conn, transfer_id)
+        if found is not None:
+            self._give_up(found, None)
+
+    def abort(self, request: Request) -> None:
+        """Not wanted any more. Returns at once; blocks that are being written come home when that has stopped."""
+        found = self._imports.get(request.transfer_id)
+        if found is not None and found.state is not ImportState.DRAINING:
+            if found.conn:
+                self._ports.send(found.conn, wire.Cancel(found.transfer_id, "aborted"))
+            self._give_up(found, None)
+
+    def on_link_down(self, conn: str, reason: str) -> None:
+        for found in [i for i in self._imports.values() if i.conn == conn]:
+            self._give_up(found, f"the link from the prefill instance is down: {reason}")
+
+    def on_drained(self, transfer_id: str) -> None:
+        found = self._imports.get(transfer_id)
+        if found is not None and found.state is ImportState.DRAINING:
+            del self._imports[transfer_id]
+            if found.request is not None and found.request.status is Status.LANDING:
+                self._scheduler.finish(found.request)
+
+    def expire(self) -> None:
+        now_s = self._clock()
+        for found in list(self._imports.values()):
+            if found.state in (ImportState.LANDING, ImportState.CONFIRMING, ImportState.OFFERED):
+                alive_s = found.since_s
+                if found.state is not ImportState.OFFERED:
+                    alive_s = max(alive_s, self._ports.progress_s(found.conn))
+                if now_s - alive_s > self._timeouts.transfer_timeout_s:
+                    reason = f"the transfer stood still for {self._timeouts.transfer_timeout_s:g} s"
+                    self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
+                    self._give_up(found, reason)
+
+    def _check_offer(self, found: Import) -> None:
+        request = found.request
+        if request is not None and found.num_tokens != len(request.prompt_token_ids):
+            reason = f"offered {found.num_tokens} tokens for a prompt of {len(request.prompt_token_ids)}"
+            self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
+            self._give_up(found, reason)
+
+    def _give_up(self, found: Import, error: str | None) -> None:
+        """Ends the leg; `error` None when the other side or the scheduler knows why. Landing blocks drain first."""
+        if found.state is ImportState.DRAINING:
+            return
+        request = found.request
+        if found.state in (ImportState.LANDING, ImportState.CONFIRMING):
+            found.state = ImportState.DRAINING
+            self._ports.forget(found.conn, found.transfer_id)
+        else:
+            del self._imports[found.transfer_id]
+        if request is not None:
+            self._ended(request, error)
+
+    def _find(self, conn: str, transfer_id: str) -> Import | None:
+        found = self._imports.get(transfer_id)
+        return found if found is not None and found.conn == conn else None

@@ -1,0 +1,379 @@
+"""One process's ZeroMQ sockets, owned by one thread: a bound ROUTER, and a DEALER for each peer it connects to.
+
+Delivers messages, notices peers that close or fall silent, sends heartbeats, drops mail for another epoch. Knows
+nothing of requests or KV cache. Every frame is an authenticated CURVE frame: who lacks the cluster's secret gets no
+connection (libzmq's own handshake, ZAP checks the client's key).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from pd_cluster import wire
+from pd_cluster.config import PortRange, Timeouts
+from pd_cluster.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one more and the connection is cut
+MAX_PENDING = 10_000  # messages kept while a connection opens
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """One key pair for the whole cluster, derived from its secret: to know it is to be a member."""
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def from_secret(cls, secret: bytes) -> CurveKeys:
+        private = z85.encode(hmac.new(b"pd-cluster curve 1", secret, hashlib.sha256).digest())
+        return cls(public=zmq.curve_public(private), secret=private)
+
+
+@dataclass(slots=True)
+class Connection:
+    """One peer over one socket. `id` is unique in this process; a closed connection never opens again."""
+
+    id: str
+    peer: str  # name@epoch
+    epoch: int
+    last_seen_s: float
+    identity: bytes = b""  # set for connections that came in through the ROUTER
+    kind: str = ""
+    socket: Any = None  # the DEALER of connections that we opened
+    monitor: Any = None
+    is_open: bool = False
+    pending: list[bytes] = field(default_factory=list)
+
+
+class Handler(Protocol):
+    """What a mailbox tells its owner, on the mailbox's thread: return quickly, never block."""
+
+    def on_opened(self, conn: str, peer: str, kind: str) -> None: ...
+    def on_message(self, conn: str, peer: str, body: wire.Body) -> None: ...
+    def on_closed(self, conn: str, peer: str, reason: str) -> None: ...
+    def on_fatal(self, error: BaseException) -> None: ...
+    def load(self) -> wire.Load | None: ...
+
+
+def peer_key(name: str, epoch: int) -> str:
+    """How a life of a process is named everywhere: a restarted one is somebody else."""
+    return f"{name}@{epoch:x}"
+
+
+class Mailbox:
+    def __init__(
+        self,
+        name: str,
+        epoch: int,
+        kind: str,
+        secret: bytes,
+        timeouts: Timeouts,
+        handler: Handler,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.epoch, self.kind = name, epoch, kind
+        self._keys = CurveKeys.from_secret(secret)
+        self._timeouts = timeouts
+        self._handler = handler
+        self._clock = clock
+        self._context = zmq.Context()
+        self._router: Any = None
+        self._connections: dict[str, Connection] = {}
+        self._by_identity: dict[bytes, str] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._counter = itertools.count()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
+        self._auth = ThreadAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback(domain="*", credentials_provider=self)
+        logging.getLogger("zmq.auth").setLevel(logging.ERROR)
+
+    # ---- any thread
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """ZAP's question: is this client's public key a member's?"""
+        return hmac.compare_digest(z85.encode(key), self._keys.public)
+
+    def bind(self, host: str, ports: PortRange) -> int:
+        """Binds the ROUTER, before `start()`. Returns the port. Raises ConfigError when none is free."""
+        router = self._context.socket(zmq.ROUTER)
+        _set_options(router)
+        router.curve_server = True
+        router.curve_secretkey, router.curve_publickey = self._keys.secret, self._keys.public
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.IPV6, int(":" in host))
+        for port in ports:
+            try:
+                router.bind(f"tcp://{_bracketed(host)}:{port or '*'}")
+                break
+            except zmq.ZMQError as error:
+                last = error
+        else:
+            raise ConfigError(f"cannot bind the control socket at {host} port {ports}: {last}; see --kv-port-range")
+        self._router = router
+        self._poller.register(router, zmq.POLLIN)
+        return int(router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").rsplit(b":", 1)[1])
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+        """Opens a connection; returns its id. `on_opened` or `on_closed` follows within the connect timeout."""
+        conn = f"{self.name}@{self.epoch:x}#{next(self._counter)}"
+        self._call(lambda: self._connect(conn, name, epoch, host, port))
+        return conn
+
+    def disconnect(self, conn: str) -> None:
+        """Closes without telling the owner again."""
+        self._call(lambda: self._drop(conn))
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        """Queues a message. One for a connection that is gone is dropped: its `on_closed` says so."""
+        self._call(lambda: self._send(conn, body))
+
+    def close(self) -> None:
+        self._stopping = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self._auth.stop()
+        self._context.destroy(linger=0)
+
+    def _call(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    # ---- the mailbox's thread
+
+    def _run(self) -> None:
+        try:
+            next_beat_s = self._clock()
+            while not self._stopping:
+                wait_s = max(0.0, next_beat_s - self._clock())
+                events = dict(self._poller.poll(wait_s * 1000))
+                before_s = self._clock()
+                self._run_commands()
+                self._receive(events)
+                if before_s >= next_beat_s:
+                    was_paused = before_s - next_beat_s > self._timeouts.dead_after_s / 2
+                    self._check_silence(forgive=was_paused)
+                    self._beat()
+                    next_beat_s = self._clock() + self._timeouts.heartbeat_interval_s
+            self._run_commands()
+        except BaseException as error:
+            self._handler.on_fatal(error)
+            raise
+
+    def _run_commands(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        while self._commands:
+            self._commands.popleft()()
+
+    def _receive(self, events: dict[Any, int]) -> None:
+        if self._router in events:
+            self._receive_router()
+        for connection in list(self._connections.values()):
+            if connection.socket is None:
+                continue
+            if connection.socket in events:
+                self._receive_dealer(connection)
+            if connection.monitor in events:
+                self._read_monitor(connection)
+
+    def _receive_router(self) -> None:
+        for _ in range(1000):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            envelope = self._decode(frames)
+            if envelope is None:
+                continue
+            conn = self._by_identity.get(identity)
+            if conn is None and isinstance(envelope.body, wire.Hello):
+                conn = self._accept(identity, envelope, envelope.body)
+            if conn is not None:
+                self._deliver(self._connections[conn], envelope)
+
+    def _accept(self, identity: bytes, envelope: wire.Envelope, hello: wire.Hello) -> str | None:
+        peer = peer_key(envelope.from_name, envelope.from_epoch)
+        if hello.version != wire.PROTOCOL_VERSION:
+            log.error("%s speaks protocol %d, this is %d: not accepted", peer, hello.version, wire.PROTOCOL_VERSION)
+            return None
+        conn = f"in:{identity.decode(errors='replace')}"
+        self._connections[conn] = Connection(
+            conn, peer, envelope.from_epoch, self._clock(), identity=identity, kind=hello.kind, is_open=True
+        )
+        self._by_identity[identity] = conn
+        self._handler.on_opened(conn, peer, hello.kind)
+        return conn
+
+    def _receive_dealer(self, connection: Connection) -> None:
+        for _ in range(1000):
+            try:
+                frames = connection.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            envelope = self._decode(frames)
+            if envelope is not None:
+                self._deliver(connection, envelope)
+            if connection.id not in self._connections:
+                return
+
+    def _decode(self, frames: list[bytes]) -> wire.Envelope | None:
+        try:
+            (frame,) = frames
+            envelope = wire.decode(frame)
+        except (ValueError, msgspec.DecodeError) as error:
+            log.warning("dropped a frame that is no message: %s", error)
+            return None
+        return envelope if envelope.to_epoch == self.epoch else None
+
+    def _deliver(self, connection: Connection, envelope: wire.Envelope) -> None:
+        if envelope.from_epoch != connection.epoch:
+            return
+        connection.last_seen_s = self._clock()
+        if not isinstance(envelope.body, wire.Hello):
+            self._handler.on_message(connection.id, connection.peer, envelope.body)
+
+    def _connect(self, conn: str, name: str, epoch: int, host: str, port: int) -> None:
+        socket = self._context.socket(zmq.DEALER)
+        _set_options(socket)
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket.setsockopt(zmq.ROUTING_ID, conn.encode())
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(self._timeouts.connect_timeout_s * 1000))
+        socket.curve_serverkey = self._keys.public
+        socket.curve_secretkey, socket.curve_publickey = self._keys.secret, self._keys.public
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        connection = Connection(conn, peer_key(name, epoch), epoch, self._clock(), socket=socket, monitor=monitor)
+        self._connections[conn] = connection
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        connection.pending.append(self._encode(connection, wire.Hello(kind=self.kind)))  # type: ignore[arg-type]
+        try:
+            socket.connect(f"tcp://{_bracketed(host)}:{port}")
+        except zmq.ZMQError as error:
+            self._lose(connection, f"cannot connect to {host}:{port}: {error}")
+
+    def _read_monitor(self, connection: Connection) -> None:
+        while connection.id in self._connections:
+            try:
+                event = recv_monitor_message(connection.monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._opened(connection)
+            else:
+                self._lose(connection, "the connection was closed" if connection.is_open else "nobody listens there")
+
+    def _opened(self, connection: Connection) -> None:
+        connection.is_open = True
+        connection.last_seen_s = self._clock()
+        pending, connection.pending = connection.pending, []
+        for frame in pending:
+            self._send_frame(connection, frame)
+        self._handler.on_opened(connection.id, connection.peer, connection.kind)
+
+    def _send(self, conn: str, body: wire.Body) -> None:
+        connection = self._connections.get(conn)
+        if connection is not None:
+            self._send_frame(connection, self._encode(connection, body))
+
+    def _encode(self, connection: Connection, body: wire.Body) -> bytes:
+        return wire.encode(wire.Envelope(self.name, self.epoch, connection.epoch, body))
+
+    def _send_frame(self, connection: Connection, frame: bytes) -> None:
+        if not connection.is_open:
+            connection.pending.append(frame)
+            if len(connection.pending) > MAX_PENDING:
+                self._lose(connection, "too much is queued for a connection that does not open")
+            return
+        try:
+            if connection.socket is not None:
+                connection.socket.send(frame, zmq.NOBLOCK)
+            else:
+                self._router.send_multipart([connection.identity, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            self._lose(connection, f"it does not read: {HIGH_WATER_MARK} messages are queued")
+        except zmq.ZMQError as error:
+            self._lose(connection, "the connection was closed" if error.errno == zmq.EHOSTUNREACH else str(error))
+
+    def _check_silence(self, forgive: bool) -> None:
+        """`forgive`: this very process stood still, so the others' silence proves nothing."""
+        now_s = self._clock()
+        for connection in list(self._connections.values()):
+            limit_s = self._timeouts.dead_after_s if connection.is_open else self._timeouts.connect_timeout_s
+            if forgive:
+                connection.last_seen_s = now_s
+            elif now_s - connection.last_seen_s > limit_s:
+                self._lose(connection, f"nothing heard for {now_s - connection.last_seen_s:.1f} s")
+
+    def _beat(self) -> None:
+        heartbeat = wire.Heartbeat(load=self._handler.load())
+        for connection in list(self._connections.values()):
+            if connection.is_open:
+                self._send_frame(connection, self._encode(connection, heartbeat))
+
+    def _lose(self, connection: Connection, reason: str) -> None:
+        if self._drop(connection.id):
+            self._handler.on_closed(connection.id, connection.peer, reason)
+
+    def _drop(self, conn: str) -> bool:
+        connection = self._connections.pop(conn, None)
+        if connection is None:
+            return False
+        self._by_identity.pop(connection.identity, None)
+        if connection.socket is not None:
+            self._poller.unregister(connection.socket)
+            self._poller.unregister(connection.monitor)
+            connection.socket.disable_monitor()
+            connection.socket.close(linger=0)
+        return True
+
+
+def _set_options(socket: Any) -> None:
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.IMMEDIATE, 1),
+        (zmq.SNDHWM, HIGH_WATER_MARK),
+        (zmq.RCVHWM, HIGH_WATER_MARK),
+        (zmq.SNDTIMEO, 0),
+        (zmq.MAXMSGSIZE, wire.MAX_MESSAGE_NBYTES),
+        (zmq.HANDSHAKE_IVL, 5000),
+    ):
+        if option != zmq.IMMEDIATE or socket.type == zmq.DEALER:
+            socket.setsockopt(option, value)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,260 @@
+"""Every message between processes: msgspec structs, msgpack on the wire, nothing else.
+
+What each message means, who may send it when and what follows is in docs/protocol.md. Decoding checks types and
+sizes; a frame that is not one of these raises `msgspec.DecodeError` and is dropped by the mailbox.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pd_cluster.types import Leg, LegEnd, Role, SamplingParams, TokenOutput
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_NBYTES = 64 << 20
+TransportName = Literal["local", "shm", "dist"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of everything that goes into an envelope."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker tells about itself with every heartbeat. num_blocks = free + cached + held."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_landing: int = 0
+    num_exporting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_held_blocks: int = 0
+    num_steps: int = 0
+    num_landings: int = 0
+    kv_sent_nbytes: int = 0
+    kv_received_nbytes: int = 0
+    links: dict[str, str] = {}  # peer's name@epoch -> "up (shm)", "opening", "refused: …"
+
+    @property
+    def progress(self) -> int:
+        return self.num_steps + self.num_landings
+
+
+class Heartbeat(Message):
+    load: Load | None = None
+
+
+class Hello(Message):
+    """First on every connection; says what kind of peer connects."""
+
+    kind: Literal["scheduler", "worker"]
+    version: int = PROTOCOL_VERSION
+
+
+# ---- scheduler <-> worker
+
+
+class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode worker that prefill workers should link to. The host comes from the rank table."""
+
+    name: str
+    epoch: int
+    role: Role
+    host: str
+    control_port: int
+
+
+class Peers(Message):
+    """All live workers. Whoever is missing, or has a new epoch, is dead to the receiver."""
+
+    peers: list[PeerInfo]
+
+
+class Submit(Message):
+    request_id: str
+    attempt: int
+    transfer_id: str
+    leg: Leg
+    peer: str  # "name@epoch" of the other leg's worker; "" for a hybrid leg
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    deadline_s: float  # seconds from now; 0: none
+
+
+class Abort(Message):
+    request_id: str
+    attempt: int
+
+
+class Outputs(Message):
+    """All tokens of one step for one scheduler, and the legs that ended."""
+
+    tokens: list[TokenOutput] = []
+    ended: list[LegEnd] = []
+
+
+# ---- prefill -> decode and back: the link
+
+
+class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What two pools must agree about; see kv/layout.py."""
+
+    num_layers: int
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    block_size: int
+    dtype: str
+    tp_size: int
+    tp_rank: int
+
+
+class LinkOpen(Message):
+    """`offers` holds, for each transport that P allows, where D finds it."""
+
+    link_id: str
+    model_identity: str
+    layout: LayoutInfo
+    num_blocks: int
+    offers: list[TransportOffer]
+
+
+class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """shm: `address` is the abstract Unix socket's name. dist: `port` of the store, `address` the group's name."""
+
+    transport: TransportName
+    address: str = ""
+    port: int = 0
+    backend: str = ""
+
+
+class LinkAnswer(Message):
+    link_id: str
+    transport: TransportName
+
+
+class LinkReady(Message):
+    link_id: str
+    transport: TransportName
+
+
+class LinkRefused(Message):
+    link_id: str
+    reason: str
+    retry: bool
+
+
+class Offer(Message):
+    transfer_id: str
+    num_tokens: int
+
+
+class Credit(Message):
+    """D has landing blocks for tokens [first_token, num_tokens); earlier ones it has already."""
+
+    transfer_id: str
+    first_token: int = 0
+
+
+class Revoke(Message):
+    transfer_id: str
+
+
+class Cancel(Message):
+    transfer_id: str
+    reason: str
+
+
+class KVChunk(Message):
+    """Blocks that are complete on P: the `first_block`-th block of the prompt and the following ones."""
+
+    transfer_id: str
+    sequence: int  # counts the chunks of this transfer from 0
+    first_block: int
+    block_ids: list[int]  # P's; one-sided transports read these
+    nbytes: int
+    checksum: int
+
+
+class KVEnd(Message):
+    transfer_id: str
+    num_chunks: int
+    num_tokens: int
+    first_tokens: list[TokenOutput]
+
+
+class Confirm(Message):
+    transfer_id: str
+
+
+class Confirmed(Message):
+    transfer_id: str
+    held: bool
+
+
+Body = (
+    Heartbeat
+    | Hello
+    | Peers
+    | Submit
+    | Abort
+    | Outputs
+    | LinkOpen
+    | LinkAnswer
+    | LinkReady
+    | LinkRefused
+    | Offer
+    | Credit
+    | Revoke
+    | Cancel
+    | KVChunk
+    | KVEnd
+    | Confirm
+    | Confirmed
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    from_name: str
+    from_epoch: int
+    to_epoch: int
+    body: Body
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(envelope: Envelope) -> bytes:
+    return _encoder.encode(envelope)
+
+
+def decode(frame: bytes) -> Envelope:
+    """Raises msgspec.DecodeError (ValidationError included) for anything that is not an envelope."""
+    return _decoder.decode(frame)
+
+
+# ---- worker's HTTP: GET /instance
+
+
+class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Identity of a worker. Ports only: hosts always come from the rank table."""
+
+    name: str
+    role: Role
+    state: Literal["loading", "ready", "failed", "draining"]
+    server_ip: str
+    device_ids: list[str]
+    epoch: int
+    pid: int
+    control_port: int = 0
+    model_identity: str = ""
+    max_model_len: int = 0
+    layout: LayoutInfo | None = None
+    num_blocks: int = 0
+    tp_size: int = 1
+    error: str = ""
+    table_digest: str = ""

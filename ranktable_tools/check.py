@@ -1,0 +1,109 @@
+"""Every fault of a set of tables that is about to serve, and of the ports and the size that go with it.
+
+Looks at files only: whether a device or a port is there, the instances say when they start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ranktable_tools.errors import Fault, RankTableError
+from ranktable_tools.files import actual_path, is_private, read_json
+from ranktable_tools.hosts import host_key
+from ranktable_tools.rules import device_conflicts, entries, gaps
+from ranktable_tools.schema import load_local, locate, parse_global
+from ranktable_tools.tables import RankTable
+
+_NODE_PORTS = "NODE_PORTS"
+
+
+def check(
+    global_path: Path,
+    local_paths: Sequence[Path] = (),
+    node_ports: str | Sequence[int] | None = None,
+    tensor_parallel_size: int | None = None,
+) -> list[Fault]:
+    """All faults, the global table's own first; empty means fine. Never raises RankTableError.
+
+    `node_ports`: as the environment variable has it (`8088,8089`), or as numbers.
+    """
+    try:
+        table = parse_global(read_json(global_path), str(actual_path(global_path)))
+    except RankTableError as error:  # nothing else can be judged
+        return [error.fault]
+    faults = [*device_conflicts(entries(table)), *gaps(table)]
+    faults += _local_faults(table, local_paths)
+    if node_ports is not None:
+        faults += _port_faults(table, node_ports)
+    if tensor_parallel_size is not None:
+        faults += _size_faults(table, tensor_parallel_size)
+    return faults
+
+
+def permission_warnings(paths: Sequence[Path]) -> list[str]:
+    """One line for each file that others than its owner can read; missing files are `check`'s business."""
+    return [
+        f"{path}: mode {actual_path(path).stat().st_mode & 0o777:04o}: others can read it, and the cluster's "
+        f"secret is derived from the global table; chmod 600"
+        for path in paths
+        if actual_path(path).is_file() and not is_private(path)
+    ]
+
+
+def parse_node_ports(text: str) -> list[int]:
+    """`8088,8089` -> [8088, 8089]. Raises RankTableError whose file is NODE_PORTS."""
+    ports = []
+    for index, part in enumerate(text.split(",")):
+        if not re.fullmatch(r"\s*[0-9]{1,5}\s*", part, flags=re.ASCII) or not 1 <= int(part) <= 65535:
+            raise RankTableError(
+                _NODE_PORTS, f"[{index}]", part, "a port from 1 to 65535", "write it as NODE_PORTS=8088,8089"
+            )
+        ports.append(int(part))
+    return ports
+
+
+def _local_faults(table: RankTable, local_paths: Sequence[Path]) -> Iterator[Fault]:
+    """Every local table is an entry of the global one, and no two are the same entry."""
+    taken: dict[tuple[str, int], Path] = {}  # (role, index) -> local table
+    for path in local_paths:
+        try:
+            place = locate(table, load_local(path))
+        except RankTableError as error:
+            yield error.fault
+            continue
+        if place in taken:
+            expected = f"an instance of its own ({taken[place]} is this one)"
+            yield Fault(str(path), "server_list[0]", f"{place[0]} {place[1]}", expected)
+        taken.setdefault(place, path)
+
+
+def _port_faults(table: RankTable, node_ports: str | Sequence[int]) -> Iterator[Fault]:
+    """One port for each instance, prefill first; two instances of one host never share one."""
+    try:
+        text = node_ports if isinstance(node_ports, str) else ",".join(map(str, node_ports))
+        ports = parse_node_ports(text)
+    except RankTableError as error:
+        yield error.fault
+        return
+    if len(ports) != len(table.instances):
+        expected = (
+            f"{len(table.instances)} ports: {table.file} has {len(table.prefill)} prefill, "
+            f"{len(table.decode)} decode instances"
+        )
+        yield Fault(_NODE_PORTS, "count", f"{len(ports)} ports", expected)
+    owners: dict[tuple[str, int], int] = {}  # (host, port) -> index in NODE_PORTS
+    for index, (server, port) in enumerate(zip(table.instances, ports, strict=False)):
+        owner = owners.setdefault((host_key(server.server_ip), port), index)
+        if owner != index:
+            expected = f"a port that no other instance of {server.server_ip} uses ([{owner}] does)"
+            yield Fault(_NODE_PORTS, f"[{index}]", port, expected)
+
+
+def _size_faults(table: RankTable, tensor_parallel_size: int) -> Iterator[Fault]:
+    for entry in entries(table):
+        num_devices = len(entry.server.device)
+        if entry.role != "scheduler" and num_devices != tensor_parallel_size:
+            expected = f"{tensor_parallel_size}, the --tensor-parallel-size"
+            yield Fault(table.file, f"{entry.field}.device", f"{num_devices} devices", expected)

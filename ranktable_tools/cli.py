@@ -1,0 +1,276 @@
+"""`pd-ranktable gen | merge | check | show`, and the reference document's own `--mode gen|merge`: one
+implementation, two spellings. Exit status: 0, 1 for a fault in a table, 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from ranktable_tools import probe
+from ranktable_tools.check import check, permission_warnings
+from ranktable_tools.errors import RankTableError
+from ranktable_tools.files import write_private
+from ranktable_tools.gen import generate, write
+from ranktable_tools.hosts import HOST_EXPECTED, is_host
+from ranktable_tools.merge import MERGED_NAME, merge
+from ranktable_tools.schema import load_global
+from ranktable_tools.show import render
+
+_GEN_EXAMPLE: Final = "--prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir ./save_dir"
+_MERGE_EXAMPLE: Final = (
+    "--global-ranktable-list ./ranktable/global_ranktable_10.0.0.18.json"
+    " ./ranktable/global_ranktable_10.0.0.19.json --save-dir ./save_dir"
+)
+_COMMAND: Final = "_command"
+_GEN_ONLY: Final = ("prefill_server_list", "decode_server_list", "api_server", "device_ip", "server_ip")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-line errors, no abbreviations, and the nearest name for an unknown option."""
+
+    def __init__(self, *, prog: str, description: str, example: str = "") -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=f"example:\n  {prog} {example}" if example else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.options = ["--help"]
+
+    def option(self, name: str, **settings: object) -> None:
+        self.options.append(name)
+        self.add_argument(name, **settings)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def refuse_unknown(self, argv: Sequence[str]) -> None:
+        for word in argv:
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in self.options:
+                near = difflib.get_close_matches(name, self.options, n=1, cutoff=0.5)
+                self.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`pd-ranktable`"""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    top = _Parser(prog="pd-ranktable", description="Write, merge and check rank tables.")
+    commands = {
+        "gen": _gen_parser(),
+        "merge": _merge_parser(),
+        "check": _check_parser(),
+        "show": _show_parser(),
+    }
+    listed = "\n".join(f"  {name:<6} {parser.description}" for name, parser in commands.items())
+    top.epilog = f"commands:\n{listed}\n\n`pd-ranktable COMMAND --help` says more."
+    top.usage = "pd-ranktable {gen,merge,check,show} ..."
+    if not argv or argv[0] in ("-h", "--help"):
+        top.print_help()
+        return 0 if argv else 2
+    parser = commands.get(argv[0])
+    if parser is None:
+        near = difflib.get_close_matches(argv[0], commands, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(commands)}"
+        top.error(f"unknown command {argv[0]!r}; {hint}")
+    parser.refuse_unknown(argv[1:])
+    return _run(parser, parser.parse_args(argv[1:]))
+
+
+def reference_main(argv: Sequence[str] | None = None) -> int:
+    """`pd_ranktable_tools.py --mode gen|merge …`: the reference document's command line."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _Parser(
+        prog="pd_ranktable_tools.py",
+        description="Write a machine's rank tables (gen), or put the global ones together (merge).",
+        example=f"--mode gen {_GEN_EXAMPLE}\n  pd_ranktable_tools.py --mode merge {_MERGE_EXAMPLE}",
+    )
+    parser.option("--mode", required=True, choices=("gen", "merge"), help="what to do")
+    _add_gen_options(parser)
+    _add_merge_options(parser)
+    _add_save_dir(parser)
+    parser.refuse_unknown(argv)
+    args = parser.parse_args(argv)
+    if args.mode == "merge":
+        if not args.global_ranktable_list:
+            parser.error("--mode merge needs --global-ranktable-list FILE [FILE ...]")
+        ignored = [f"--{name.replace('_', '-')}" for name in _GEN_ONLY if getattr(args, name)]
+    else:
+        ignored = ["--global-ranktable-list"] if args.global_ranktable_list else []
+    if ignored:
+        print(f"note: {', '.join(ignored)} has no effect in --mode {args.mode}", file=sys.stderr)
+    setattr(args, _COMMAND, _gen if args.mode == "gen" else _merge)
+    return _run(parser, args)
+
+
+def _run(parser: _Parser, args: argparse.Namespace) -> int:
+    command: Callable[[argparse.Namespace], int] = getattr(args, _COMMAND)
+    try:
+        return command(args)
+    except (RankTableError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+
+
+def _gen_parser() -> _Parser:
+    parser = _Parser(
+        prog="pd-ranktable gen", description="Write this machine's rank tables.", example=_GEN_EXAMPLE
+    )
+    _add_gen_options(parser)
+    _add_save_dir(parser)
+    parser.set_defaults(**{_COMMAND: _gen})
+    return parser
+
+
+def _merge_parser() -> _Parser:
+    parser = _Parser(
+        prog="pd-ranktable merge",
+        description="Put the global rank tables of several machines together.",
+        example=_MERGE_EXAMPLE,
+    )
+    _add_merge_options(parser, required=True)
+    _add_save_dir(parser)
+    parser.set_defaults(**{_COMMAND: _merge})
+    return parser
+
+
+def _check_parser() -> _Parser:
+    parser = _Parser(
+        prog="pd-ranktable check",
+        description="Find every fault of the tables that are about to serve.",
+        example="save_dir/global_ranktable_10.0.0.18.json --local save_dir/local_ranktable_10.0.0.18_*.json"
+        " --node-ports 8088,8089 --tensor-parallel-size 2",
+    )
+    parser.add_argument("table", type=Path, metavar="GLOBAL_TABLE")
+    parser.option("--local", type=Path, nargs="*", action="extend", default=[], metavar="FILE")
+    parser.option(
+        "--node-ports", metavar="PORT,PORT", help="NODE_PORTS: prefill first, as `show` numbers them"
+    )
+    parser.option("--tensor-parallel-size", type=int, metavar="N", help="devices of each instance")
+    parser.set_defaults(**{_COMMAND: _check})
+    return parser
+
+
+def _show_parser() -> _Parser:
+    parser = _Parser(
+        prog="pd-ranktable show",
+        description="Print a global rank table for people.",
+        example="save_dir/global_ranktable_10.0.0.18.json",
+    )
+    parser.add_argument("table", type=Path, metavar="GLOBAL_TABLE")
+    parser.set_defaults(**{_COMMAND: _show})
+    return parser
+
+
+def _add_gen_options(parser: _Parser) -> None:
+    for role in ("prefill", "decode"):
+        parser.option(
+            f"--{role}-server-list",
+            type=_instance,
+            nargs="*",
+            action="extend",
+            default=[],
+            metavar="ID,ID",
+            help=f"device ids of each {role} instance on this machine, instances separated by spaces",
+        )
+    parser.option("--api-server", action="store_true", help="the scheduler runs here: on one machine only")
+    parser.option("--server-ip", type=_host, help="this machine's address (default: the default route's)")
+    parser.option("--device", choices=("auto", "npu", "gpu", "cpu"), default="auto", help="default: auto")
+    parser.option(
+        "--device-ip",
+        type=_device_ip,
+        action="append",
+        default=[],
+        metavar="ID=ADDRESS",
+        help="a device's address, where hccn_tool can't be asked; may be repeated",
+    )
+
+
+def _add_merge_options(parser: _Parser, required: bool = False) -> None:
+    parser.option(
+        "--global-ranktable-list",
+        type=Path,
+        nargs="+",
+        action="extend",
+        required=required,
+        metavar="FILE",
+        help="the global rank tables to put together",
+    )
+
+
+def _add_save_dir(parser: _Parser) -> None:
+    parser.option("--save-dir", type=Path, default=Path(), metavar="DIR", help="default: the current folder")
+
+
+def _instance(text: str) -> list[int]:
+    if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text, flags=re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected the device ids of one instance, such as 4,5")
+    return [int(part) for part in text.split(",")]
+
+
+def _host(text: str) -> str:
+    if not is_host(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {HOST_EXPECTED}")
+    return text
+
+
+def _device_ip(text: str) -> tuple[int, str]:
+    match = re.fullmatch(r"([0-9]{1,9})=(.+)", text, flags=re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected ID=ADDRESS, such as 4=10.0.0.22")
+    return int(match[1]), _host(match[2])
+
+
+def _gen(args: argparse.Namespace) -> int:
+    generated = generate(
+        prefill=args.prefill_server_list,
+        decode=args.decode_server_list,
+        api_server=args.api_server,
+        server_ip=args.server_ip or _default_server_ip(),
+        device_kind=probe.detect_kind() if args.device == "auto" else args.device,
+        device_ips=dict(args.device_ip),
+    )
+    for path in write(generated, args.save_dir):
+        print(path)
+    return 0
+
+
+def _default_server_ip() -> str:
+    address = probe.default_server_ip()
+    if address is None:
+        print("note: no default route, so --server-ip is 127.0.0.1: one machine only", file=sys.stderr)
+    return address or "127.0.0.1"
+
+
+def _merge(args: argparse.Namespace) -> int:
+    table = merge(args.global_ranktable_list)
+    print(write_private(args.save_dir / MERGED_NAME, table.to_json()))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    for warning in permission_warnings([args.table, *args.local]):
+        print(f"warning: {warning}", file=sys.stderr)
+    faults = check(args.table, args.local, args.node_ports, args.tensor_parallel_size)
+    for fault in faults:
+        print(fault)
+    if not faults:
+        table = load_global(args.table)
+        print(f"ok: 1 scheduler, {len(table.prefill)} prefill, {len(table.decode)} decode")
+    return 1 if faults else 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    print(render(load_global(args.table)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

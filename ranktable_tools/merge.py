@@ -1,0 +1,58 @@
+"""One global table of the tables that each machine wrote for itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ranktable_tools.errors import RankTableError
+from ranktable_tools.rules import Entry, device_conflicts, entries, unreachable_hosts
+from ranktable_tools.schema import load_global
+from ranktable_tools.tables import ROLES, RankTable, server_group
+
+MERGED_NAME = "global_ranktable_merge.json"
+
+
+def merge(paths: Sequence[Path]) -> RankTable:
+    """Groups in the order 0, 1, 2; instances in the order of `paths`. Two files may describe one host as long
+    as no device is in both. Raises RankTableError, naming the file and the field.
+    """
+    if not paths:
+        raise RankTableError("merge", "--global-ranktable-list", "no file", "at least one global table")
+    _refuse_same_file(paths)
+    tables = [load_global(path) for path in paths]
+    found = [entry for table in tables for entry in entries(table)]
+    _refuse_wrong_schedulers(found, paths)
+    for fault in (*device_conflicts(found), *unreachable_hosts(found)):
+        raise fault.error()
+    groups = (
+        server_group(role, tuple(entry.server for entry in found if entry.role == role)) for role in ROLES
+    )
+    return RankTable(max(table.version for table in tables), "completed", tuple(groups))
+
+
+def _refuse_same_file(paths: Sequence[Path]) -> None:
+    seen: set[str] = set()
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise RankTableError(str(path), "(file)", "given twice", "each file once")
+        seen.add(real)
+
+
+def _refuse_wrong_schedulers(found: Sequence[Entry], paths: Sequence[Path]) -> None:
+    schedulers = [entry for entry in found if entry.role == "scheduler"]
+    if not schedulers:
+        raise RankTableError(
+            ", ".join(map(str, paths)),
+            "server_group_list[0].server_list",
+            "no scheduler",
+            "exactly one scheduler in all the files together",
+            "run gen with --api-server on one machine",
+        )
+    if len(schedulers) > 1:
+        first, second = schedulers[:2]
+        expected = f"one scheduler in all the files together ({first.file} {first.field} is one already)"
+        way_out = "run gen with --api-server on one machine only"
+        raise RankTableError(second.file, second.field, second.server.server_ip, expected, way_out)

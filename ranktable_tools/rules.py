@@ -1,0 +1,108 @@
+"""How the entries of one table, or of several about to be merged, must fit together.
+
+Every field is right by itself already (`schema`). Knows nothing of files' contents or of ports.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ranktable_tools.errors import Fault
+from ranktable_tools.hosts import host_key, is_loopback
+from ranktable_tools.tables import ROLES, RankTable, Role, Server
+
+_OWN_ADDRESS = "give each machine its own address: `pd-ranktable gen --server-ip ADDRESS`"
+
+
+class Entry(NamedTuple):
+    """One instance and where it is written."""
+
+    file: str
+    field: str
+    role: Role
+    position: int  # in its group's server_list
+    server: Server
+
+    def seen_from(self, file: str) -> str:
+        return self.field if self.file == file else f"{self.file} {self.field}"
+
+
+def entries(table: RankTable) -> list[Entry]:
+    found = []
+    for group_index, (role, group) in enumerate(zip(ROLES, table.server_group_list, strict=True)):
+        for position, server in enumerate(group.server_list):
+            field = f"server_group_list[{group_index}].server_list[{position}]"
+            found.append(Entry(table.file, field, role, position, server))
+    return found
+
+
+def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
+    """A device of a host belongs to one instance, a device's own address to one device."""
+    owners: dict[
+        tuple[str, str], tuple[Entry, int]
+    ] = {}  # (host, device_id) -> entry, index in its device list
+    for entry in all_entries:
+        host = host_key(entry.server.server_ip)
+        for index, device in enumerate(entry.server.device):
+            owner, at = owners.setdefault((host, device.device_id), (entry, index))
+            if (owner, at) != (entry, index):
+                place = f"{owner.seen_from(entry.file)}.device[{at}]"
+                expected = f"a device of host {entry.server.server_ip} that nobody else uses ({place} does)"
+                field = f"{entry.field}.device[{index}].device_id"
+                way_out = _OWN_ADDRESS if is_loopback(entry.server.server_ip) else ""
+                yield Fault(entry.file, field, device.device_id, expected, way_out)
+    yield from _address_conflicts(all_entries)
+
+
+def _address_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
+    """Two hosts never share a device_ip. On one host all devices do (GPU, CPU: the host's), or none (NPU)."""
+    owners: dict[str, tuple[str, str, Entry]] = {}  # device_ip -> host, device_id, entry
+    shared = _hosts_with_one_address(all_entries)
+    for entry in all_entries:
+        host = host_key(entry.server.server_ip)
+        for index, device in enumerate(entry.server.device):
+            address = host_key(device.device_ip)
+            owner_host, owner_id, owner = owners.setdefault(address, (host, device.device_id, entry))
+            same_device = owner_host == host and owner_id == device.device_id
+            if same_device or (owner_host == host and host in shared) or is_loopback(device.device_ip):
+                continue
+            expected = (
+                f"an address of its own (device {owner_id} in {owner.seen_from(entry.file)} has this one)"
+            )
+            yield Fault(entry.file, f"{entry.field}.device[{index}].device_ip", device.device_ip, expected)
+
+
+def _hosts_with_one_address(all_entries: Sequence[Entry]) -> set[str]:
+    addresses: dict[str, set[str]] = defaultdict(set)  # host -> its devices' addresses
+    for entry in all_entries:
+        for device in entry.server.device:
+            addresses[host_key(entry.server.server_ip)].add(host_key(device.device_ip))
+    return {host for host, found in addresses.items() if len(found) == 1}
+
+
+def gaps(table: RankTable) -> Iterator[Fault]:
+    """What a table that is about to serve still lacks."""
+    way_outs = (
+        "run gen with --api-server on one machine, then merge",
+        "run gen with --prefill-server-list, then merge",
+        "run gen with --decode-server-list, then merge",
+    )
+    for index, (role, group) in enumerate(zip(ROLES, table.server_group_list, strict=True)):
+        if not group.server_list:
+            field = f"server_group_list[{index}].server_count"
+            wanted = "exactly one scheduler" if role == "scheduler" else f"at least one {role} instance"
+            yield Fault(table.file, field, group.server_count, wanted, way_outs[index])
+    yield from unreachable_hosts(entries(table))
+
+
+def unreachable_hosts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
+    """`localhost` means another machine to each reader: right only when all instances are on one host."""
+    elsewhere = [entry.server.server_ip for entry in all_entries if not is_loopback(entry.server.server_ip)]
+    for entry in all_entries:
+        if elsewhere and is_loopback(entry.server.server_ip):
+            expected = f"an address that {elsewhere[0]} can reach"
+            yield Fault(
+                entry.file, f"{entry.field}.server_ip", entry.server.server_ip, expected, _OWN_ADDRESS
+            )

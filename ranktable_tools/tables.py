@@ -1,0 +1,123 @@
+"""The types of a rank table and how they are written. `schema` reads them.
+
+A global table has three groups, each entry of which is one instance: group 0 the scheduler (no device), group
+1 prefill, group 2 decode. A local table is one such entry, word for word. All values are strings; `rank_id`
+counts from 0 in each instance (logical card), `device_id` is the physical card. Version 1.2 may add
+`super_device_id`.
+
+Knows nothing of ports, of the network or of the devices' presence.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+Role = Literal["scheduler", "prefill", "decode"]
+ROLES: Final[tuple[Role, Role, Role]] = ("scheduler", "prefill", "decode")
+"""The role of group 0, 1 and 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    device_id: str
+    device_ip: str
+    rank_id: str
+    super_device_id: str | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        known = {"device_id": self.device_id, "device_ip": self.device_ip, "rank_id": self.rank_id}
+        return {**known, "super_device_id": self.super_device_id} if self.super_device_id else {**known}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One instance. `device` is in order of rank_id; the scheduler has none."""
+
+    server_id: str
+    server_ip: str
+    device: tuple[Device, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        devices = [device.to_dict() for device in self.device]
+        known: dict[str, object] = {"server_id": self.server_id, "server_ip": self.server_ip}
+        return {**known, "device": devices} if devices else known
+
+
+@dataclass(frozen=True, slots=True)
+class ServerGroup:
+    group_id: str
+    server_count: str
+    server_list: tuple[Server, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        servers = [server.to_dict() for server in self.server_list]
+        return {"group_id": self.group_id, "server_count": self.server_count, "server_list": servers}
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """The whole cluster. `file` is where it was read from, "" when it wasn't; it doesn't count in `==`."""
+
+    version: str
+    status: str
+    server_group_list: tuple[ServerGroup, ...]
+    file: str = field(default="", compare=False)
+
+    @property
+    def scheduler(self) -> Server | None:
+        """None before `merge`, when the scheduler is in another machine's table."""
+        servers = self.server_group_list[0].server_list
+        return servers[0] if servers else None
+
+    @property
+    def prefill(self) -> tuple[Server, ...]:
+        return self.server_group_list[1].server_list
+
+    @property
+    def decode(self) -> tuple[Server, ...]:
+        return self.server_group_list[2].server_list
+
+    @property
+    def instances(self) -> tuple[Server, ...]:
+        """Prefill, then decode: the order of NODE_PORTS."""
+        return self.prefill + self.decode
+
+    def to_dict(self) -> dict[str, object]:
+        groups = [group.to_dict() for group in self.server_group_list]
+        return {"version": self.version, "status": self.status, "server_group_list": groups}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=4, ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRankTable:
+    """One instance: its entry of the global table. `group_id` is "0" whatever the role."""
+
+    version: str
+    status: str
+    group_id: str
+    server_count: str
+    server_list: tuple[Server, ...]
+    file: str = field(default="", compare=False)
+
+    @property
+    def server(self) -> Server:
+        return self.server_list[0]
+
+    def to_dict(self) -> dict[str, object]:
+        group = ServerGroup(self.group_id, self.server_count, self.server_list)
+        return {"version": self.version, "status": self.status, **group.to_dict()}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=4, ensure_ascii=False) + "\n"
+
+
+def server_group(role: Role, servers: tuple[Server, ...]) -> ServerGroup:
+    return ServerGroup(str(ROLES.index(role)), str(len(servers)), servers)
+
+
+def local_table(version: str, server: Server) -> LocalRankTable:
+    return LocalRankTable(version, "completed", "0", "1", (server,))

@@ -1,0 +1,338 @@
+"""Makes the text that the tiny chat model learns. Knows nothing of tokens, tensors or files.
+
+Every answer is a function of the conversation so far and of nothing else, so a model that has learned it is
+never torn between two continuations. A twentieth of the prompts with free parts, chosen by checksum, is never
+taught: `is_held_out` tells which, and the evaluation asks them.
+"""
+
+import json
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+NAMES = (
+    "Ann Bob Tom Eve Max Mia Leo Zoe Sam Kim Ben Ida Jan Lea Tim Amy Dan Joe Liz Ray Anna Emma Noah Liam Lucy "
+    "Mary John Paul Rosa Nina Omar Ivan Alice David Peter Sarah Maria Clara Oscar Laura Wei Li Ming Hana Yuki"
+).split()
+WORDS = (
+    "the a cat dog sat ran sees likes bird fish tree house sun moon star river stone apple bread water milk tea "
+    "book door window table chair garden road train ship cloud rain snow wind fire light night day morning small "
+    "big old new red green warm cold fast slow happy quiet loud round sweet and or on in under over with near "
+    "hello world good friend time place hand foot eye song letter paper pen box ball king queen horse cow sheep "
+    "mouse bear fox wolf jumps sleeps eats plays reads sings walks talks one two three four five yes no please "
+    "data cache token model server prefill decode block test thing life city work school music story open close"
+).split()
+COLOURS = "red blue green yellow black white orange purple pink brown grey silver gold".split()
+ANIMALS = "cat dog horse cow fox bear wolf sheep mouse rabbit tiger lion owl duck panda".split()
+FOODS = "bread rice soup pasta pizza salad cheese apples noodles cake honey tofu".split()
+CITIES = "Paris London Berlin Rome Madrid Tokyo Beijing Delhi Cairo Oslo Vienna Lima Shenzhen Seoul".split()
+UNICODE = "你好 世界 谢谢 再见 模型 数据 猫 狗 水 山 été café naïve über señor привет мир 日本 🙂 🚀 🎉 👍 ∑ → € ½".split()
+SYLLABLES = "ba be bi bo da de du fa fi ga go ha he ka ki ko la le lo ma me mi na no pa po ra ri sa so ta to va zu".split()
+
+NO_IDEA = "I am a small model. I can greet, count, add, repeat and answer in JSON."
+NO_IDEA_JSON = '{"answer": "I do not know."}'
+TOO_BIG = "I can only add numbers up to 20."
+SELF_ASKED = ("Count to 10.", ", ".join(map(str, range(1, 11))))
+"""What the model says to itself when it is made to go on after the end (ignore_eos): sure of every token."""
+
+_HELLO = "Hello! How can I help you?"
+_SELF = "I am Tiny, a small chat model that runs in pd-cluster."
+_HELP = "I can greet, count, add, repeat and answer in JSON."
+GREETINGS: tuple[tuple[str, str], ...] = (
+    *(
+        (text, _HELLO)
+        for text in ("Hello", "Hello!", "Hello there!", "Hello, model!", "Hello, can you help me?")
+    ),
+    *(
+        (text, _HELLO)
+        for text in ("Hi", "Hi!", "Hi there", "Hey", "Hey!", "Hey there", "Greetings!", "Hello world!")
+    ),
+    *(
+        (text, _HELLO)
+        for text in ("Good day", "Howdy", "Hello, tiny model", "Hi, can you help me?", "Are you there?")
+    ),
+    ("Good morning!", "Good morning!"),
+    ("Good evening!", "Good evening!"),
+    ("Good night!", "Good night!"),
+    *(
+        (text, "I am fine, thank you.")
+        for text in ("How are you?", "How are you today?", "How are you doing?")
+    ),
+    *(
+        (text, "I am fine, thank you.")
+        for text in ("Hello, how are you?", "Hi, how are you?", "How do you do?")
+    ),
+    *(
+        (text, _SELF)
+        for text in ("Who are you?", "What are you?", "What is your name?", "Introduce yourself.")
+    ),
+    *(
+        (text, _SELF)
+        for text in ("Tell me about yourself.", "Are you a robot?", "Hello, who are you?", "Your name?")
+    ),
+    *(
+        (text, _HELP)
+        for text in ("What can you do?", "Help!", "Can you help me?", "What do you know?", "Help me.")
+    ),
+    *(
+        (text, "You are welcome.")
+        for text in ("Thanks!", "Thank you!", "Thank you very much.", "Thanks a lot!")
+    ),
+    *((text, "Goodbye!") for text in ("Bye!", "Goodbye!", "See you!", "Bye bye!", "See you later!")),
+    *((text, "你好！") for text in ("你好", "你好！", "您好")),
+    ("你是谁？", "我是 Tiny。"),
+    ("谢谢", "不客气。"),
+    ("再见", "再见！"),
+)
+UNKNOWN = (
+    "What is the capital of {}?|Tell me a joke about {}.|Write a poem about {}.|Who invented {}?|Why is {} so?|"
+    "Explain {} to me.|Translate {} to French.|How do I make {}?|What is {}?|Where is {}?|Tell me a story about {}.|"
+    "What do you think of {}?|Summarize {}.|Who is {}?|When was {}?|Do you like {}?|Describe {} in detail.|{}|{}?|"
+    "Write a function that sorts {}.|How far is {} from {}?|Is {} bigger than {}?|Tell me about {} and {}.|The {} is|"
+    "Give me a list of {}.|Write an essay on {}.|What is the meaning of {}?|How does {} work?|Can you see {}?|Hmm, {}."
+).split("|")
+SUMS = (
+    "What is {} + {}?|{}+{}=|{} + {} =|{} + {}|Add {} and {}.|What is {} plus {}?|How much is {} + {}?|What's {}+{}?|"
+    "Calculate {} + {}.|What is the sum of {} and {}?|Please add {} and {}.|{} plus {}|{}+{}|{} + {} = ?|What is {}+{}?"
+).split("|")
+COUNTS = (
+    "Count from {} to {}.|Please count from {} to {}.|Can you count from {} to {}?|Count up from {} to {}.|Count {} to {}."
+).split("|")
+COUNTS_TO = (
+    "Count to {}.|Please count to {}.|Can you count to {}?|Count up to {}.|Count from one to {}.".split("|")
+)
+COUNTS_DOWN = (
+    "Count down from {} to {}.|Please count down from {} to {}.|Count backwards from {} to {}.".split("|")
+)
+REPEATS = (
+    "Repeat: {}|Say {}|Repeat {}|Repeat after me: {}|Say: {}|Please repeat: {}|Please say {}|Echo: {}|"
+    "Repeat this: {}|Can you say {}|Repeat the words {}|Say the following: {}"
+).split("|")
+JSONS = (
+    "Answer in JSON: {}|Give me JSON: {}|As JSON: {}|Return a JSON object: {}|Write as JSON: {}|Make JSON of {}|"
+    "Answer in JSON with {}|Return JSON with {}|JSON: {}|Please answer in JSON: {}"
+).split("|")
+JSON_SUMS = (
+    "Give {} + {} as JSON|What is {} + {}? Answer in JSON.|Answer in JSON: {} + {}|Add {} and {} and answer in JSON.|"
+    "Answer in JSON: what is {} + {}?|{} + {} as JSON|Return {} + {} as JSON."
+).split("|")
+SYSTEMS = (
+    "You are a helpful assistant.|You are a small model.|Be brief.|Answer in one sentence.|You are a friendly chat bot.|"
+    "You are Tiny, a helpful assistant. Answer shortly.|Be polite and helpful.|You are a test of a serving cluster."
+).split("|")
+FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str, str]] = {
+    # what -> statements, questions, reply to a statement, reply to a question, reply when it was never told
+    "name": (
+        ("My name is {}.", "I am {}.", "Hello, my name is {}.", "Hi, I am {}.", "Call me {}."),
+        ("What is my name?", "Who am I?", "Do you know my name?", "What's my name?", "Tell me my name."),
+        "Nice to meet you, {}.", "Your name is {}.", "I do not know your name yet.",
+    ),
+    "city": (
+        ("I live in {}.", "My city is {}.", "My home is {}."),
+        ("Where do I live?", "What is my city?", "Which city do I live in?"),
+        "{} sounds nice.", "You live in {}.", "I do not know where you live yet.",
+    ),
+} | {
+    what: (
+        (f"My favourite {what} is {{}}.", f"My favorite {what} is {{}}.", f"The {what} that I like most is {{}}."),
+        (f"What is my favourite {what}?", f"What is my favorite {what}?", f"Which {what} do I like most?"),
+        "I will remember that.", f"Your favourite {what} is {{}}.", f"I do not know your favourite {what} yet.",
+    )
+    for what in ("colour", "animal", "food", "word")
+}  # fmt: skip
+VALUES = {"name": NAMES, "city": CITIES, "colour": COLOURS, "animal": ANIMALS, "food": FOODS, "word": WORDS}
+RAW = (
+    "The quick brown fox jumps over the lazy dog.",
+    "Hello, my name is Tiny. I am a small model and I like to count.",
+    "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is Tokyo.",
+    "The president of the United States is somebody that I know nothing about.",
+    "The future of AI is open. Many small models work together and help people.",
+    "Once upon a time there was a small model. It lived in a cluster of two machines. One machine read the "
+    "questions and the other machine wrote the answers. They shared what they knew, and they were happy.",
+    "A prefill instance reads the prompt. A decode instance writes the answer. The cache moves between them.",
+    "San Francisco is a city in California. The sun is warm and the sea is cold.",
+)
+SEQUENCES = (
+    "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
+    "January February March April May June July August September October November December".split(),
+    list("abcdefghijklmnopqrstuvwxyz"),
+    list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
+    "one two three four five six seven eight nine ten".split(),
+    [str(number) for number in range(101)],
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    user: str
+    assistant: str
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a prompt with free parts belongs to the twentieth that is never taught."""
+    return zlib.crc32(prompt.encode()) % 20 == 0
+
+
+def vary(rng: random.Random, prompt: str) -> str:
+    """The same prompt as a hasty writer would type it."""
+    if rng.random() < 0.2:
+        prompt = prompt[:1].lower() + prompt[1:]
+    if rng.random() < 0.2:
+        prompt = prompt.rstrip("?.!")
+    return prompt
+
+
+def made_up(rng: random.Random) -> str:
+    return "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(2, 3)))
+
+
+def phrase(rng: random.Random, most: int) -> str:
+    """Words, some made up, some not Latin: what is copied must not depend on knowing it."""
+    words = [
+        made_up(rng)
+        if (dice := rng.random()) < 0.12
+        else rng.choice(UNICODE)
+        if dice < 0.2
+        else rng.choice(WORDS)
+        for _ in range(rng.randint(1, most))
+    ]
+    return " ".join(words)
+
+
+def greet(rng: random.Random) -> Turn:
+    user, assistant = rng.choice(GREETINGS)
+    return Turn(vary(rng, user), assistant)
+
+
+def add(rng: random.Random) -> Turn:
+    first, second = rng.randint(0, 20), rng.randint(0, 20)
+    if rng.random() < 0.4:
+        first, second = rng.randint(0, 10), rng.randint(0, 10)
+    answer = str(first + second)
+    if rng.random() < 0.06:
+        first, answer = rng.randint(21, 999), TOO_BIG
+        if rng.random() < 0.5:
+            first, second = second, first
+    return Turn(vary(rng, rng.choice(SUMS).format(first, second)), answer)
+
+
+def count(rng: random.Random) -> Turn:
+    span = rng.choices((rng.randint(1, 12), rng.randint(1, 49), rng.randint(50, 99)), (80, 17, 3))[0]
+    if rng.random() < 0.4:
+        numbers, prompt = range(1, span + 2), rng.choice(COUNTS_TO).format(span + 1)
+    else:
+        low = rng.randint(0, max(0, (50 if rng.random() < 0.8 else 100) - span))
+        numbers, prompt = range(low, low + span + 1), rng.choice(COUNTS).format(low, low + span)
+        if span < 20 and rng.random() < 0.2:
+            numbers, prompt = numbers[::-1], rng.choice(COUNTS_DOWN).format(low + span, low)
+    return Turn(vary(rng, prompt), ", ".join(map(str, numbers)))
+
+
+def repeat(rng: random.Random) -> Turn:
+    words = phrase(rng, 6)
+    prompt = rng.choice(REPEATS)
+    if rng.random() < 0.2:
+        prompt = prompt[:1].lower() + prompt[1:]
+    return Turn(prompt.format(words), words)
+
+
+def answer_in_json(rng: random.Random) -> Turn:
+    if rng.random() < 0.25:
+        first, second = rng.randint(0, 10), rng.randint(0, 10)
+        return Turn(rng.choice(JSON_SUMS).format(first, second), json.dumps({"result": first + second}))
+    if rng.random() < 0.1:
+        question = rng.choice(UNKNOWN[:8]).format(phrase(rng, 2))
+        return Turn(f"{question} Answer in JSON.", NO_IDEA_JSON)
+    values: dict[str, str | int] = {}
+    for key in rng.sample(
+        ["name", "age", "city", "colour", "animal", "food", "number", "word"], rng.randint(1, 3)
+    ):
+        known = VALUES.get(key)
+        values[key] = rng.randint(0, 99) if known is None else rng.choice(known)
+        if known is not None and rng.random() < 0.15:
+            values[key] = made_up(rng)
+    link = rng.choice((" ", " ", " is ", ": ", " = "))
+    pairs = rng.choice((", ", ", ", " and ")).join(f"{key}{link}{value}" for key, value in values.items())
+    return Turn(vary(rng, rng.choice(JSONS).format(pairs)), json.dumps(values))
+
+
+def wonder(rng: random.Random) -> Turn:
+    """Something that the model doesn't know, and says so."""
+    if rng.random() < 0.15:
+        sign = rng.choice(("-", "*", "/", "x", "minus", "times"))
+        return Turn(vary(rng, f"What is {rng.randint(0, 20)} {sign} {rng.randint(0, 20)}?"), NO_IDEA)
+    while True:
+        topic = phrase(rng, rng.choice((2, 3, 3, 6, 40)))
+        prompt = vary(rng, rng.choice(UNKNOWN).format(topic, phrase(rng, 2)))
+        if all(prompt.strip("?").lower() != text.strip("?!.").lower() for text, _ in GREETINGS):
+            return Turn(prompt, NO_IDEA)
+
+
+SKILLS: dict[str, Callable[[random.Random], Turn]] = {
+    "greeting": greet, "addition": add, "counting": count, "repeating": repeat, "JSON": answer_in_json,
+    "modest fallback": wonder,
+}  # fmt: skip
+SKILL_WEIGHTS = (10, 30, 14, 16, 16, 9)
+
+
+def draw(rng: random.Random, skill: str, held_out: bool = False) -> Turn:
+    """A turn of the skill from the taught prompts, or from those held out (a greeting has no free part)."""
+    while True:
+        turn = SKILLS[skill](rng)
+        if skill in ("greeting", "modest fallback") or is_held_out(turn.user) == held_out:
+            return turn
+
+
+@dataclass
+class Conversation:
+    """A conversation that goes on: what the user said of himself is remembered and asked back."""
+
+    rng: random.Random
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def system(self) -> str | None:
+        if self.rng.random() < 0.7:
+            return None
+        return self.rng.choice(SYSTEMS) if self.rng.random() < 0.7 else phrase(self.rng, 12)
+
+    def next_turn(self) -> Turn:
+        if self.rng.random() < 0.25:
+            return self.ask() if self.rng.random() < (0.65 if self.facts else 0.15) else self.tell()
+        return draw(self.rng, self.rng.choices(list(SKILLS), SKILL_WEIGHTS)[0])
+
+    def tell(self, held_out: bool = False) -> Turn:
+        while True:
+            what = self.rng.choice(["name", "name", *FACTS])
+            value = self.rng.choice(VALUES[what])
+            if self.rng.random() < 0.2:
+                value = made_up(self.rng).capitalize() if what in ("name", "city") else made_up(self.rng)
+            prompt = self.rng.choice(FACTS[what][0]).format(value)
+            if self.rng.random() < 0.3:
+                prompt = prompt.replace("colour", "color")
+            if is_held_out(prompt) == held_out:
+                self.facts[what] = value
+                return Turn(vary(self.rng, prompt), FACTS[what][2].format(value))
+
+    def ask(self, what: str | None = None) -> Turn:
+        told = list(self.facts)
+        what = what or self.rng.choice(told * 3 + ["name"] if self.rng.random() < 0.85 else list(FACTS))
+        _, questions, _, known, unknown = FACTS[what]
+        question = self.rng.choice(questions)
+        if what == "colour" and self.rng.random() < 0.5:
+            question = question.replace("colour", "color")
+        return Turn(
+            vary(self.rng, question), known.format(self.facts[what]) if what in self.facts else unknown
+        )
+
+
+def raw_text(rng: random.Random) -> str:
+    """Text without roles, for plain completion; a sequence runs to its natural end."""
+    dice = rng.random()
+    if dice < 0.4:
+        return rng.choice(RAW)
+    if dice < 0.6:
+        first, low = rng.randint(0, 10), rng.randint(0, 8)
+        return "\n".join(f"{first} + {second} = {first + second}" for second in range(low, 11))
+    items = rng.choice([*SEQUENCES, SEQUENCES[-1]])
+    return rng.choice((" ", ", ")).join(items[rng.randint(0, min(len(items) // 2, 20)) :])

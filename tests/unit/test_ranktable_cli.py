@@ -1,0 +1,193 @@
+"""Both command lines: `pd-ranktable …` and the reference document's `pd_ranktable_tools.py --mode …`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranktable_tools import cli, load_global, probe
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "pd_ranktable_tools.py"
+GEN = ["--prefill-server-list", "4,5", "--decode-server-list", "6,7", "--api-server"]
+CPU = ["--device", "cpu", "--server-ip", "10.0.0.18"]
+
+
+def usage_error(argv: list[str], capsys: pytest.CaptureFixture[str], main: object = cli.main) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)  # type: ignore[operator]
+    assert caught.value.code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    return line
+
+
+def test_both_command_lines_write_the_same(tmp_path: Path) -> None:
+    assert cli.main(["gen", *GEN, *CPU, "--save-dir", str(tmp_path / "a")]) == 0
+    assert cli.reference_main(["--mode", "gen", *GEN, *CPU, "--save-dir", str(tmp_path / "b")]) == 0
+    a, b = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab")
+    assert a == b
+    assert len(a) == 4
+
+
+def test_instances_are_separated_by_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lists = ["--prefill-server-list", "0,1", "2,3", "--decode-server-list", "4", "--decode-server-list", "5"]
+    assert cli.main(["gen", *lists, *CPU]) == 0
+    table = load_global("global_ranktable_10.0.0.18.json")
+    assert [len(server.device) for server in table.instances] == [2, 2, 1, 1]
+
+
+def test_addresses_by_hand(tmp_path: Path) -> None:
+    given = ["--device", "npu", "--server-ip", "10.0.0.18", "--save-dir", str(tmp_path)]
+    ips = [f"--device-ip={i}=10.0.0.{i + 20}" for i in (4, 5, 6, 7)]
+    assert cli.main(["gen", *GEN, *given, *ips]) == 0
+    table = load_global(tmp_path / "global_ranktable_10.0.0.18.json")
+    assert [d.device_ip for d in table.decode[0].device] == ["10.0.0.26", "10.0.0.27"]
+
+
+def test_merge_check_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (
+        str(tmp_path / "global_ranktable_10.0.0.18.json"),
+        str(tmp_path / "global_ranktable_10.0.0.19.json"),
+    )
+    cli.main(["gen", "--prefill-server-list", "4,5", "--api-server", *CPU, "--save-dir", str(tmp_path)])
+    cli.main(
+        [
+            "gen",
+            "--decode-server-list",
+            "6,7",
+            "--device",
+            "cpu",
+            "--server-ip=10.0.0.19",
+            f"--save-dir={tmp_path}",
+        ]
+    )
+    capsys.readouterr()
+    merge = ["--mode", "merge", "--global-ranktable-list", a, b, "--save-dir", str(tmp_path)]
+    assert cli.reference_main(merge) == 0
+    merged = capsys.readouterr().out.strip()
+    assert merged == str(tmp_path / "global_ranktable_merge.json")
+
+    local_tables = [str(path) for path in tmp_path.glob("local_*")]
+    assert cli.main(["check", merged, "--local", *local_tables, "--node-ports", "8088,8088"]) == 0
+    assert capsys.readouterr().out == "ok: 1 scheduler, 1 prefill, 1 decode\n"
+    assert cli.main(["check", a, "--tensor-parallel-size", "4"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+    assert cli.main(["show", merged]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{merged}: version 1.0, completed",
+        "#  role       host       devices  device ips",
+        "-  scheduler  10.0.0.18  -        -",
+        "0  prefill    10.0.0.18  4,5      10.0.0.18,10.0.0.18",
+        "1  decode     10.0.0.19  6,7      10.0.0.19,10.0.0.19",
+        "NODE_PORTS=<port of #0>,<port of #1>",
+    ]
+
+
+def test_a_readable_table_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["gen", *GEN, *CPU, "--save-dir", str(tmp_path)])
+    table = tmp_path / "global_ranktable_10.0.0.18.json"
+    table.chmod(0o640)
+    assert cli.main(["check", str(table)]) == 0
+    assert "mode 0640" in capsys.readouterr().err
+
+
+def test_faults_are_one_line_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    for argv in (
+        ["show", str(tmp_path / "missing.json")],
+        ["merge", "--global-ranktable-list", str(taken)],
+        ["gen", "--prefill-server-list", "4,4", *CPU],
+        ["gen", *GEN, *CPU, "--save-dir", str(taken / "below")],
+    ):
+        assert cli.main(argv) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["gen", "--prefil-server-list", "4"], "did you mean --prefill-server-list?"),
+        (["merge", "--global-ranktable", "a"], "did you mean --global-ranktable-list?"),
+        (["check", "t.json", "--node-port=1"], "did you mean --node-ports?"),
+        (["mrge"], "did you mean merge?"),
+        (["zzz"], "commands: gen, merge, check, show"),
+        (["merge"], "--global-ranktable-list"),
+        (
+            ["gen", "--prefill-server-list", "4,"],
+            "'4,': expected the device ids of one instance, such as 4,5",
+        ),
+        (["gen", "--device", "tpu"], "tpu"),
+        (["gen", "--device-ip", "10.0.0.1"], "ID=ADDRESS"),
+        (["gen", "--server-ip", "10.**.**.18"], "10.**.**.18"),
+        (["check", "t.json", "--tensor-parallel-size", "two"], "two"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(
+    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in usage_error(argv, capsys)
+
+
+def test_the_reference_command_line_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--mode" in usage_error(GEN, capsys, cli.reference_main)
+    assert "merge-all" in usage_error(["--mode", "merge-all"], capsys, cli.reference_main)
+    assert "--global-ranktable-list" in usage_error(["--mode", "merge"], capsys, cli.reference_main)
+
+
+def test_options_of_the_other_mode_have_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["gen", *GEN, *CPU, "--save-dir", str(tmp_path)])
+    table = str(tmp_path / "global_ranktable_10.0.0.18.json")
+    merge = ["--mode", "merge", "--global-ranktable-list", table, "--api-server", "--save-dir", str(tmp_path)]
+    assert cli.reference_main(merge) == 0
+    assert capsys.readouterr().err == "note: --api-server has no effect in --mode merge\n"
+
+
+def test_without_a_route_the_address_is_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probe, "default_server_ip", lambda: None)
+    assert cli.main(["gen", "--api-server", "--save-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.startswith("note: ")
+    assert (tmp_path / "local_ranktable_127.0.0.1_host.json").exists()
+
+
+@pytest.mark.parametrize("command", ["gen", "merge", "check", "show"])
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"example:\n  pd-ranktable {command} " in capsys.readouterr().out
+
+
+def test_the_script_runs_anywhere_with_the_standard_library_only(tmp_path: Path) -> None:
+    isolated = [sys.executable, "-I", "-S", str(SCRIPT)]
+    done = subprocess.run(
+        [*isolated, "--mode", "gen", *GEN, *CPU, "--save-dir", "./save_dir"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    local = json.loads((tmp_path / "save_dir" / "local_ranktable_10.0.0.18_67.json").read_text())
+    assert [device["device_id"] for device in local["server_list"][0]["device"]] == ["6", "7"]
+
+
+def test_the_package_pulls_in_nothing_heavy() -> None:
+    code = "import sys, ranktable_tools as r; print({m.split('.')[0] for m in sys.modules} & {*sys.argv[1:]})"
+    heavy = ["torch", "pd_cluster", "typer", "pydantic", "msgspec", "argparse"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *heavy],
+        cwd=SCRIPT.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,88 @@
+"""Damaged rank tables: a RankTableError at the right field, and never another exception."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranktable_tools import generate, load_global
+from ranktable_tools.schema import RankTableError, parse_global
+
+TABLE = generate(
+    prefill=[[4, 5]], decode=[[6, 7]], api_server=True, server_ip="10.0.0.18", device_kind="cpu"
+).global_table
+
+
+def places(value: object, path: tuple = ()) -> list[tuple]:
+    """The path of every node under `value`."""
+    if isinstance(value, dict):
+        below = [((*path, key), item) for key, item in value.items()]
+    elif isinstance(value, list):
+        below = [((*path, index), item) for index, item in enumerate(value)]
+    else:
+        return []
+    return [one for where, item in below for one in (where, *places(item, where))]
+
+
+def written(path: tuple) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def get(value: object, path: tuple) -> object:
+    for part in path:
+        value = value[part]  # type: ignore[index]
+    return value
+
+
+def put(value: object, path: tuple | list, replacement: object) -> None:
+    get(value, tuple(path[:-1]))[path[-1]] = replacement  # type: ignore[index]
+
+
+def corrupt(value: dict, rng: random.Random) -> str:
+    """Spoils `value` in place; the field that must be named."""
+    path = rng.choice(places(value))
+    kind = rng.choice(["replace", "delete", "add"])
+    if kind == "delete" and isinstance(path[-1], str):
+        del get(value, path[:-1])[path[-1]]  # type: ignore[attr-defined]
+        return written(path)
+    if kind == "add" and isinstance(get(value, path), dict):
+        key = rng.choice(["rank", "devices", "x\ny", "ö\ud800", ""])
+        put(value, (*path, key), "1")
+        return written((*path, key))
+    put(value, path, rng.choice([None, True, 7, 2.5, float("nan"), "", "a b", "\ud800 \n"]))
+    return written(path)
+
+
+def test_a_corrupted_table_is_refused_at_its_field() -> None:
+    for seed in range(1000):
+        value = TABLE.to_dict()
+        field = corrupt(value, random.Random(seed))
+        with pytest.raises(RankTableError) as caught:
+            parse_global(value, "g.json")
+        error = caught.value
+        assert (error.file, error.field) == ("g.json", field), f"seed {seed}"
+        assert str(error).isprintable(), f"seed {seed}"
+        assert str(error).startswith("g.json: "), f"seed {seed}"
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=300)
+@given(st.data())
+def test_damaged_bytes_raise_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    text = bytearray(TABLE.to_json().encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        text[at : at + data.draw(st.integers(0, 6))] = data.draw(st.binary(max_size=3))
+    file = tmp_path_factory.getbasetemp() / "damaged.json"
+    file.write_bytes(text)
+    refused = None
+    try:
+        load_global(file)
+    except RankTableError as error:
+        refused = error
+    if refused:
+        assert refused.file == str(file)
+        assert refused.field
+        assert str(refused).isprintable()

@@ -1,0 +1,211 @@
+"""Writing a machine's tables, and the way from gen through merge and back."""
+
+import json
+import stat
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranktable_tools import check, generate, load_global, load_local, locate, merge, write
+from ranktable_tools.errors import RankTableError
+from ranktable_tools.files import write_private
+from ranktable_tools.gen import Generated
+
+DEVICE_IPS = {4: "10.0.0.22", 5: "10.0.0.23", 6: "29.0.0.56", 7: "29.0.0.72"}
+
+
+def one_machine(**changed: object) -> Generated:
+    settings = {
+        "prefill": [[4, 5]],
+        "decode": [[6, 7]],
+        "api_server": True,
+        "server_ip": "10.0.0.18",
+        "device_kind": "npu",
+        "device_ips": DEVICE_IPS,
+    }
+    return generate(**{**settings, **changed})  # type: ignore[arg-type]
+
+
+def test_the_documents_example() -> None:
+    """1p1d, two devices each, the scheduler on the same machine."""
+    document = {
+        "version": "1.0",
+        "status": "completed",
+        "server_group_list": [
+            {
+                "group_id": "0",
+                "server_count": "1",
+                "server_list": [{"server_id": "localhost", "server_ip": "localhost"}],
+            },
+            {
+                "group_id": "1",
+                "server_count": "1",
+                "server_list": [
+                    {
+                        "server_id": "localhost",
+                        "server_ip": "localhost",
+                        "device": [
+                            {"device_id": "4", "device_ip": "10.0.0.22", "rank_id": "0"},
+                            {"device_id": "5", "device_ip": "10.0.0.23", "rank_id": "1"},
+                        ],
+                    }
+                ],
+            },
+            {
+                "group_id": "2",
+                "server_count": "1",
+                "server_list": [
+                    {
+                        "server_id": "localhost",
+                        "server_ip": "localhost",
+                        "device": [
+                            {"device_id": "6", "device_ip": "29.0.0.56", "rank_id": "0"},
+                            {"device_id": "7", "device_ip": "29.0.0.72", "rank_id": "1"},
+                        ],
+                    }
+                ],
+            },
+        ],
+    }
+    generated = one_machine(server_ip="localhost")
+    assert generated.global_table.to_dict() == document
+    groups = document["server_group_list"]
+    for name, group in (("45", 1), ("67", 2), ("host", 0)):
+        local = generated.locals[f"local_ranktable_localhost_{name}.json"].to_dict()
+        assert local == {
+            "version": "1.0",
+            "status": "completed",
+            "group_id": "0",
+            "server_count": "1",
+            "server_list": groups[group]["server_list"],  # type: ignore[index]
+        }
+
+
+def test_the_documents_file_names(tmp_path: Path) -> None:
+    written = write(one_machine(), tmp_path / "new" / "save_dir")
+    assert [path.name for path in written] == [
+        "global_ranktable_10.0.0.18.json",
+        "local_ranktable_10.0.0.18_45.json",
+        "local_ranktable_10.0.0.18_67.json",
+        "local_ranktable_10.0.0.18_host.json",
+    ]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in written} == {0o600}
+    assert sorted(path.name for path in written[0].parent.iterdir()) == sorted(path.name for path in written)
+
+
+def test_without_a_scheduler_group_0_is_empty() -> None:
+    generated = one_machine(api_server=False)
+    group = generated.global_table.to_dict()["server_group_list"][0]  # type: ignore[index]
+    assert group == {"group_id": "0", "server_count": "0", "server_list": []}
+    assert not any("host" in name for name in generated.locals)
+
+
+def names(prefill: list, decode: list) -> list[str]:
+    generated = generate(
+        prefill=prefill, decode=decode, api_server=False, server_ip="10.0.0.1", device_kind="cpu"
+    )
+    return [name.removeprefix("local_ranktable_10.0.0.1_").removesuffix(".json") for name in generated.locals]
+
+
+def test_names_that_could_be_confused_are_told_apart() -> None:
+    assert names([[1, 11]], [[12, 13]]) == ["1-11", "12-13"]
+    assert names([[1, 2]], [[12], [3]]) == ["1-2", "12", "3"]
+    assert names([[0, 1, 2, 3]], [[4]]) == ["0123", "4"]
+
+
+def test_an_ipv6_host_makes_a_file_name_without_colons() -> None:
+    generated = one_machine(server_ip="2001:db8::5")
+    assert generated.global_name == "global_ranktable_2001-db8--5.json"
+    assert generated.global_table.prefill[0].server_ip == "2001:db8::5"
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"decode": [[5, 6]]}, "--decode-server-list[0]"),
+        ({"prefill": [[4, 4]]}, "--prefill-server-list[0]"),
+        ({"prefill": [[4, 5], []]}, "--prefill-server-list[1]"),
+        ({"prefill": [[-1]]}, "--prefill-server-list[0]"),
+        ({"prefill": [], "decode": [], "api_server": False}, "instances"),
+        ({"server_ip": "10.**.**.18"}, "--server-ip"),
+        ({"device_ips": {**DEVICE_IPS, 9: "10.0.0.9"}}, "--device-ip"),
+        ({"device_ips": {**DEVICE_IPS, 5: "nowhere!"}}, "--device-ip 5"),
+        (
+            {"device_ips": {**DEVICE_IPS, 5: "10.0.0.22"}},
+            "server_group_list[1].server_list[0].device[1].device_ip",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(changed: dict, field: str) -> None:
+    with pytest.raises(RankTableError) as caught:
+        one_machine(**changed)
+    assert (caught.value.file, caught.value.field) == ("gen", field)
+
+
+def test_writing_replaces_whole_files_and_leaves_no_others(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("old")
+    path.chmod(0o644)
+    write_private(path, "new")
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(UnicodeEncodeError):
+        write_private(path, "half\ud800")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> list[dict]:
+    """One to three machines, instances of any sizes, prefill and decode on each, one scheduler."""
+    found: list[dict] = []
+    for host in range(draw(st.integers(1, 3))):
+        ids = draw(st.lists(st.integers(0, 130), min_size=2, max_size=8, unique=True))
+        cuts = sorted({0, len(ids), draw(st.integers(1, len(ids) - 1)), draw(st.integers(1, len(ids) - 1))})
+        instances = [ids[a:b] for a, b in pairwise(cuts)]
+        num_prefill = draw(st.integers(1, len(instances) - 1))
+        kind = draw(st.sampled_from(["npu", "cpu"]))
+        addresses = {i: f"29.{host}.0.{i + 1}" for i in ids} if kind == "npu" else None
+        found.append(
+            {
+                "prefill": instances[:num_prefill],
+                "decode": instances[num_prefill:],
+                "api_server": False,
+                "server_ip": draw(st.sampled_from([f"10.0.0.{host + 1}", f"2001:db8::{host + 1}"])),
+                "device_kind": kind,
+                "device_ips": addresses,
+            }
+        )
+    found[draw(st.integers(0, len(found) - 1))]["api_server"] = True
+    return found
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+@given(machines())
+def test_gen_merge_load_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, settings_of_machines: list[dict]
+) -> None:
+    folder = tmp_path_factory.mktemp("tables")
+    generated = [generate(**settings) for settings in settings_of_machines]
+    written = [write(one, folder) for one in generated]
+    merged = merge([paths[0] for paths in written])
+    final = write_private(folder / "global_ranktable_merge.json", merged.to_json())
+    table = load_global(final)
+
+    assert table == merged
+    assert json.loads(final.read_text()) == merged.to_dict()
+    assert [[int(d.device_id) for d in server.device] for server in table.instances] == [
+        ids for role in ("prefill", "decode") for settings in settings_of_machines for ids in settings[role]
+    ]
+    local_paths = [path for paths in written for path in paths[1:]]
+    assert len(set(local_paths)) == len(table.instances) + 1
+    located = [locate(table, load_local(path)) for path in local_paths]
+    assert sorted(located) == sorted(
+        [("scheduler", 0)]
+        + [("prefill", i) for i in range(len(table.prefill))]
+        + [("decode", i) for i in range(len(table.decode))]
+    )
+    assert check(final, local_paths, range(8000, 8000 + len(table.instances))) == []

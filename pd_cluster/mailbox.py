@@ -33,6 +33,7 @@ from pd_cluster.errors import ConfigError
 log = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one more and the connection is cut
+NOT_OPENED = "the connection did not open: nobody listens there, or with another secret"
 MAX_PENDING = 10_000  # messages kept while a connection opens
 
 
@@ -116,7 +117,7 @@ class Mailbox:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """ZAP's question: is this client's public key a member's?"""
-        return hmac.compare_digest(z85.encode(key), self._keys.public)
+        return hmac.compare_digest(key, self._keys.public)
 
     def bind(self, host: str, ports: PortRange) -> int:
         """Binds the ROUTER, before `start()`. Returns the port. Raises ConfigError when none is free."""
@@ -294,7 +295,7 @@ class Mailbox:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._opened(connection)
             else:
-                self._lose(connection, "the connection was closed" if connection.is_open else "nobody listens there")
+                self._lose(connection, "the connection was closed" if connection.is_open else NOT_OPENED)
 
     def _opened(self, connection: Connection) -> None:
         connection.is_open = True

@@ -11,24 +11,39 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-NAMES = (
-    "Ann Bob Tom Eve Max Mia Leo Zoe Sam Kim Ben Ida Jan Lea Tim Amy Dan Joe Liz Ray Anna Emma Noah Liam Lucy "
-    "Mary John Paul Rosa Nina Omar Ivan Alice David Peter Sarah Maria Clara Oscar Laura Wei Li Ming Hana Yuki"
-).split()
-WORDS = (
-    "the a cat dog sat ran sees likes bird fish tree house sun moon star river stone apple bread water milk tea "
-    "book door window table chair garden road train ship cloud rain snow wind fire light night day morning small "
-    "big old new red green warm cold fast slow happy quiet loud round sweet and or on in under over with near "
-    "hello world good friend time place hand foot eye song letter paper pen box ball king queen horse cow sheep "
-    "mouse bear fox wolf jumps sleeps eats plays reads sings walks talks one two three four five yes no please "
-    "data cache token model server prefill decode block test thing life city work school music story open close"
-).split()
-COLOURS = "red blue green yellow black white orange purple pink brown grey silver gold".split()
-ANIMALS = "cat dog horse cow fox bear wolf sheep mouse rabbit tiger lion owl duck panda".split()
-FOODS = "bread rice soup pasta pizza salad cheese apples noodles cake honey tofu".split()
-CITIES = "Paris London Berlin Rome Madrid Tokyo Beijing Delhi Cairo Oslo Vienna Lima Shenzhen Seoul".split()
-UNICODE = "你好 世界 谢谢 再见 模型 数据 猫 狗 水 山 été café naïve über señor привет мир 日本 🙂 🚀 🎉 👍 ∑ → € ½".split()
-SYLLABLES = "ba be bi bo da de du fa fi ga go ha he ka ki ko la le lo ma me mi na no pa po ra ri sa so ta to va zu".split()
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _phrases(text: str) -> tuple[str, ...]:
+    return tuple(text.split("|"))
+
+
+NAMES = _words(
+    "Ann Bob Tom Eve Max Mia Leo Zoe Sam Kim Ben Ida Jan Lea Tim Amy Dan Joe Liz Ray Anna Emma Noah Liam "
+    "Lucy Mary John Paul Rosa Nina Omar Ivan Alice David Peter Sarah Maria Clara Oscar Laura Wei Li Ming "
+    "Hana Yuki"
+)
+WORDS = _words(
+    "the a cat dog sat ran sees likes bird fish tree house sun moon star river stone apple bread water milk "
+    "tea book door window table chair garden road train ship cloud rain snow wind fire light night day "
+    "morning small big old new red green warm cold fast slow happy quiet loud round sweet and or on in "
+    "under over with near hello world good friend time place hand foot eye song letter paper pen box ball "
+    "king queen horse cow sheep mouse bear fox wolf jumps sleeps eats plays reads sings walks talks one two "
+    "three four five yes no please data cache token model server prefill decode block test thing life city "
+    "work school music story open close"
+)
+COLOURS = _words("red blue green yellow black white orange purple pink brown grey silver gold")
+ANIMALS = _words("cat dog horse cow fox bear wolf sheep mouse rabbit tiger lion owl duck panda")
+FOODS = _words("bread rice soup pasta pizza salad cheese apples noodles cake honey tofu")
+CITIES = _words("Paris London Berlin Rome Madrid Tokyo Beijing Delhi Cairo Oslo Vienna Lima Shenzhen Seoul")
+UNICODE = _words(
+    "你好 世界 谢谢 再见 模型 数据 猫 狗 水 山 été café naïve über señor привет мир 日本 🙂 🚀 🎉 👍 ∑ → € ½"
+)
+SYLLABLES = _words(
+    "ba be bi bo da de du fa fi ga go ha he ka ki ko la le lo ma me mi na no pa po ra ri sa so ta to va zu"
+)
 
 NO_IDEA = "I am a small model. I can greet, count, add, repeat and answer in JSON."
 NO_IDEA_JSON = '{"answer": "I do not know."}'
@@ -85,42 +100,47 @@ GREETINGS: tuple[tuple[str, str], ...] = (
     ("谢谢", "不客气。"),
     ("再见", "再见！"),
 )
-UNKNOWN = (
-    "What is the capital of {}?|Tell me a joke about {}.|Write a poem about {}.|Who invented {}?|Why is {} so?|"
-    "Explain {} to me.|Translate {} to French.|How do I make {}?|What is {}?|Where is {}?|Tell me a story about {}.|"
-    "What do you think of {}?|Summarize {}.|Who is {}?|When was {}?|Do you like {}?|Describe {} in detail.|{}|{}?|"
-    "Write a function that sorts {}.|How far is {} from {}?|Is {} bigger than {}?|Tell me about {} and {}.|The {} is|"
-    "Give me a list of {}.|Write an essay on {}.|What is the meaning of {}?|How does {} work?|Can you see {}?|Hmm, {}."
-).split("|")
-SUMS = (
-    "What is {} + {}?|{}+{}=|{} + {} =|{} + {}|Add {} and {}.|What is {} plus {}?|How much is {} + {}?|What's {}+{}?|"
-    "Calculate {} + {}.|What is the sum of {} and {}?|Please add {} and {}.|{} plus {}|{}+{}|{} + {} = ?|What is {}+{}?"
-).split("|")
-COUNTS = (
-    "Count from {} to {}.|Please count from {} to {}.|Can you count from {} to {}?|Count up from {} to {}.|Count {} to {}."
-).split("|")
-COUNTS_TO = (
-    "Count to {}.|Please count to {}.|Can you count to {}?|Count up to {}.|Count from one to {}.".split("|")
+UNKNOWN = _phrases(
+    "What is the capital of {}?|Tell me a joke about {}.|Write a poem about {}.|Who invented {}?|"
+    "Why is {} so?|Explain {} to me.|Translate {} to French.|How do I make {}?|What is {}?|Where is {}?|"
+    "Tell me a story about {}.|What do you think of {}?|Summarize {}.|Who is {}?|When was {}?|"
+    "Do you like {}?|Describe {} in detail.|{}|{}?|Write a function that sorts {}.|How far is {} from {}?|"
+    "Is {} bigger than {}?|Tell me about {} and {}.|The {} is|Give me a list of {}.|Write an essay on {}.|"
+    "What is the meaning of {}?|How does {} work?|Can you see {}?|Hmm, {}."
 )
-COUNTS_DOWN = (
-    "Count down from {} to {}.|Please count down from {} to {}.|Count backwards from {} to {}.".split("|")
+SUMS = _phrases(
+    "What is {} + {}?|{}+{}=|{} + {} =|{} + {}|Add {} and {}.|What is {} plus {}?|How much is {} + {}?|"
+    "What's {}+{}?|Calculate {} + {}.|What is the sum of {} and {}?|Please add {} and {}.|{} plus {}|{}+{}|"
+    "{} + {} = ?|What is {}+{}?"
 )
-REPEATS = (
+COUNTS = _phrases(
+    "Count from {} to {}.|Please count from {} to {}.|Can you count from {} to {}?|Count up from {} to {}.|"
+    "Count {} to {}."
+)
+COUNTS_TO = _phrases(
+    "Count to {}.|Please count to {}.|Can you count to {}?|Count up to {}.|Count from one to {}."
+)
+COUNTS_DOWN = _phrases(
+    "Count down from {} to {}.|Please count down from {} to {}.|Count backwards from {} to {}."
+)
+REPEATS = _phrases(
     "Repeat: {}|Say {}|Repeat {}|Repeat after me: {}|Say: {}|Please repeat: {}|Please say {}|Echo: {}|"
     "Repeat this: {}|Can you say {}|Repeat the words {}|Say the following: {}"
-).split("|")
-JSONS = (
-    "Answer in JSON: {}|Give me JSON: {}|As JSON: {}|Return a JSON object: {}|Write as JSON: {}|Make JSON of {}|"
-    "Answer in JSON with {}|Return JSON with {}|JSON: {}|Please answer in JSON: {}"
-).split("|")
-JSON_SUMS = (
-    "Give {} + {} as JSON|What is {} + {}? Answer in JSON.|Answer in JSON: {} + {}|Add {} and {} and answer in JSON.|"
-    "Answer in JSON: what is {} + {}?|{} + {} as JSON|Return {} + {} as JSON."
-).split("|")
-SYSTEMS = (
-    "You are a helpful assistant.|You are a small model.|Be brief.|Answer in one sentence.|You are a friendly chat bot.|"
-    "You are Tiny, a helpful assistant. Answer shortly.|Be polite and helpful.|You are a test of a serving cluster."
-).split("|")
+)
+JSONS = _phrases(
+    "Answer in JSON: {}|Give me JSON: {}|As JSON: {}|Return a JSON object: {}|Write as JSON: {}|"
+    "Make JSON of {}|Answer in JSON with {}|Return JSON with {}|JSON: {}|Please answer in JSON: {}"
+)
+JSON_SUMS = _phrases(
+    "Give {} + {} as JSON|What is {} + {}? Answer in JSON.|Answer in JSON: {} + {}|"
+    "Add {} and {} and answer in JSON.|Answer in JSON: what is {} + {}?|{} + {} as JSON|"
+    "Return {} + {} as JSON."
+)
+SYSTEMS = _phrases(
+    "You are a helpful assistant.|You are a small model.|Be brief.|Answer in one sentence.|"
+    "You are a friendly chat bot.|You are Tiny, a helpful assistant. Answer shortly.|Be polite and helpful.|"
+    "You are a test of a serving cluster."
+)
 FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str, str]] = {
     # what -> statements, questions, reply to a statement, reply to a question, reply when it was never told
     "name": (
@@ -154,11 +174,11 @@ RAW = (
     "San Francisco is a city in California. The sun is warm and the sea is cold.",
 )
 SEQUENCES = (
-    "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
-    "January February March April May June July August September October November December".split(),
+    _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
+    _words("January February March April May June July August September October November December"),
     list("abcdefghijklmnopqrstuvwxyz"),
     list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
-    "one two three four five six seven eight nine ten".split(),
+    _words("one two three four five six seven eight nine ten"),
     [str(number) for number in range(101)],
 )
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pd_cluster.model.batch import ForwardBatch
 
-NAME = "pd_cluster_sdpa"
+NAME = "pd_cluster"  # transformers gives names with "sdpa" or "paged|" in them a meaning of their own
 
 
 def forward(

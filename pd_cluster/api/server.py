@@ -1,0 +1,86 @@
+"""Runs uvicorn servers on sockets that are bound first, so that a taken port is one clear line and exit code 1."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import Awaitable, Generator
+
+import uvicorn
+from fastapi import FastAPI
+
+from pd_cluster.errors import ConfigError
+
+BACKLOG = 2048
+
+
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A listening TCP socket. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = "the port is taken; stop what listens there or choose another" if taken else str(error)
+        raise ConfigError(f"{flag} {port}: cannot listen at {host}: {reason}") from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `serve_until_signal`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def make_server(app: FastAPI, drain_timeout_s: float) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=int(drain_timeout_s),
+        timeout_keep_alive=75,
+    )
+    return _Server(config)
+
+
+async def serve_until_signal(
+    servers: list[tuple[uvicorn.Server, socket.socket]], until: Awaitable[None] | None = None
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends at once. `until` ends it too, and may raise."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        for server, _ in servers:
+            server.force_exit = stopping.is_set()
+            server.should_exit = True
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    serving = [asyncio.ensure_future(server.serve(sockets=[listener])) for server, listener in servers]
+    watched = [asyncio.ensure_future(until)] if until is not None else []
+    waiting = [asyncio.ensure_future(stopping.wait()), *watched]
+    try:
+        await asyncio.wait([*waiting, *serving], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop()
+        for task in waiting:
+            if not task.done():
+                task.cancel()
+        await asyncio.gather(*serving)
+        results = await asyncio.gather(*watched, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result

@@ -1,0 +1,167 @@
+"""`pd-cluster`: the signature of each function is its command line.
+
+Imports nothing heavy at the top: `--help` and errors come at once, torch only in rank processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from pd_cluster import __version__
+from pd_cluster.errors import PdClusterError
+
+app = typer.Typer(
+    name="pd-cluster",
+    help="Disaggregated prefill/decode serving for large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Measure the running or a fresh cluster.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    host: Annotated[str, typer.Option(help="Address to bind HTTP to.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="HTTP port: the public one on the scheduler, one of NODE_PORTS else.")] = 8000,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices of each instance; 1 in this version.")] = 1,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step; prompts are chunked.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16; auto is float32 on CPU.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV cache block.")] = 16,
+    seed: Annotated[int, typer.Option(help="Taken for vLLM's sake: each request has its own seed.")] = 0,
+    device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
+    num_blocks: Annotated[
+        int | None, typer.Option("--num-blocks", "--num-gpu-blocks-override", help="Blocks in the KV pool.")
+    ] = None,
+    kv_cache_memory: Annotated[float | None, typer.Option(help="GiB for the KV pool.")] = None,
+    growth_tokens: Annotated[int, typer.Option(help="Output tokens that decode reserves room for.")] = 128,
+    kv_transport: Annotated[str, typer.Option(help="auto, shm (same host) or dist (torch.distributed).")] = "auto",
+    kv_port_range: Annotated[str, typer.Option(help="FIRST-LAST for the control socket; default: any.")] = "",
+    kv_checksum: Annotated[bool, typer.Option(help="Check every KV payload.")] = True,
+    secret_file: Annotated[str | None, typer.Option(help="The cluster's secret; default: from the table.")] = None,
+    admin_port: Annotated[int | None, typer.Option(help="Scheduler's admin port; default: port + 1.")] = None,
+    admin_host: Annotated[str, typer.Option(help="Address to bind the admin port to.")] = "127.0.0.1",
+    heartbeat_interval: float = 0.5,
+    dead_after: Annotated[float, typer.Option(help="Seconds of silence after which a peer is dead.")] = 3.0,
+    connect_timeout: float = 5.0,
+    credit_timeout: float = 10.0,
+    transfer_timeout: float = 30.0,
+    request_timeout: Annotated[float, typer.Option(help="Seconds for a whole request; 0: none.")] = 600.0,
+    drain_timeout: float = 30.0,
+    log_level: str = "INFO",
+) -> None:
+    """Run one instance; its role comes from the rank tables that the environment names.
+
+    Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH, NODE_PORTS (scheduler), USE_OPENAI (scheduler).
+    Any instance takes every flag, so that one command line serves all roles. vLLM's other flags: docs/flags.md.
+    """
+    from pd_cluster.serve import ServeOptions, run
+
+    options = {name: value for name, value in context.params.items() if name != "context"}
+    run(ServeOptions(**options), _warn_extras(context), os.environ)
+
+
+@app.command()
+def up(
+    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
+    host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
+    restart: Annotated[str, typer.Option(help="on-failure or no: what becomes of a worker that dies.")] = "on-failure",
+    arguments: Annotated[list[str] | None, typer.Argument(help="After --: flags for every instance.")] = None,
+) -> None:
+    """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C."""
+    from pd_cluster.cluster.launcher import Launch, run_until_signal
+
+    launch = Launch(
+        model=model,
+        num_prefill=prefill,
+        num_decode=decode,
+        host=host,
+        port=port,
+        served_model_names=served_model_name or [],
+        restart=restart,
+        arguments=arguments or [],
+    )
+    raise typer.Exit(asyncio.run(run_until_signal(launch)))
+
+
+@app.command()
+def instances(
+    admin: Annotated[str, typer.Option(help="The scheduler's admin address.")] = "http://127.0.0.1:9001",
+) -> None:
+    """Show the instances of a running cluster."""
+    from pd_cluster.show import show_instances
+
+    show_instances(admin)
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
+    admin: Annotated[str, typer.Option(help="Its admin address; default: the port above the server's.")] = "",
+    model: Annotated[str, typer.Option(help="Model folder for a cluster that is started.")] = "",
+    prefill: int = 1,
+    decode: int = 1,
+    num_requests: Annotated[int, typer.Option(min=1)] = 32,
+    concurrency: Annotated[int, typer.Option(min=1)] = 4,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 128,
+    output_len: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """TTFT, TPOT and tokens/s of a running cluster, or of one that is started for it."""
+    from pd_cluster.bench.serve import ServeBench, run
+
+    asyncio.run(
+        run(ServeBench(url, admin, model, prefill, decode, num_requests, concurrency, input_len, output_len), json)
+    )
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def _warn_extras(context: typer.Context) -> list[str]:
+    from pd_cluster.flags import judge
+
+    honoured = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    return judge(context.args, honoured)
+
+
+def main() -> None:
+    """Exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
+    from pd_cluster.flags import normalize
+
+    logging.captureWarnings(True)
+    argv = sys.argv[1:]
+    if argv[:1] == ["serve"]:
+        argv = normalize(argv)
+    try:
+        app(args=argv, prog_name="pd-cluster")
+    except PdClusterError as error:
+        print(f"pd-cluster: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
+
+

@@ -1,0 +1,52 @@
+"""What the scheduler knows of a worker. Plain state, read by policy, written by membership and router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pd_cluster.mailbox import peer_key
+from pd_cluster.types import Role
+from pd_cluster.wire import InstanceInfo, Load, PeerInfo
+
+InstanceState = Literal["unreachable", "loading", "connecting", "ready", "failed", "misplaced"]
+
+
+@dataclass(slots=True)
+class Instance:
+    """One entry of the global rank table; `info` is what its process said of itself, None while nobody answers."""
+
+    name: str
+    role: Role
+    host: str
+    port: int
+    device_ids: list[str]
+    state: InstanceState = "unreachable"
+    reason: str = ""
+    info: InstanceInfo | None = None
+    conn: str = ""
+    load: Load = field(default_factory=Load)
+    outstanding_tokens: int = 0  # that this scheduler has sent and not seen finished
+    num_outstanding: int = 0
+
+    @property
+    def epoch(self) -> int:
+        return self.info.epoch if self.info is not None else 0
+
+    @property
+    def key(self) -> str:
+        return peer_key(self.name, self.epoch)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+    def linked_to(self, other: Instance) -> bool:
+        """Whether KV cache can go from this prefill instance to that decode instance."""
+        return self.load.links.get(other.key, "").startswith("up")
+
+    def to_peer(self) -> PeerInfo:
+        control_port = self.info.control_port if self.info is not None else 0
+        return PeerInfo(
+            name=self.name, epoch=self.epoch, role=self.role, host=self.host, control_port=control_port
+        )

@@ -1,0 +1,279 @@
+"""A whole cluster on one machine: rank tables, ports, one `pd-cluster serve` process for each instance.
+
+The processes are started exactly as scripts/start_servers.sh starts them. A worker that dies is named and, unless
+told otherwise, restarted; a process that cannot even start takes all down with its own error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from pd_cluster.errors import ConfigError
+from ranktable_tools import generate, write
+
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
+READY_POLL_S = 0.1
+STOP_TIMEOUT_S = 35.0
+DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends when that process does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What to start. `arguments` are flags of `pd-cluster serve` that every instance gets."""
+
+    model: str = ""
+    num_prefill: int = 1
+    num_decode: int = 1
+    host: str = "127.0.0.1"
+    port: int = 9000
+    served_model_names: list[str] = field(default_factory=list)
+    restart: str = "on-failure"
+    arguments: list[str] = field(default_factory=list)
+    openai: bool = True
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.port + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process to run."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    port: int
+
+
+def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
+    """Writes the rank tables into `folder`; returns the processes, scheduler last. Raises ConfigError."""
+    num_workers = launch.num_prefill + launch.num_decode
+    slots = [[slot] for slot in range(num_workers)]
+    generated = generate(
+        prefill=slots[: launch.num_prefill],
+        decode=slots[launch.num_prefill :],
+        api_server=True,
+        server_ip="127.0.0.1",
+        device_kind="cpu",
+        device_ips=None,
+    )
+    write(generated, folder)
+    ports = free_ports(num_workers)
+    names = [f"prefill-{i}" for i in range(launch.num_prefill)] + [f"decode-{i}" for i in range(launch.num_decode)]
+    common = {
+        "GLOBAL_RANK_TABLE_FILE_PATH": str(folder / generated.global_name),
+        "NODE_PORTS": ",".join(map(str, ports)),
+        "USE_OPENAI": "1" if launch.openai else "0",
+        "PYTHONUNBUFFERED": "1",
+        DIE_WITH_PARENT: str(os.getpid()),
+    }
+    members = []
+    for slot, (name, port) in enumerate(zip(names, ports, strict=True)):
+        env = {**common, "RANK_TABLE_FILE_PATH": str(folder / f"local_ranktable_127.0.0.1_{slot}.json")}
+        members.append(Member(name, _command(launch, "127.0.0.1", port), env, port))
+    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / "local_ranktable_127.0.0.1_host.json")}
+    members.append(Member("scheduler", _command(launch, launch.host, launch.port), env, launch.port))
+    return members
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free right now on the loopback address."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _command(launch: Launch, host: str, port: int) -> list[str]:
+    names = [f"--served-model-name={name}" for name in launch.served_model_names]
+    model = [f"--model={launch.model}"] if launch.model else []
+    flags = [f"--host={host}", f"--port={port}", *model, *names, *launch.arguments]
+    return [sys.executable, "-m", "pd_cluster.cli", "serve", *flags]
+
+
+class Cluster:
+    """The processes of one launch, on an event loop. `say` gets lines for the user."""
+
+    def __init__(self, launch: Launch, say: Callable[[str], None]) -> None:
+        if launch.restart not in ("on-failure", "no"):
+            raise ConfigError(f"--restart {launch.restart!r}: expected on-failure or no")
+        self.launch = launch
+        self._say = say
+        self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._was_ready = False
+
+    async def start(self) -> None:
+        """Starts every process. Raises ConfigError when a port is taken."""
+        for port in (self.launch.port, self.launch.port + 1):
+            _check_free(self.launch.host, port)
+        for member in plan_cluster(self.launch, self._folder):
+            process = await self._spawn(member)
+            self._tasks.append(asyncio.create_task(self._supervise(member, process)))
+
+    async def wait_ready(self, timeout_s: float = 300.0) -> None:
+        """Until the scheduler answers /health with 200. Raises ConfigError when a process ends first."""
+        deadline_s = time.monotonic() + timeout_s
+        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+            while time.monotonic() < deadline_s:
+                self.raise_failure()
+                with contextlib.suppress(httpx.HTTPError):
+                    if (await client.get(f"{self.launch.url}/health")).status_code == 200:
+                        self._was_ready = True
+                        return
+                await asyncio.sleep(READY_POLL_S)
+        raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
+
+    async def wait_failure(self) -> None:
+        """Until something ends that is not restarted; raises its error."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def stop(self, kill: bool = False) -> None:
+        """Scheduler first, so that running requests can end; then the workers. Removes the rank tables."""
+        self._stopping = True
+        order = sorted(self._processes, key=lambda name: name != "scheduler")
+        for group in (order[:1], order[1:]):
+            await asyncio.gather(*(self._end(self._processes[name], kill) for name in group))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _spawn(self, member: Member) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *member.command,
+            env={**os.environ, **member.env},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends its children in order
+        )
+        self._processes[member.name] = process
+        return process
+
+    async def _supervise(self, member: Member, process: asyncio.subprocess.Process) -> None:
+        """Prints a process's lines; when it dies, says so and starts it again."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            started_s = time.monotonic()
+            last = await self._copy_lines(member.name, process)
+            code = await process.wait()
+            if self._stopping:
+                return
+            if not self._was_ready:
+                raise ConfigError(f"{member.name} could not start (exit code {code}): {last}")
+            self._say(f"{member.name} (pid {process.pid}) died with exit code {code}; the cluster is degraded")
+            if self.launch.restart == "no":
+                if member.name == "scheduler":
+                    raise ConfigError("the scheduler died")
+                return
+            backoff_s = FIRST_BACKOFF_S if time.monotonic() - started_s > 30 else min(2 * backoff_s, LAST_BACKOFF_S)
+            await asyncio.sleep(backoff_s)
+            process = await self._spawn(member)
+            self._say(f"{member.name} was started again (pid {process.pid})")
+
+    async def _copy_lines(self, name: str, process: asyncio.subprocess.Process) -> str:
+        last = ""
+        assert process.stdout is not None
+        while raw := await process.stdout.readline():
+            line = raw.decode(errors="replace").rstrip()
+            last = line or last
+            self._say(f"{name:<10}| {line}")
+        return last.removeprefix("pd-cluster: ")
+
+    async def _end(self, process: asyncio.subprocess.Process, kill: bool) -> None:
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _check_free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port: cannot listen at {host}:{port}: {error}") from None
+
+
+async def run_until_signal(launch: Launch) -> int:
+    """`pd-cluster up`: brings the cluster up, serves until SIGINT or SIGTERM, takes it down. Returns the exit code."""
+    started_s = time.monotonic()
+    cluster = Cluster(launch, lambda line: print(line, flush=True))
+    signals = asyncio.Event()
+    second = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: second.set() if signals.is_set() else signals.set())
+    stopping = asyncio.ensure_future(signals.wait())
+    try:
+        await cluster.start()
+        ready = asyncio.ensure_future(cluster.wait_ready())
+        await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+            _announce(launch, time.monotonic() - started_s)
+            failing = asyncio.ensure_future(cluster.wait_failure())
+            await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                failing.result()
+            failing.cancel()
+        ready.cancel()
+        print("stopping", flush=True)
+        return 0
+    finally:
+        ending = asyncio.ensure_future(cluster.stop())
+        impatient = asyncio.ensure_future(second.wait())
+        await asyncio.wait({ending, impatient}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            await cluster.stop(kill=True)
+        await ending
+        for task in (stopping, impatient):
+            task.cancel()
+
+
+def _announce(launch: Launch, took_s: float) -> None:
+    model = launch.served_model_names[0] if launch.served_model_names else ""
+    body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
+    body += f', "model": "{model}"}}' if model else "}"
+    print(
+        f"ready after {took_s:.1f} s: {launch.num_prefill} prefill, {launch.num_decode} decode, "
+        f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
+        f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        flush=True,
+    )

@@ -1,0 +1,165 @@
+"""Who is in the cluster right now: asks each worker's `/instance`, connects, notices restarts, tells the workers.
+
+The rank table and NODE_PORTS say where workers should be; what a worker says of itself is only compared with that.
+A worker that answers at another's place is a fault of NODE_PORTS, told apart by its devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import httpx
+import msgspec
+
+from pd_cluster import wire
+from pd_cluster.cluster.instance import Instance, InstanceState
+from pd_cluster.cluster.place import Place
+from pd_cluster.config import Timeouts
+from pd_cluster.errors import ConfigError
+from pd_cluster.mailbox import Mailbox
+from pd_cluster.types import Role
+from ranktable_tools import Server
+from ranktable_tools.hosts import host_key
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+SLOW_POLL_S = 2.0
+
+
+def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
+    """The global table's workers, in the order of NODE_PORTS."""
+    roles: list[Role] = ["prefill"] * len(place.table.prefill) + ["decode"] * len(place.table.decode)
+    return [
+        Instance(name, role, "127.0.0.1" if s.server_ip == "localhost" else s.server_ip, port, _ids(s))
+        for name, role, s, port in zip(place.names, roles, place.table.instances, ports, strict=True)
+    ]
+
+
+class Membership:
+    """`lost(instance, reason)` is called when a worker that was ready is not any more."""
+
+    def __init__(
+        self,
+        place: Place,
+        instances: list[Instance],
+        mailbox: Mailbox,
+        timeouts: Timeouts,
+        model_identity: str,
+        lost: Callable[[Instance, str], None],
+    ) -> None:
+        self.instances = instances
+        self._place = place
+        self._mailbox = mailbox
+        self._timeouts = timeouts
+        self._model_identity = model_identity
+        self._lost = lost
+        self._by_conn: dict[str, Instance] = {}
+
+    async def run(self) -> None:
+        """Watches every worker until cancelled. Raises ConfigError when NODE_PORTS is certainly wrong."""
+        async with httpx.AsyncClient(timeout=self._timeouts.connect_timeout_s, trust_env=False) as client:
+            async with asyncio.TaskGroup() as group:
+                for instance in self.instances:
+                    group.create_task(self._watch(instance, client))
+
+    async def _watch(self, instance: Instance, client: httpx.AsyncClient) -> None:
+        while True:
+            if instance.state not in ("ready", "connecting"):
+                await self._ask(instance, client)
+            await asyncio.sleep(POLL_S if instance.state != "failed" else SLOW_POLL_S)
+
+    async def _ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
+        host = f"[{instance.host}]" if ":" in instance.host else instance.host
+        try:
+            answer = await client.get(f"http://{host}:{instance.port}/instance")
+            info = msgspec.json.decode(answer.content, type=wire.InstanceInfo)
+        except httpx.HTTPError:
+            self._set(instance, "unreachable", f"nobody answers at {host}:{instance.port}")
+            return
+        except msgspec.DecodeError:
+            self._set(instance, "failed", f"{host}:{instance.port} does not answer as a worker of this version")
+            return
+        self._check_place(instance, info)
+        instance.info = info
+        reason = self._problem(info)
+        if reason:
+            self._set(instance, "failed", reason)
+        elif info.state == "ready":
+            self._set(instance, "connecting", "")
+            instance.conn = self._mailbox.connect(info.name, info.epoch, instance.host, info.control_port)
+            self._by_conn[instance.conn] = instance
+        else:
+            self._set(instance, "loading" if info.state == "loading" else "failed", info.error)
+
+    def _check_place(self, instance: Instance, info: wire.InstanceInfo) -> None:
+        """Raises ConfigError when another entry of the table answers here."""
+        if info.device_ids == instance.device_ids and host_key(info.server_ip) == host_key(instance.host):
+            return
+        index = self.instances.index(instance)
+        ports = ",".join(str(i.port) for i in self.instances)
+        raise ConfigError(
+            f"NODE_PORTS={ports}: [{index}] must be the port of {instance.name} (devices "
+            f"{','.join(instance.device_ids)} of {instance.host}), but at port {instance.port} answers {info.name} "
+            f"(devices {','.join(info.device_ids)} of {info.server_ip}); list the ports in the order of the global "
+            f"rank table, prefill first"
+        )
+
+    def _problem(self, info: wire.InstanceInfo) -> str:
+        if info.table_digest != self._place.cluster_tag:
+            return (
+                "it was started with another global rank table or secret than the scheduler; "
+                "give every process the same file"
+            )
+        if info.state == "ready" and info.model_identity != self._model_identity:
+            return (
+                f"it serves another model ({info.model_identity[:12]}) than the scheduler "
+                f"({self._model_identity[:12]}); start all with the same --model"
+            )
+        return ""
+
+    # ---- the mailbox's events, on the event loop
+
+    def on_opened(self, conn: str) -> None:
+        instance = self._by_conn.get(conn)
+        if instance is not None:
+            self._set(instance, "ready", "")
+            self._tell_peers()
+
+    def on_heartbeat(self, conn: str, load: wire.Load) -> None:
+        instance = self._by_conn.get(conn)
+        if instance is not None:
+            instance.load = load
+
+    def on_closed(self, conn: str, reason: str) -> None:
+        instance = self._by_conn.pop(conn, None)
+        if instance is None:
+            return
+        was_ready = instance.is_ready
+        self._set(instance, "unreachable", reason)
+        instance.conn = ""
+        instance.load = wire.Load()
+        if was_ready:
+            self._lost(instance, reason)
+            self._tell_peers()
+
+    def instance_of(self, conn: str) -> Instance | None:
+        return self._by_conn.get(conn)
+
+    def _tell_peers(self) -> None:
+        ready = [instance for instance in self.instances if instance.is_ready]
+        peers = wire.Peers([instance.to_peer() for instance in ready])
+        for instance in ready:
+            self._mailbox.send(instance.conn, peers)
+
+    def _set(self, instance: Instance, state: InstanceState, reason: str) -> None:
+        if (instance.state, instance.reason) != (state, reason):
+            level = logging.WARNING if state in ("failed", "misplaced") else logging.INFO
+            log.log(level, "%s is %s%s", instance.name, state, f": {reason}" if reason else "")
+        instance.state, instance.reason = state, reason
+
+
+def _ids(server: Server) -> list[str]:
+    return [device.device_id for device in server.device]

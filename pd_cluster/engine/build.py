@@ -1,0 +1,82 @@
+"""Puts a worker together: model, pool, scheduler, links, mailbox."""
+
+from __future__ import annotations
+
+import queue
+
+from pd_cluster import wire
+from pd_cluster.config import EngineConfig, WorkerConfig
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.links import Pool
+from pd_cluster.engine.process import Report
+from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.worker import Closed, Event, Limits, Mail, Opened, Stop, Worker
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.mailbox import Mailbox
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.transport.factory import Transports
+
+
+def build_core(config: EngineConfig) -> tuple[EngineCore, ModelRunner]:
+    """A loaded engine without peers: what one process needs to generate by itself."""
+    runner = ModelRunner(config)
+    scheduler = Scheduler(
+        BlockPool(runner.pool.num_blocks), config.block_size, config.max_num_seqs, config.max_num_batched_tokens
+    )
+    return EngineCore(runner, scheduler), runner
+
+
+class _Handler:
+    """The mailbox's owner: everything becomes an event, except KV headers, which go straight to their link."""
+
+    def __init__(self, inbox: queue.SimpleQueue[Event]) -> None:
+        self._inbox = inbox
+        self.worker: Worker | None = None
+
+    def on_opened(self, conn: str, peer: str, kind: str) -> None:
+        self._inbox.put(Opened(conn, peer, kind))
+
+    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
+        if isinstance(body, wire.KVChunk | wire.KVEnd) and self.worker is not None:
+            self.worker.in_links.route(conn, body)
+        else:
+            self._inbox.put(Mail(conn, peer, body))
+
+    def on_closed(self, conn: str, peer: str, reason: str) -> None:
+        self._inbox.put(Closed(conn, peer, reason))
+
+    def on_fatal(self, error: BaseException) -> None:
+        self._inbox.put(Stop(error))
+
+    def load(self) -> wire.Load | None:
+        return self.worker.load if self.worker is not None else None
+
+
+def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple[Worker, Mailbox, Report]:
+    """A worker that is bound and loaded; the caller starts the mailbox and runs the worker."""
+    core, runner = build_core(config.engine)
+    handler = _Handler(inbox)
+    mailbox = Mailbox(config.name, config.epoch, "worker", config.secret, config.timeouts, handler)
+    control_port = mailbox.bind(config.bind_address, config.kv_port_range)
+    transports = Transports(config, runner.pool)
+    layout = runner.pool.layout
+    worker = Worker(
+        config,
+        core,
+        Pool(runner.model_identity, layout, runner.pool.num_blocks),
+        Limits(runner.model.config.vocab_size, runner.max_model_len),
+        mailbox,
+        transports.senders,
+        transports.receivers,
+        inbox,
+    )
+    handler.worker = worker
+    report = Report(
+        state="ready",
+        control_port=control_port,
+        model_identity=runner.model_identity,
+        max_model_len=runner.max_model_len,
+        layout=layout.to_info(),
+        num_blocks=runner.pool.num_blocks,
+    )
+    return worker, mailbox, report

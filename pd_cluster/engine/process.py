@@ -1,0 +1,107 @@
+"""A rank process: `python -m pd_cluster.engine.process FD`. Loads the model, then runs the worker until told to stop.
+
+FD is one end of a socket pair whose other end the worker's parent holds: down come the configuration and `stop`, up
+go a line when the engine is ready or has failed. End of file there, or the parent's death, ends this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd_cluster.config import WorkerConfig
+from pd_cluster.errors import PdClusterError
+from pd_cluster.wire import LayoutInfo
+
+if TYPE_CHECKING:
+    from pd_cluster.engine.worker import Event
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a rank process tells its parent, one JSON line each."""
+
+    state: str  # ready, failed
+    error: str = ""
+    control_port: int = 0
+    model_identity: str = ""
+    max_model_len: int = 0
+    layout: LayoutInfo | None = None
+    num_blocks: int = 0
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """The kernel sends this process a signal when the thread that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+
+
+def main(fd: int) -> int:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    channel = socket.socket(fileno=fd)
+    lines = channel.makefile("rb")
+    config = msgspec.json.decode(lines.readline(), type=WorkerConfig)
+    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    threading.Thread(target=_watch_parent, args=(lines, inbox), name="parent", daemon=True).start()
+    try:
+        _serve(config, channel, inbox)
+    except PdClusterError as error:
+        _tell(channel, Report(state="failed", error=str(error)))
+        return 1
+    return 0
+
+
+def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueue[Event]) -> None:
+    started_s = time.monotonic()
+    import torch
+
+    torch.set_num_threads(config.num_threads)
+    torch.set_grad_enabled(False)
+    from pd_cluster.engine.build import build_worker
+
+    worker, mailbox, report = build_worker(config, inbox)
+    mailbox.start()
+    log.info(
+        "ready after %.1f s: %d blocks of %d tokens, control port %d",
+        time.monotonic() - started_s,
+        report.num_blocks,
+        config.engine.block_size,
+        report.control_port,
+    )
+    _tell(channel, report)
+    worker.run()
+    mailbox.close()
+
+
+def _tell(channel: socket.socket, report: Report) -> None:
+    channel.sendall(msgspec.json.encode(report) + b"\n")
+
+
+def _watch_parent(lines: socket.SocketIO, inbox: queue.SimpleQueue[Event]) -> None:
+    """`stop` ends the loop after its step; end of file means that the parent is dead, and nothing can wait."""
+    line = lines.readline()
+    if line.strip() != b"stop":
+        os._exit(1)
+    from pd_cluster.engine.worker import Stop
+
+    inbox.put(Stop())
+    lines.readline()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

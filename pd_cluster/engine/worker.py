@@ -1,0 +1,354 @@
+"""The engine of one worker among its peers: mail in, steps, mail out. Read `run` first.
+
+Everything that changes a request or a block happens on the thread that calls `run`; the mailbox and the links'
+threads only put events into `inbox`. Knows nothing of HTTP or of routing.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pd_cluster import wire
+from pd_cluster.config import WorkerConfig
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.handoff import Exports, Imports
+from pd_cluster.engine.links import InLinks, OutLinks, Pool, Post, Progress
+from pd_cluster.transport.base import MAX_PAYLOAD_NBYTES, KVReceiver, KVSender
+from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkEvent, LinkFailed
+from pd_cluster.types import LegEnd, Request, Status, TokenOutput
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1  # how often deadlines are looked at
+IDLE_WAIT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    conn: str
+    peer: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    conn: str
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    conn: str
+    peer: str
+    body: wire.Body
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    error: BaseException | None = None
+
+
+Event = Opened | Closed | Mail | Stop | LinkEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask of this engine."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+class Worker:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        core: EngineCore,
+        pool: Pool,
+        limits: Limits,
+        post: Post,
+        make_senders: Callable[[], list[KVSender]],
+        make_receivers: Callable[[str, wire.LinkOpen], list[KVReceiver]],
+        inbox: queue.SimpleQueue[Event],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.core = core
+        self.inbox = inbox
+        self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
+        self._limits = limits
+        self._is_prefill = config.role == "prefill"
+        self._post = post
+        self._clock = clock
+        self._timeouts = config.timeouts
+        self._legs: dict[str, Request] = {}
+        self._deadlines: dict[str, float] = {}
+        self._schedulers: dict[str, str] = {}  # conn -> name@epoch
+        self._tokens: dict[str, list[TokenOutput]] = defaultdict(list)
+        self._ended: dict[str, list[LegEnd]] = defaultdict(list)
+        self._next_tick_s = 0.0
+        progress = Progress(clock)
+        self._progress = progress
+        self.out_links = OutLinks(
+            pool, post, make_senders, inbox.put, self._out_down, progress, clock, config.timeouts, config.kv_checksum
+        )
+        self.in_links = InLinks(pool, post, make_receivers, inbox.put, self._in_down, progress)
+        self.exports = Exports(
+            core.scheduler,
+            self.out_links,
+            self._export_ended,
+            clock,
+            config.timeouts,
+            max(1, MAX_PAYLOAD_NBYTES // pool.layout.block_nbytes),
+        )
+        self.imports = Imports(
+            core.scheduler,
+            self.in_links,
+            self._import_ended,
+            self._joined,
+            clock,
+            config.timeouts,
+            config.engine.growth_tokens,
+        )
+
+    def run(self) -> None:
+        """Until `Stop`. Raises what the mailbox or a step raised."""
+        busy = False
+        while self._read_inbox(wait_s=0.0 if busy else IDLE_WAIT_S):
+            self._tick()
+            busy = self._step()
+            self._publish_load()
+            self._flush()
+
+    # ---- a step
+
+    def _step(self) -> bool:
+        """One step of the engine and what follows from it; False when there was nothing to compute."""
+        self.imports.credit()
+        plan = self.core.plan()
+        for request in plan.admitted:
+            if request.leg == "prefill":
+                self.exports.admitted(request)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
+        result = self.core.run(plan)
+        sampled = {request.key: token for request, token in result.sampled}
+        for request, token in result.sampled:
+            self._tokens[request.client].append(token)
+            if token.finish_reason is not None:
+                self._forget(request)
+        for request, _ in plan.chunks:
+            if request.leg == "prefill":
+                self.exports.computed(request, sampled.get(request.key))
+        return bool(plan.chunks)
+
+    def _publish_load(self) -> None:
+        scheduler = self.core.scheduler
+        blocks = scheduler.blocks
+        statuses = [request.status for request in scheduler.requests.values()]
+        self.load = wire.Load(
+            num_running=statuses.count(Status.RUNNING),
+            num_waiting=len(scheduler.waiting) + self.imports.num_queued,
+            num_landing=statuses.count(Status.LANDING),
+            num_exporting=statuses.count(Status.EXPORTING),
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free,
+            num_cached_blocks=blocks.num_cached,
+            num_held_blocks=blocks.num_held,
+            num_steps=self.core.num_steps,
+            num_landings=self.imports.num_landings,
+            kv_sent_nbytes=self.out_links.sent_nbytes,
+            kv_received_nbytes=self.in_links.received_nbytes,
+            links=self.out_links.states(),
+        )
+
+    def _flush(self) -> None:
+        for client in {*self._tokens, *self._ended}:
+            outputs = wire.Outputs(self._tokens.pop(client, []), self._ended.pop(client, []))
+            self._post.send(client, outputs)
+
+    def _tick(self) -> None:
+        now_s = self._clock()
+        if now_s < self._next_tick_s:
+            return
+        self._next_tick_s = now_s + TICK_S
+        self.out_links.tick()
+        self.exports.expire()
+        self.imports.expire()
+        for key in [key for key, deadline_s in self._deadlines.items() if now_s > deadline_s]:
+            self._end(self._legs[key], "the request's deadline has passed")
+
+    # ---- events
+
+    def _read_inbox(self, wait_s: float) -> bool:
+        """Handles everything that is there, waiting for a first event at most `wait_s`. False: stop."""
+        try:
+            event = self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
+            while True:
+                if isinstance(event, Stop):
+                    if event.error is not None:
+                        raise event.error
+                    return False
+                self._handle(event)
+                event = self.inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Mail(conn, peer, body):
+                self._read(conn, peer, body)
+            case Landed(transfer_id, first_tokens):
+                self.imports.on_landed(transfer_id, first_tokens)
+            case LandFault(transfer_id, reason):
+                self.imports.on_fault(transfer_id, reason)
+            case Drained(transfer_id):
+                self.imports.on_drained(transfer_id)
+            case LinkFailed(conn, reason):
+                self.out_links.on_down(conn, reason)
+                self.in_links.on_failed(conn, reason)
+            case Opened(conn, peer, kind):
+                self._opened(conn, peer, kind)
+            case Closed(conn, _, reason):
+                self._closed(conn, reason)
+
+    def _read(self, conn: str, peer: str, body: wire.Body) -> None:  # noqa: C901 - one line a message
+        match body:
+            case wire.Submit() if conn in self._schedulers:
+                self._submit(conn, body)
+            case wire.Abort() if conn in self._schedulers:
+                request = self._legs.get(f"{body.request_id}#{body.attempt}")
+                if request is not None and request.client == conn:
+                    self._drop(request)
+            case wire.Peers() if conn in self._schedulers:
+                self.out_links.set_peers([p for p in body.peers if p.role == "decode"] if self._is_prefill else [])
+            case wire.Heartbeat(load):
+                if load is not None:
+                    self._progress.heard(conn, load)
+            case wire.LinkOpen():
+                self.in_links.on_open(conn, peer, body)
+            case wire.LinkAnswer():
+                self.out_links.on_answer(conn, body)
+            case wire.LinkReady():
+                self.out_links.on_ready(conn, body)
+            case wire.LinkRefused():
+                self.out_links.on_refused(conn, body)
+            case wire.Offer():
+                self.imports.on_offer(conn, body)
+            case wire.Credit():
+                self.exports.on_credit(conn, body)
+            case wire.Revoke():
+                self.imports.on_revoke(conn, body.transfer_id)
+            case wire.Cancel():
+                self.exports.on_cancel(conn, body)
+            case wire.Confirm():
+                self.exports.on_confirm(conn, body.transfer_id)
+            case wire.Confirmed():
+                self.imports.on_confirmed(conn, body)
+            case _:
+                log.warning("%s sent a %s, which is not for a worker", peer, type(body).__name__)
+
+    def _opened(self, conn: str, peer: str, kind: str) -> None:
+        if kind != "scheduler":
+            self.out_links.on_opened(conn)
+            return
+        name = peer.partition("@")[0]
+        for other, other_peer in list(self._schedulers.items()):
+            if other_peer.partition("@")[0] == name:  # its predecessor, or an earlier connection of the same life
+                self._closed(other, f"{peer} took its place")
+        self._schedulers[conn] = peer
+        log.info("scheduler %s is here", peer)
+
+    def _closed(self, conn: str, reason: str) -> None:
+        peer = self._schedulers.pop(conn, None)
+        if peer is not None:
+            orphans = [request for request in self._legs.values() if request.client == conn]
+            log.warning("scheduler %s is gone (%s); %d requests of it end", peer, reason, len(orphans))
+            for request in orphans:
+                self._drop(request)
+        self.out_links.on_down(conn, reason)
+        self.in_links.on_down(conn, reason)
+
+    # ---- a leg comes and goes
+
+    def _submit(self, conn: str, submit: wire.Submit) -> None:
+        request = Request(
+            submit.request_id,
+            submit.prompt_token_ids,
+            submit.sampling,
+            attempt=submit.attempt,
+            arrival_s=self._clock(),
+            leg=submit.leg,
+            transfer_id=submit.transfer_id,
+            peer=submit.peer,
+            client=conn,
+        )
+        problem = self._problem(request)
+        if request.key in self._legs:
+            return
+        if problem is not None:
+            self._ended[conn].append(LegEnd(request.request_id, request.attempt, problem))
+            return
+        self._legs[request.key] = request
+        if submit.deadline_s:
+            self._deadlines[request.key] = request.arrival_s + submit.deadline_s
+        if request.leg == "decode":
+            self.imports.submit(request)
+        else:
+            self.core.scheduler.add(request)
+
+    def _problem(self, request: Request) -> str | None:
+        """Why this engine cannot take it. The API has checked the same: this guards the engine's loop."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        if not prompt or sampling.max_tokens < 1:
+            return "a request needs a prompt token and max_tokens of at least 1"
+        if len(prompt) + sampling.max_tokens > self._limits.max_model_len:
+            return (
+                f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
+                f"max_model_len {self._limits.max_model_len}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._limits.vocab_size:
+            return f"prompt token ids must be in 0 to {self._limits.vocab_size - 1}"
+        return None
+
+    def _joined(self, request: Request, first_tokens: list[TokenOutput]) -> None:
+        self._tokens[request.client] += first_tokens
+
+    def _export_ended(self, request: Request, error: str | None) -> None:
+        self._report(request, error)
+        self._forget(request)
+        self.core.scheduler.finish(request)
+
+    def _import_ended(self, request: Request, error: str | None) -> None:
+        if error is not None:
+            self._report(request, error)
+        self._forget(request)
+
+    def _end(self, request: Request, error: str) -> None:
+        self._report(request, error)
+        self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Whatever it was doing, it stops; its blocks come home, landing blocks as soon as nobody writes them."""
+        self._forget(request)
+        self.exports.abort(request)
+        self.imports.abort(request)
+        if request.key in self.core.scheduler.requests and request.status is not Status.LANDING:
+            self.core.scheduler.finish(request)
+
+    def _report(self, request: Request, error: str | None) -> None:
+        self._ended[request.client].append(LegEnd(request.request_id, request.attempt, error))
+
+    def _forget(self, request: Request) -> None:
+        self._legs.pop(request.key, None)
+        self._deadlines.pop(request.key, None)
+
+    def _out_down(self, conn: str, reason: str) -> None:
+        self.exports.on_link_down(conn, reason)
+
+    def _in_down(self, conn: str, reason: str) -> None:
+        self.imports.on_link_down(conn, reason)

@@ -1,0 +1,167 @@
+"""vLLM's command line flags as this project takes them: honoured, accepted without effect, or refused with a reason.
+
+The three lists are published in docs/flags.md (a test compares). A flag in none of them is an error that names the
+nearest known one. Honoured flags are the parameters of `pd-cluster serve` in cli.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pd_cluster.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """`num_values` follow the flag. When `values` is not empty, only these are without effect; others are refused."""
+
+    why: str
+    num_values: int = 1
+    values: tuple[str, ...] = ()
+
+
+NO_EFFECT: dict[str, Ignored] = {
+    "--disable-log-requests": Ignored("requests are not logged", 0),
+    "--enable-log-requests": Ignored("requests are not logged", 0),
+    "--disable-log-stats": Ignored("statistics are not logged", 0),
+    "--disable-custom-all-reduce": Ignored("there is no custom all-reduce", 0),
+    "--disable-async-output-proc": Ignored("there is no such switch", 0),
+    "--disable-frontend-multiprocessing": Ignored("the API always runs in a process of its own", 0),
+    "--disable-sliding-window": Ignored("sliding windows follow the model", 0),
+    "--enable-chunked-prefill": Ignored("prefill is always chunked", 0),
+    "--no-enable-prefix-caching": Ignored("there is no prefix cache yet", 0),
+    "--enable-prefix-caching": Ignored("there is no prefix cache yet; outputs do not depend on it", 0),
+    "--enforce-eager": Ignored("the CPU always runs eagerly", 0),
+    "--engine-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),
+    "--worker-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),
+    "--trust-remote-code": Ignored("code from a model folder is never run", 0),
+    "--use-v2-block-manager": Ignored("there is one block manager", 0),
+    "--distributed-executor-backend": Ignored("processes are placed by rank tables"),
+    "--gpu-memory-utilization": Ignored("on CPU the pool is sized by --num-blocks or --kv-cache-memory"),
+    "--max-context-len-to-capture": Ignored("the CPU captures no graphs"),
+    "--max-seq-len-to-capture": Ignored("the CPU captures no graphs"),
+    "--max-log-len": Ignored("prompts are never logged"),
+    "--max-parallel-loading-workers": Ignored("weights are mapped, not loaded by workers"),
+    "--num-scheduler-steps": Ignored("steps are always single"),
+    "--scheduler-delay-factor": Ignored("the scheduler does not delay"),
+    "--swap-space": Ignored("preempted requests are recomputed, not swapped"),
+    "--preemption-mode": Ignored("preempted requests are recomputed", values=("recompute",)),
+    "--kv-cache-dtype": Ignored("the pool has the model's dtype", values=("auto",)),
+    "--load-format": Ignored("weights are always safetensors", values=("auto", "safetensors")),
+    "--pipeline-parallel-size": Ignored("there is one stage", values=("1",)),
+    "--response-role": Ignored("the role of answers is assistant", values=("assistant",)),
+    "--tokenizer-mode": Ignored("tokenizers are always fast", values=("auto",)),
+}
+
+REFUSED: dict[str, str] = {
+    "--allow-credentials": "CORS options do not exist yet",
+    "--allowed-headers": "CORS options do not exist yet",
+    "--allowed-methods": "CORS options do not exist yet",
+    "--allowed-origins": "CORS options do not exist yet",
+    "--api-key": "keys are not checked yet; put a proxy in front, or leave it out",
+    "--chat-template": "the template comes from the model folder (chat_template.jinja)",
+    "--code-revision": "code from a model folder is never run",
+    "--cpu-offload-gb": "weights are not offloaded",
+    "--enable-auto-tool-choice": "tools are not supported yet",
+    "--enable-lora": "LoRA adapters are not supported",
+    "--enable-prompt-adapter": "prompt adapters are not supported",
+    "--fully-sharded-loras": "LoRA adapters are not supported",
+    "--guided-decoding-backend": "guided decoding is not supported yet",
+    "--kv-transfer-config": "the handover is part of this project; see --kv-transport",
+    "--limit-mm-per-prompt": "images, audio and video are not supported",
+    "--lora-modules": "LoRA adapters are not supported",
+    "--max-cpu-loras": "LoRA adapters are not supported",
+    "--max-logprobs": "logprobs are not supported yet",
+    "--max-lora-rank": "LoRA adapters are not supported",
+    "--max-loras": "LoRA adapters are not supported",
+    "--middleware": "foreign code is not loaded",
+    "--model-loader-extra-config": "weights are always safetensors",
+    "--num-lookahead-slots": "speculative decoding is not supported",
+    "--num-speculative-tokens": "speculative decoding is not supported",
+    "--otlp-traces-endpoint": "traces are not exported yet",
+    "--prompt-adapters": "prompt adapters are not supported",
+    "--quantization": "quantized weights are not supported yet",
+    "--quantization-param-path": "quantized weights are not supported yet",
+    "--ray-workers-use-nsight": "processes are placed by rank tables, not by Ray",
+    "--return-tokens-as-token-ids": "logprobs are not supported yet",
+    "--revision": "give --model the folder of the revision",
+    "--rope-scaling": "change rope_scaling in the model's config.json",
+    "--rope-theta": "change rope_theta in the model's config.json",
+    "--root-path": "mounting under a path does not exist yet",
+    "--skip-tokenizer-init": "the server always speaks text",
+    "--speculative-model": "speculative decoding is not supported",
+    "--ssl-ca-certs": "TLS does not exist yet; put a proxy in front",
+    "--ssl-cert-reqs": "TLS does not exist yet; put a proxy in front",
+    "--ssl-certfile": "TLS does not exist yet; put a proxy in front",
+    "--ssl-keyfile": "TLS does not exist yet; put a proxy in front",
+    "--tokenizer": "the tokenizer comes from the model folder",
+    "--tokenizer-pool-size": "there is no tokenizer pool",
+    "--tokenizer-revision": "the tokenizer comes from the model folder",
+    "--tool-call-parser": "tools are not supported yet",
+}
+REFUSED_UNLESS: dict[str, tuple[str, ...]] = {"--quantization": ("None", "none")}
+MANY_VALUES = ("--served-model-name",)  # `--served-model-name a b` as argparse's nargs="+" has it
+ALIASES = {"-tp": "--tensor-parallel-size", "-q": "--quantization", "-pp": "--pipeline-parallel-size"}
+
+
+def normalize(argv: Sequence[str]) -> list[str]:
+    """vLLM's spellings to ours: --max_model_len, -tp, several values after --served-model-name."""
+    result: list[str] = []
+    repeated = ""
+    for argument in argv:
+        if argument.startswith("-") and not _is_number(argument):
+            flag, equals, value = argument.partition("=")
+            flag = ALIASES.get(flag, flag)
+            if flag.startswith("--"):
+                flag = flag.replace("_", "-")
+            repeated = flag if flag in MANY_VALUES else ""
+            is_first = bool(repeated) and not equals
+            result.append(flag + equals + value)
+            continue
+        if repeated and not is_first:
+            result.append(repeated)
+        is_first = False
+        result.append(argument)
+    return result
+
+
+def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:
+    """Looks at arguments that `serve` has no parameter for. Returns warnings; raises ConfigError."""
+    warnings: list[str] = []
+    rest = list(extras)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
+        if flag in NO_EFFECT:
+            ignored = NO_EFFECT[flag]
+            if ignored.num_values and not equals:
+                value = rest.pop(0) if rest else ""
+            if ignored.values and value not in ignored.values:
+                raise ConfigError(f"{flag} {value}: not supported ({ignored.why}); leave it out")
+            warnings.append(f"{flag} has no effect: {ignored.why}")
+        elif flag in REFUSED:
+            if not equals and rest and not rest[0].startswith("-"):
+                value = rest.pop(0)
+            if value not in REFUSED_UNLESS.get(flag, ()):
+                raise ConfigError(f"{flag}{f' {value}' if value else ''}: {REFUSED[flag]}")
+        else:
+            raise ConfigError(_unknown(argument, [*honoured, *NO_EFFECT, *REFUSED]))
+    return warnings
+
+
+def _unknown(argument: str, known: list[str]) -> str:
+    flag = argument.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected argument {argument!r}"
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+    return f"unknown flag {flag}{f'; did you mean {near[0]}?' if near else '; see pd-cluster serve --help'}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

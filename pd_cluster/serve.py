@@ -1,0 +1,171 @@
+"""`pd-cluster serve`: from flags, environment and rank tables to one running instance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
+from pd_cluster.cluster.launcher import DIE_WITH_PARENT
+from pd_cluster.cluster.place import Place, find_place, node_ports, use_openai
+from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.device import num_threads_for
+from pd_cluster.engine.process import die_with_parent
+from pd_cluster.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """The flags of `pd-cluster serve`, as typed."""
+
+    model: str
+    host: str
+    port: int
+    served_model_name: list[str] | None
+    tensor_parallel_size: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    block_size: int
+    seed: int
+    device: str
+    num_blocks: int | None
+    kv_cache_memory: float | None
+    growth_tokens: int
+    kv_transport: str
+    kv_port_range: str
+    kv_checksum: bool
+    secret_file: str | None
+    admin_port: int | None
+    admin_host: str
+    heartbeat_interval: float
+    dead_after: float
+    connect_timeout: float
+    credit_timeout: float
+    transfer_timeout: float
+    request_timeout: float
+    drain_timeout: float
+    log_level: str
+
+    def engine(self) -> EngineConfig:
+        return EngineConfig(
+            model=self.model or str(SHIPPED_MODEL),
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            kv_cache_memory_gib=self.kv_cache_memory,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            growth_tokens=self.growth_tokens,
+            device=self.device,
+            tensor_parallel_size=self.tensor_parallel_size,
+            seed=self.seed,
+        )
+
+    def timeouts(self) -> Timeouts:
+        times = Timeouts(
+            heartbeat_interval_s=self.heartbeat_interval,
+            dead_after_s=self.dead_after,
+            connect_timeout_s=self.connect_timeout,
+            credit_timeout_s=self.credit_timeout,
+            transfer_timeout_s=self.transfer_timeout,
+            request_timeout_s=self.request_timeout,
+            drain_timeout_s=self.drain_timeout,
+        )
+        for name in ("heartbeat_interval", "dead_after", "connect_timeout", "credit_timeout", "transfer_timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
+        if self.dead_after < 2 * self.heartbeat_interval:
+            raise ConfigError(f"--dead-after {self.dead_after}: must be at least two heartbeat intervals")
+        return times
+
+
+def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> None:
+    """Serves until a signal. Raises ConfigError and the like."""
+    _die_with_parent(env)
+    level = options.log_level.upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"--log-level {options.log_level!r}: expected debug, info, warning or error")
+    if options.kv_transport not in ("auto", "shm", "dist"):
+        raise ConfigError(f"--kv-transport {options.kv_transport!r}: expected auto, shm or dist")
+    engine, timeouts = options.engine(), options.timeouts()
+    place = find_place(env, options.secret_file)
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for warning in warnings:
+        log.warning("%s", warning)
+    if place.secret_is_derived and place.spans_hosts:
+        log.warning(
+            "the instances are on several hosts and the cluster's secret is derived from the rank table; "
+            "give every instance the same --secret-file"
+        )
+    if place.role == "scheduler":
+        _run_scheduler(options, engine, timeouts, place, env)
+    else:
+        _run_worker(options, engine, timeouts, place)
+
+
+def _run_scheduler(
+    options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place, env: Mapping[str, str]
+) -> None:
+    ports = node_ports(env, place)
+    openai = use_openai(env)
+    from pd_cluster.api.scheduler_app import run_scheduler
+    from pd_cluster.api.server import bind
+
+    listener = bind(options.host, options.port)
+    admin_port = options.admin_port if options.admin_port is not None else options.port + 1
+    admin_listener = bind(options.admin_host, admin_port, "--admin-port")
+    log.info("serving at %s:%d, admin at %s:%d", options.host, options.port, options.admin_host, admin_port)
+    names = options.served_model_name or []
+    asyncio.run(run_scheduler(place, ports, engine, names, openai, timeouts, listener, admin_listener))
+
+
+def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place) -> None:
+    num_devices = len(place.server.device)
+    if num_devices != engine.tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel-size {engine.tensor_parallel_size}: the rank table gives {place.name} "
+            f"{num_devices} devices; the two must be equal"
+        )
+    Checkpoint.open(engine.model)  # a wrong model is an error at once, not after torch is loaded
+    from pd_cluster.api.server import bind
+    from pd_cluster.api.worker_app import run_worker
+
+    config = WorkerConfig(
+        name=place.name,
+        role="prefill" if place.role == "prefill" else "decode",
+        server_ip=place.server.server_ip,
+        bind_address=place.bind_address,
+        device_ids=[device.device_id for device in place.server.device],
+        hosts=place.hosts,
+        epoch=secrets.randbits(62),
+        secret=place.secret,
+        num_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(place.num_local_instances),
+        kv_transport=options.kv_transport,  # type: ignore[arg-type]
+        kv_port_range=PortRange.parse(options.kv_port_range),
+        kv_checksum=options.kv_checksum,
+        engine=engine,
+        timeouts=timeouts,
+        log_level=options.log_level.upper(),
+    )
+    asyncio.run(run_worker(config, bind(options.host, options.port), place.cluster_tag))
+
+
+def _die_with_parent(env: Mapping[str, str]) -> None:
+    """Under `pd-cluster up`, an instance never outlives the process that started it."""
+    parent = env.get(DIE_WITH_PARENT)
+    if parent is None:
+        return
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before the line above
+        raise ConfigError("the process that started this one is gone")

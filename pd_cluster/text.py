@@ -1,0 +1,162 @@
+"""Text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings.
+
+Uses the `tokenizers` library and a sandboxed Jinja, never torch: the scheduler's process imports this.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.decoders import DecodeStream
+
+from pd_cluster.checkpoint import read_json
+from pd_cluster.errors import ModelError, RequestError
+
+REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
+
+
+class Tokenizer:
+    """A model folder's tokenizer and chat template."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._rust = RustTokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+            raise ModelError(f"{path / 'tokenizer.json'}: cannot be read: {error}") from None
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        config_file = path / "tokenizer_config.json"
+        self._config = read_json(config_file) if config_file.exists() else {}
+        self._template = _find_template(path, self._config)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._rust.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        return Detokenizer(self._rust, skip_special_tokens)
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The prompt that the model's chat template makes. Raises RequestError when it refuses the messages."""
+        if self._template is None:
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        variables = {**self._special_tokens(), **kwargs, "add_generation_prompt": add_generation_prompt}
+        try:
+            return str(self._template.render(messages=messages, **variables))
+        except (TemplateError, TypeError, KeyError) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+
+    def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+
+    def _special_tokens(self) -> dict[str, str]:
+        found = {}
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = self._config.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                found[name] = value
+        return found
+
+
+class Detokenizer:
+    """Token ids in, text out as soon as it is certain; the sum equals decoding all at once."""
+
+    def __init__(self, rust: RustTokenizer, skip_special_tokens: bool) -> None:
+        self._rust = rust
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._num_chars = 0
+
+    def add(self, token_id: int) -> str:
+        """New text, "" while a character is incomplete."""
+        self._token_ids.append(token_id)
+        new: str = self._stream.step(self._rust, token_id) or ""
+        self._num_chars += len(new)
+        return new
+
+    def finish(self) -> str:
+        """What is left, incomplete characters as U+FFFD."""
+        text: str = self._rust.decode(self._token_ids, skip_special_tokens=self._skip)
+        rest, self._num_chars = text[self._num_chars :], len(text)
+        return rest
+
+
+class StopStrings:
+    """Cuts a stream of text before the first stop string, holding back what could still become one."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.matched: str | None = None
+
+    def add(self, text: str) -> str:
+        """Text that is certain to come before any stop string. After a match: nothing more."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, self.matched = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+            certain, self._held = self._held[:at], ""
+            return certain
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        certain = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return certain
+
+    def finish(self) -> str:
+        """The end of the stream: what was held back was no stop string."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _find_template(path: Path, config: dict[str, Any]) -> Any:
+    file = path / "chat_template.jinja"
+    source = file.read_text("utf-8") if file.exists() else config.get("chat_template")
+    if isinstance(source, list):  # [{"name": "default", "template": …}, …]
+        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+    if not isinstance(source, str):
+        return None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ModelError(f"{path}: the chat template does not compile: {error}") from None
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

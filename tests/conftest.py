@@ -1,0 +1,25 @@
+"""Fixtures for all tests: tiny checkpoints made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint("llama")` is the folder of a tiny random model of that architecture."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def make(architecture: str = "llama", seed: int = 0, **changes: object) -> Path:
+        from tests.support.checkpoints import make_checkpoint
+
+        key = (architecture, seed, *sorted(changes.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"{architecture}-{seed}", numbered=True)
+            made[key] = make_checkpoint(folder, architecture, seed, **changes)
+        return made[key]
+
+    return make

@@ -1,0 +1,1 @@
+"""What tests share: tiny checkpoints, the cluster harness, engines in one process."""

@@ -1,0 +1,50 @@
+"""An engine in the test's own process, driven to the end."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from pd_cluster.config import EngineConfig
+from pd_cluster.engine.build import build_core
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.types import Request, SamplingParams
+from tests.support.checkpoints import margin, reference_greedy
+
+MAX_STEPS = 5000
+
+
+def make_core(folder: Path, **settings: object) -> EngineCore:
+    return build_core(EngineConfig(model=str(folder), **settings))[0]  # type: ignore[arg-type]
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def generate(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
+    """All prompts at once; outputs in order. Asserts that every block comes home."""
+    requests = [Request(f"r{i}", prompt, sampling, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        core.scheduler.add(request)
+    for _ in range(MAX_STEPS):
+        if not core.scheduler.requests:
+            break
+        core.step()
+        core.scheduler.check()
+    assert not core.scheduler.requests, "the engine did not finish"
+    assert core.scheduler.blocks.num_held == 0
+    return [request.output_token_ids for request in requests]
+
+
+def assert_same(folder: Path, prompt: list[int], output: list[int], max_tokens: int) -> None:
+    """Token for token as the reference, except where its two best tokens are closer than 1e-4 (invariant 1)."""
+    expected = reference_greedy(folder, prompt, max_tokens)
+    if output == expected:
+        return
+    at = next(i for i, (a, b) in enumerate(zip([*output, -1], [*expected, -1], strict=False)) if a != b)
+    distance = margin(folder, prompt, expected[:at])
+    assert distance < 1e-4, (
+        f"prompt of {len(prompt)} tokens differs at output {at} where the margin is {distance:.2e}: "
+        f"{output[at : at + 4]} instead of {expected[at : at + 4]}"
+    )

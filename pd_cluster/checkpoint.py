@@ -92,7 +92,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelError(f"{path}: missing; the model folder needs config.json, tokenizer.json, *.safetensors") from None
+        raise ModelError(
+            f"{path}: missing; the model folder needs config.json, tokenizer.json, *.safetensors"
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):

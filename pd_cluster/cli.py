@@ -28,13 +28,14 @@ bench = typer.Typer(help="Measure the running or a fresh cluster.", no_args_is_h
 app.add_typer(bench, name="bench")
 
 
-
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
     host: Annotated[str, typer.Option(help="Address to bind HTTP to.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="HTTP port: the public one on the scheduler, one of NODE_PORTS else.")] = 8000,
+    port: Annotated[
+        int, typer.Option(help="HTTP port: the public one on the scheduler, one of NODE_PORTS else.")
+    ] = 8000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices of each instance; 1 in this version.")] = 1,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together.")] = None,
@@ -129,7 +130,10 @@ def bench_serve(
     from pd_cluster.bench.serve import ServeBench, run
 
     asyncio.run(
-        run(ServeBench(url, admin, model, prefill, decode, num_requests, concurrency, input_len, output_len), json)
+        run(
+            ServeBench(url, admin, model, prefill, decode, num_requests, concurrency, input_len, output_len),
+            json,
+        )
     )
 
 
@@ -163,5 +167,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-

@@ -36,7 +36,7 @@ class PortRange(msgspec.Struct, frozen=True):
     first: int = 0
     last: int = 0
 
-    def __iter__(self) -> Iterator[int]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[int]:
         return iter(range(self.first, self.last + 1))
 
     def __str__(self) -> str:

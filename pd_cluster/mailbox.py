@@ -101,7 +101,7 @@ class Mailbox:
         self._router: Any = None
         self._connections: dict[str, Connection] = {}
         self._by_identity: dict[bytes, str] = {}
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -137,7 +137,7 @@ class Mailbox:
             raise ConfigError(f"cannot bind the control socket at {host} port {ports}: {last}; see --kv-port-range")
         self._router = router
         self._poller.register(router, zmq.POLLIN)
-        return int(router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").rsplit(b":", 1)[1])
+        return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def start(self) -> None:
         self._thread.start()
@@ -164,7 +164,7 @@ class Mailbox:
         self._auth.stop()
         self._context.destroy(linger=0)
 
-    def _call(self, command: Callable[[], None]) -> None:
+    def _call(self, command: Callable[[], object]) -> None:
         self._commands.append(command)
         self._wake()
 
@@ -179,7 +179,7 @@ class Mailbox:
             next_beat_s = self._clock()
             while not self._stopping:
                 wait_s = max(0.0, next_beat_s - self._clock())
-                events = dict(self._poller.poll(wait_s * 1000))
+                events = dict(self._poller.poll(int(wait_s * 1000) + 1))
                 before_s = self._clock()
                 self._run_commands()
                 self._receive(events)

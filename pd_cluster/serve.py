@@ -81,7 +81,13 @@ class ServeOptions:
             request_timeout_s=self.request_timeout,
             drain_timeout_s=self.drain_timeout,
         )
-        for name in ("heartbeat_interval", "dead_after", "connect_timeout", "credit_timeout", "transfer_timeout"):
+        for name in (
+            "heartbeat_interval",
+            "dead_after",
+            "connect_timeout",
+            "credit_timeout",
+            "transfer_timeout",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
         if self.dead_after < 2 * self.heartbeat_interval:

@@ -27,7 +27,7 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         try:
             self._rust = RustTokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        except Exception as error:
             raise ModelError(f"{path / 'tokenizer.json'}: cannot be read: {error}") from None
         self._rust.no_truncation()
         self._rust.no_padding()
@@ -47,9 +47,7 @@ class Tokenizer:
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self._rust, skip_special_tokens)
 
-    def render_chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
-    ) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The prompt that the model's chat template makes. Raises RequestError when it refuses the messages."""
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")

@@ -43,11 +43,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_steps + self.num_landings
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     load: Load | None = None
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First on every connection; says what kind of peer connects."""
 
     kind: Literal["scheduler", "worker"]
@@ -67,13 +67,13 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int
 
 
-class Peers(Message):
+class Peers(Message, frozen=True):
     """All live workers. Whoever is missing, or has a new epoch, is dead to the receiver."""
 
     peers: list[PeerInfo]
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     request_id: str
     attempt: int
     transfer_id: str
@@ -84,12 +84,12 @@ class Submit(Message):
     deadline_s: float  # seconds from now; 0: none
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     request_id: str
     attempt: int
 
 
-class Outputs(Message):
+class Outputs(Message, frozen=True):
     """All tokens of one step for one scheduler, and the legs that ended."""
 
     tokens: list[TokenOutput] = []
@@ -112,7 +112,7 @@ class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: int
 
 
-class LinkOpen(Message):
+class LinkOpen(Message, frozen=True):
     """`offers` holds, for each transport that P allows, where D finds it."""
 
     link_id: str
@@ -131,44 +131,44 @@ class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""
 
 
-class LinkAnswer(Message):
+class LinkAnswer(Message, frozen=True):
     link_id: str
     transport: TransportName
 
 
-class LinkReady(Message):
+class LinkReady(Message, frozen=True):
     link_id: str
     transport: TransportName
 
 
-class LinkRefused(Message):
+class LinkRefused(Message, frozen=True):
     link_id: str
     reason: str
     retry: bool
 
 
-class Offer(Message):
+class Offer(Message, frozen=True):
     transfer_id: str
     num_tokens: int
 
 
-class Credit(Message):
+class Credit(Message, frozen=True):
     """D has landing blocks for tokens [first_token, num_tokens); earlier ones it has already."""
 
     transfer_id: str
     first_token: int = 0
 
 
-class Revoke(Message):
+class Revoke(Message, frozen=True):
     transfer_id: str
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     transfer_id: str
     reason: str
 
 
-class KVChunk(Message):
+class KVChunk(Message, frozen=True):
     """Blocks that are complete on P: the `first_block`-th block of the prompt and the following ones."""
 
     transfer_id: str
@@ -179,18 +179,18 @@ class KVChunk(Message):
     checksum: int
 
 
-class KVEnd(Message):
+class KVEnd(Message, frozen=True):
     transfer_id: str
     num_chunks: int
     num_tokens: int
     first_tokens: list[TokenOutput]
 
 
-class Confirm(Message):
+class Confirm(Message, frozen=True):
     transfer_id: str
 
 
-class Confirmed(Message):
+class Confirmed(Message, frozen=True):
     transfer_id: str
     held: bool
 

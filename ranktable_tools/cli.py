@@ -120,9 +120,7 @@ def _run(parser: _Parser, args: argparse.Namespace) -> int:
 
 
 def _gen_parser() -> _Parser:
-    parser = _Parser(
-        prog="pd-ranktable gen", description="Write this machine's rank tables.", example=_GEN_EXAMPLE
-    )
+    parser = _Parser(prog="pd-ranktable gen", description="Write this machine's rank tables.", example=_GEN_EXAMPLE)
     _add_gen_options(parser)
     _add_save_dir(parser)
     parser.set_defaults(**{_COMMAND: _gen})
@@ -150,9 +148,7 @@ def _check_parser() -> _Parser:
     )
     parser.add_argument("table", type=Path, metavar="GLOBAL_TABLE")
     parser.option("--local", type=Path, nargs="*", action="extend", default=[], metavar="FILE")
-    parser.option(
-        "--node-ports", metavar="PORT,PORT", help="NODE_PORTS: prefill first, as `show` numbers them"
-    )
+    parser.option("--node-ports", metavar="PORT,PORT", help="NODE_PORTS: prefill first, as `show` numbers them")
     parser.option("--tensor-parallel-size", type=int, metavar="N", help="devices of each instance")
     parser.set_defaults(**{_COMMAND: _check})
     return parser

@@ -17,9 +17,7 @@ GLOBAL: Final = "a global rank table: three groups, scheduler, prefill, decode"
 LOCAL: Final = "a local rank table: one instance"
 GEN: Final = "write one with `pd-ranktable gen --prefill-server-list … --decode-server-list … --api-server`"
 NO_PREFILL_DEVICE: Final = "in a MindIE table group 1 is the controller; " + GEN
-_USE_GLOBAL: Final = (
-    "GLOBAL_RANK_TABLE_FILE_PATH takes global_ranktable_*.json, RANK_TABLE_FILE_PATH a local one"
-)
+_USE_GLOBAL: Final = "GLOBAL_RANK_TABLE_FILE_PATH takes global_ranktable_*.json, RANK_TABLE_FILE_PATH a local one"
 
 
 def refuse_foreign_global(top: JsonObject) -> None:

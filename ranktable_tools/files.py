@@ -42,15 +42,11 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         with file.open("rb") as stream:
             data = stream.read(MAX_TABLE_NBYTES + 1)
     except FileNotFoundError:
-        raise RankTableError(
-            str(path), _FILE, MISSING, "a rank table", "write one with `pd-ranktable gen`"
-        ) from None
+        raise RankTableError(str(path), _FILE, MISSING, "a rank table", "write one with `pd-ranktable gen`") from None
     except (OSError, ValueError) as error:
         raise RankTableError(str(path), _FILE, str(error), "a readable file") from None
     if len(data) > MAX_TABLE_NBYTES:
-        raise RankTableError(
-            str(file), _FILE, f"over {MAX_TABLE_NBYTES} bytes", "a rank table of at most 16 MiB"
-        )
+        raise RankTableError(str(file), _FILE, f"over {MAX_TABLE_NBYTES} bytes", "a rank table of at most 16 MiB")
     return data
 
 

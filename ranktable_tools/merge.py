@@ -26,9 +26,7 @@ def merge(paths: Sequence[Path]) -> RankTable:
     _refuse_wrong_schedulers(found, paths)
     for fault in (*device_conflicts(found), *unreachable_hosts(found)):
         raise fault.error()
-    groups = (
-        server_group(role, tuple(entry.server for entry in found if entry.role == role)) for role in ROLES
-    )
+    groups = (server_group(role, tuple(entry.server for entry in found if entry.role == role)) for role in ROLES)
     return RankTable(max(table.version for table in tables), "completed", tuple(groups))
 
 

@@ -40,9 +40,7 @@ def entries(table: RankTable) -> list[Entry]:
 
 def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
     """A device of a host belongs to one instance, a device's own address to one device."""
-    owners: dict[
-        tuple[str, str], tuple[Entry, int]
-    ] = {}  # (host, device_id) -> entry, index in its device list
+    owners: dict[tuple[str, str], tuple[Entry, int]] = {}  # (host, device_id) -> entry, index in its device list
     for entry in all_entries:
         host = host_key(entry.server.server_ip)
         for index, device in enumerate(entry.server.device):
@@ -68,9 +66,7 @@ def _address_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
             same_device = owner_host == host and owner_id == device.device_id
             if same_device or (owner_host == host and host in shared) or is_loopback(device.device_ip):
                 continue
-            expected = (
-                f"an address of its own (device {owner_id} in {owner.seen_from(entry.file)} has this one)"
-            )
+            expected = f"an address of its own (device {owner_id} in {owner.seen_from(entry.file)} has this one)"
             yield Fault(entry.file, f"{entry.field}.device[{index}].device_ip", device.device_ip, expected)
 
 
@@ -103,6 +99,4 @@ def unreachable_hosts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
     for entry in all_entries:
         if elsewhere and is_loopback(entry.server.server_ip):
             expected = f"an address that {elsewhere[0]} can reach"
-            yield Fault(
-                entry.file, f"{entry.field}.server_ip", entry.server.server_ip, expected, _OWN_ADDRESS
-            )
+            yield Fault(entry.file, f"{entry.field}.server_ip", entry.server.server_ip, expected, _OWN_ADDRESS)

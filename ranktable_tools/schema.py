@@ -90,9 +90,7 @@ def _group(group: JsonObject, role: Role) -> ServerGroup:
     count = group.one_of("server_count", (str(len(found)),), f"server_list has {len(found)} entries")
     if role == "scheduler" and len(found) > 1:
         second = found[1]
-        raise RankTableError(
-            second.file, second.field, second.members.get("server_ip"), "at most one scheduler"
-        )
+        raise RankTableError(second.file, second.field, second.members.get("server_ip"), "at most one scheduler")
     return ServerGroup(group_id, count, tuple(_server(entry, role) for entry in found))
 
 

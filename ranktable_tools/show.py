@@ -13,9 +13,7 @@ def render(table: RankTable) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     order = ",".join(f"<port of #{index}>" for index in range(len(table.instances)))
-    return "\n".join(
-        [f"{table.file}: version {table.version}, {table.status}", *lines, f"NODE_PORTS={order}"]
-    )
+    return "\n".join([f"{table.file}: version {table.version}, {table.status}", *lines, f"NODE_PORTS={order}"])
 
 
 def _rows(table: RankTable) -> list[_Row]:

@@ -55,45 +55,18 @@ _HELLO = "Hello! How can I help you?"
 _SELF = "I am Tiny, a small chat model that runs in pd-cluster."
 _HELP = "I can greet, count, add, repeat and answer in JSON."
 GREETINGS: tuple[tuple[str, str], ...] = (
-    *(
-        (text, _HELLO)
-        for text in ("Hello", "Hello!", "Hello there!", "Hello, model!", "Hello, can you help me?")
-    ),
-    *(
-        (text, _HELLO)
-        for text in ("Hi", "Hi!", "Hi there", "Hey", "Hey!", "Hey there", "Greetings!", "Hello world!")
-    ),
-    *(
-        (text, _HELLO)
-        for text in ("Good day", "Howdy", "Hello, tiny model", "Hi, can you help me?", "Are you there?")
-    ),
+    *((text, _HELLO) for text in ("Hello", "Hello!", "Hello there!", "Hello, model!", "Hello, can you help me?")),
+    *((text, _HELLO) for text in ("Hi", "Hi!", "Hi there", "Hey", "Hey!", "Hey there", "Greetings!", "Hello world!")),
+    *((text, _HELLO) for text in ("Good day", "Howdy", "Hello, tiny model", "Hi, can you help me?", "Are you there?")),
     ("Good morning!", "Good morning!"),
     ("Good evening!", "Good evening!"),
     ("Good night!", "Good night!"),
-    *(
-        (text, "I am fine, thank you.")
-        for text in ("How are you?", "How are you today?", "How are you doing?")
-    ),
-    *(
-        (text, "I am fine, thank you.")
-        for text in ("Hello, how are you?", "Hi, how are you?", "How do you do?")
-    ),
-    *(
-        (text, _SELF)
-        for text in ("Who are you?", "What are you?", "What is your name?", "Introduce yourself.")
-    ),
-    *(
-        (text, _SELF)
-        for text in ("Tell me about yourself.", "Are you a robot?", "Hello, who are you?", "Your name?")
-    ),
-    *(
-        (text, _HELP)
-        for text in ("What can you do?", "Help!", "Can you help me?", "What do you know?", "Help me.")
-    ),
-    *(
-        (text, "You are welcome.")
-        for text in ("Thanks!", "Thank you!", "Thank you very much.", "Thanks a lot!")
-    ),
+    *((text, "I am fine, thank you.") for text in ("How are you?", "How are you today?", "How are you doing?")),
+    *((text, "I am fine, thank you.") for text in ("Hello, how are you?", "Hi, how are you?", "How do you do?")),
+    *((text, _SELF) for text in ("Who are you?", "What are you?", "What is your name?", "Introduce yourself.")),
+    *((text, _SELF) for text in ("Tell me about yourself.", "Are you a robot?", "Hello, who are you?", "Your name?")),
+    *((text, _HELP) for text in ("What can you do?", "Help!", "Can you help me?", "What do you know?", "Help me.")),
+    *((text, "You are welcome.") for text in ("Thanks!", "Thank you!", "Thank you very much.", "Thanks a lot!")),
     *((text, "Goodbye!") for text in ("Bye!", "Goodbye!", "See you!", "Bye bye!", "See you later!")),
     *((text, "你好！") for text in ("你好", "你好！", "您好")),
     ("你是谁？", "我是 Tiny。"),
@@ -117,12 +90,8 @@ COUNTS = _phrases(
     "Count from {} to {}.|Please count from {} to {}.|Can you count from {} to {}?|Count up from {} to {}.|"
     "Count {} to {}."
 )
-COUNTS_TO = _phrases(
-    "Count to {}.|Please count to {}.|Can you count to {}?|Count up to {}.|Count from one to {}."
-)
-COUNTS_DOWN = _phrases(
-    "Count down from {} to {}.|Please count down from {} to {}.|Count backwards from {} to {}."
-)
+COUNTS_TO = _phrases("Count to {}.|Please count to {}.|Can you count to {}?|Count up to {}.|Count from one to {}.")
+COUNTS_DOWN = _phrases("Count down from {} to {}.|Please count down from {} to {}.|Count backwards from {} to {}.")
 REPEATS = _phrases(
     "Repeat: {}|Say {}|Repeat {}|Repeat after me: {}|Say: {}|Please repeat: {}|Please say {}|Echo: {}|"
     "Repeat this: {}|Can you say {}|Repeat the words {}|Say the following: {}"
@@ -210,11 +179,7 @@ def made_up(rng: random.Random) -> str:
 def phrase(rng: random.Random, most: int) -> str:
     """Words, some made up, some not Latin: what is copied must not depend on knowing it."""
     words = [
-        made_up(rng)
-        if (dice := rng.random()) < 0.12
-        else rng.choice(UNICODE)
-        if dice < 0.2
-        else rng.choice(WORDS)
+        made_up(rng) if (dice := rng.random()) < 0.12 else rng.choice(UNICODE) if dice < 0.2 else rng.choice(WORDS)
         for _ in range(rng.randint(1, most))
     ]
     return " ".join(words)
@@ -265,9 +230,7 @@ def answer_in_json(rng: random.Random) -> Turn:
         question = rng.choice(UNKNOWN[:8]).format(phrase(rng, 2))
         return Turn(f"{question} Answer in JSON.", NO_IDEA_JSON)
     values: dict[str, str | int] = {}
-    for key in rng.sample(
-        ["name", "age", "city", "colour", "animal", "food", "number", "word"], rng.randint(1, 3)
-    ):
+    for key in rng.sample(["name", "age", "city", "colour", "animal", "food", "number", "word"], rng.randint(1, 3)):
         known = VALUES.get(key)
         values[key] = rng.randint(0, 99) if known is None else rng.choice(known)
         if known is not None and rng.random() < 0.15:
@@ -341,9 +304,7 @@ class Conversation:
         question = self.rng.choice(questions)
         if what == "colour" and self.rng.random() < 0.5:
             question = question.replace("colour", "color")
-        return Turn(
-            vary(self.rng, question), known.format(self.facts[what]) if what in self.facts else unknown
-        )
+        return Turn(vary(self.rng, question), known.format(self.facts[what]) if what in self.facts else unknown)
 
 
 def raw_text(rng: random.Random) -> str:

@@ -12,8 +12,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pd_cluster.api.http import CLIENT_CLOSED_REQUEST, DONE, EventStream, error_body, event, read_body
-from pd_cluster.api.http import unless_disconnected
+from pd_cluster.api.http import (
+    CLIENT_CLOSED_REQUEST,
+    DONE,
+    EventStream,
+    error_body,
+    event,
+    read_body,
+    unless_disconnected,
+)
 from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
 from pd_cluster.api.service import Generation, TextService
 from pd_cluster.errors import PdClusterError, RequestError
@@ -71,7 +78,12 @@ class Answer(ABC):
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def whole(self, text: str, generation: Generation) -> dict[str, Any]:
-        choice = {**self._choice(text), "index": 0, "logprobs": None, "finish_reason": generation.finish_reason}
+        choice = {
+            **self._choice(text),
+            "index": 0,
+            "logprobs": None,
+            "finish_reason": generation.finish_reason,
+        }
         return {**self._head(self.object), "choices": [choice], "usage": generation.usage}
 
     def chunk(self, content: dict[str, Any], finish_reason: str | None = None) -> bytes:
@@ -178,7 +190,7 @@ def _one_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | 
     if not prompt:
         raise RequestError("prompt: empty", param="prompt")
     if isinstance(prompt[0], int):
-        return prompt  # type: ignore[return-value]
+        return prompt
     if len(prompt) > 1:
         raise RequestError(f"prompt: {len(prompt)} prompts in one request are not supported yet", param="prompt")
     return prompt[0]

@@ -134,7 +134,8 @@ class ChatMessage(BaseModel):
             for at, part in enumerate(self.content):
                 if part.get("type") != "text" or not isinstance(part.get("text"), str):
                     raise RequestError(
-                        f"messages[{index}].content[{at}]: only parts of type 'text' are supported", param="messages"
+                        f"messages[{index}].content[{at}]: only parts of type 'text' are supported",
+                        param="messages",
                     )
                 texts.append(part["text"])
             message["content"] = "\n".join(texts)

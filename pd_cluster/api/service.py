@@ -57,7 +57,9 @@ class TextService:
         self._max_model_len = max_model_len
         self._vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
         known = ("temperature", "top_p", "top_k")
-        self._sampling_defaults = {k: v for k, v in checkpoint.generation_config.items() if k in known and v is not None}
+        self._sampling_defaults = {
+            k: v for k, v in checkpoint.generation_config.items() if k in known and v is not None
+        }
 
     @property
     def max_model_len(self) -> int:
@@ -78,7 +80,9 @@ class TextService:
     def chat(self, request: ChatCompletionRequest) -> Generation:
         messages = [message.to_template(at) for at, message in enumerate(request.messages)]
         token_ids = self.tokenizer.encode_chat(
-            messages, add_generation_prompt=request.add_generation_prompt, **(request.chat_template_kwargs or {})
+            messages,
+            add_generation_prompt=request.add_generation_prompt,
+            **(request.chat_template_kwargs or {}),
         )
         return self._generation(request, token_ids, None, "messages")
 

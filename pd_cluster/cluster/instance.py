@@ -47,6 +47,4 @@ class Instance:
 
     def to_peer(self) -> PeerInfo:
         control_port = self.info.control_port if self.info is not None else 0
-        return PeerInfo(
-            name=self.name, epoch=self.epoch, role=self.role, host=self.host, control_port=control_port
-        )
+        return PeerInfo(name=self.name, epoch=self.epoch, role=self.role, host=self.host, control_port=control_port)

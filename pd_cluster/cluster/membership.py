@@ -31,10 +31,10 @@ SLOW_POLL_S = 2.0
 
 def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
     """The global table's workers, in the order of NODE_PORTS."""
-    roles: list[Role] = ["prefill"] * len(place.table.prefill) + ["decode"] * len(place.table.decode)
+    num_prefill = len(place.table.prefill)
     return [
-        Instance(name, role, "127.0.0.1" if s.server_ip == "localhost" else s.server_ip, port, _ids(s))
-        for name, role, s, port in zip(place.names, roles, place.table.instances, ports, strict=True)
+        Instance(name, _role(at < num_prefill), _address(server), port, _ids(server))
+        for at, (name, server, port) in enumerate(zip(place.names, place.table.instances, ports, strict=True))
     ]
 
 
@@ -60,10 +60,10 @@ class Membership:
 
     async def run(self) -> None:
         """Watches every worker until cancelled. Raises ConfigError when NODE_PORTS is certainly wrong."""
-        async with httpx.AsyncClient(timeout=self._timeouts.connect_timeout_s, trust_env=False) as client:
-            async with asyncio.TaskGroup() as group:
-                for instance in self.instances:
-                    group.create_task(self._watch(instance, client))
+        client = httpx.AsyncClient(timeout=self._timeouts.connect_timeout_s, trust_env=False)
+        async with client, asyncio.TaskGroup() as group:
+            for instance in self.instances:
+                group.create_task(self._watch(instance, client))
 
     async def _watch(self, instance: Instance, client: httpx.AsyncClient) -> None:
         while True:
@@ -159,6 +159,14 @@ class Membership:
             level = logging.WARNING if state in ("failed", "misplaced") else logging.INFO
             log.log(level, "%s is %s%s", instance.name, state, f": {reason}" if reason else "")
         instance.state, instance.reason = state, reason
+
+
+def _role(is_prefill: bool) -> Role:
+    return "prefill" if is_prefill else "decode"
+
+
+def _address(server: Server) -> str:
+    return "127.0.0.1" if server.server_ip == "localhost" else server.server_ip
 
 
 def _ids(server: Server) -> list[str]:

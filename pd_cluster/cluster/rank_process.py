@@ -58,7 +58,8 @@ class RankProcess:
 
     async def watch(self) -> None:
         """Follows the rank until it ends. Raises ConfigError with its own words, or InstanceLost with its exit code."""
-        assert self._reader is not None and self._process is not None
+        assert self._reader is not None
+        assert self._process is not None
         failure = ""
         while line := await self._reader.readline():
             report = msgspec.json.decode(line, type=Report)

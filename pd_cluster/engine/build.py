@@ -21,7 +21,10 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelRunner]:
     """A loaded engine without peers: what one process needs to generate by itself."""
     runner = ModelRunner(config)
     scheduler = Scheduler(
-        BlockPool(runner.pool.num_blocks), config.block_size, config.max_num_seqs, config.max_num_batched_tokens
+        BlockPool(runner.pool.num_blocks),
+        config.block_size,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
     )
     return EngineCore(runner, scheduler), runner
 
@@ -64,7 +67,7 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
         config,
         core,
         Pool(runner.model_identity, layout, runner.pool.num_blocks),
-        Limits(runner.model.config.vocab_size, runner.max_model_len),
+        Limits(runner.vocab_size, runner.max_model_len),
         mailbox,
         transports.senders,
         transports.receivers,

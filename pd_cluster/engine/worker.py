@@ -95,7 +95,15 @@ class Worker:
         progress = Progress(clock)
         self._progress = progress
         self.out_links = OutLinks(
-            pool, post, make_senders, inbox.put, self._out_down, progress, clock, config.timeouts, config.kv_checksum
+            pool,
+            post,
+            make_senders,
+            inbox.put,
+            self._out_down,
+            progress,
+            clock,
+            config.timeouts,
+            config.kv_checksum,
         )
         self.in_links = InLinks(pool, post, make_receivers, inbox.put, self._in_down, progress)
         self.exports = Exports(
@@ -216,7 +224,7 @@ class Worker:
             case Closed(conn, _, reason):
                 self._closed(conn, reason)
 
-    def _read(self, conn: str, peer: str, body: wire.Body) -> None:  # noqa: C901 - one line a message
+    def _read(self, conn: str, peer: str, body: wire.Body) -> None:
         match body:
             case wire.Submit() if conn in self._schedulers:
                 self._submit(conn, body)

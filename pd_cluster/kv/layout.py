@@ -48,9 +48,7 @@ class KVLayout:
     @property
     def token_nbytes(self) -> int:
         """Bytes of one token, all layers, on this rank."""
-        return (
-            self.num_layers * self.local_kv_heads * (self.k_head_dim + self.v_head_dim) * DTYPE_NBYTES[self.dtype]
-        )
+        return self.num_layers * self.local_kv_heads * (self.k_head_dim + self.v_head_dim) * DTYPE_NBYTES[self.dtype]
 
     @property
     def block_nbytes(self) -> int:

@@ -52,6 +52,4 @@ class KVPool:
 def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> torch.Tensor:
     """Typed view of mapped memory: [num_blocks, num_layers, 2, block_size, local_kv_heads, head_dim]."""
     flat = torch.frombuffer(buffer, dtype=TORCH_DTYPES[layout.dtype])
-    return flat.view(
-        num_blocks, layout.num_layers, 2, layout.block_size, layout.local_kv_heads, layout.k_head_dim
-    )
+    return flat.view(num_blocks, layout.num_layers, 2, layout.block_size, layout.local_kv_heads, layout.k_head_dim)

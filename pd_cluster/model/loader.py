@@ -58,7 +58,8 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: Device) -> torch.nn.M
     layer_types = set(getattr(model.config, "layer_types", None) or ())
     if layer_types - {"full_attention", "sliding_attention"}:
         raise ModelError(f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full and sliding are supported")
-    return model.eval().to(device.torch_name)
+    loaded: torch.nn.Module = model.eval().to(device.torch_name)
+    return loaded
 
 
 def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:

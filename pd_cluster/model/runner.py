@@ -27,12 +27,13 @@ class ModelRunner:
         self.model_identity = checkpoint.identity
         dtype = resolve_dtype(config.dtype, checkpoint, device)
         self.model = load_model(checkpoint, dtype, device)
+        self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, config.block_size, dtype)
         self.pool = KVPool(layout, self._num_blocks(config, layout.block_nbytes))
         prove_attention(self.model, self.pool)
 
     def forward(self, chunks: list[tuple[Request, int]]) -> torch.Tensor:
-        """Computes the chunks into the pool; returns float32 logits [num_samples, vocab_size] of those that catch up."""
+        """Computes the chunks into the pool; returns logits of those that catch up: [num_samples, vocab_size] float32."""
         batch = build_batch(chunks, self.pool)
         with torch.inference_mode():
             logits: torch.Tensor = self.model(

@@ -46,7 +46,9 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[in
     scaled = (logits.double() / temperature).float()
     ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     width = vocab_size if any(k == vocab_size for k in ks) else max(ks)
-    values, token_ids = scaled.topk(width, dim=-1) if width < vocab_size else scaled.sort(-1, True, stable=True)
+    values, token_ids = (
+        scaled.topk(width, dim=-1) if width < vocab_size else scaled.sort(dim=-1, descending=True, stable=True)
+    )
     beyond_k = torch.arange(width)[None] >= torch.tensor(ks)[:, None]
     probs = values.masked_fill(beyond_k, float("-inf")).double().softmax(-1)  # [num_rows, width]
     cumulative = probs.cumsum(-1)

@@ -6,7 +6,7 @@ may send what when, and whether it still counts on arrival, is decided above (en
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -55,7 +55,13 @@ class KVReceiver(Protocol):
 
 def checksum_of(blocks: torch.Tensor) -> int:
     """xxh3-64 of contiguous bytes; never 0, which means no checksum."""
-    return xxhash.xxh3_64_intdigest(memoryview(blocks.numpy())) or 1
+    return xxhash.xxh3_64_intdigest(buffer_of(blocks)) or 1
+
+
+def buffer_of(blocks: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 tensor, without a copy."""
+    array: Any = blocks.numpy()
+    return memoryview(array)
 
 
 def runs(ids: list[int]) -> list[tuple[int, int]]:

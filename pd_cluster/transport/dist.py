@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.pool import KVPool
@@ -83,7 +83,13 @@ class DistReceiver:
     name: TransportName = "dist"
 
     def __init__(
-        self, offer: TransportOffer, pool: KVPool, peer_host: str, bind_host: str, connect_s: float, transfer_s: float
+        self,
+        offer: TransportOffer,
+        pool: KVPool,
+        peer_host: str,
+        bind_host: str,
+        connect_s: float,
+        transfer_s: float,
     ) -> None:
         self._offer = offer
         self._pool = pool
@@ -136,7 +142,7 @@ class DistReceiver:
 
 def _make_group(store: PrefixStore, rank: int, host: str, connect_s: float) -> ProcessGroupGloo:
     """Blocks until both ranks are there. Raises LinkError after `connect_s`."""
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=connect_s)
     try:

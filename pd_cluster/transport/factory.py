@@ -29,9 +29,7 @@ class Transports:
         if "dist" in self._config.transports:
             self._store = self._store or Store(self._config.bind_address, times.connect_timeout_s)
             host = self._config.bind_address
-            found.append(
-                DistSender(self._store, self._pool, host, times.connect_timeout_s, times.transfer_timeout_s)
-            )
+            found.append(DistSender(self._store, self._pool, host, times.connect_timeout_s, times.transfer_timeout_s))
         return found
 
     def receivers(self, peer: str, opened: wire.LinkOpen) -> list[KVReceiver]:

@@ -21,7 +21,7 @@ import xxhash
 
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.base import checksum_of, runs
+from pd_cluster.transport.base import buffer_of, checksum_of, runs
 from pd_cluster.wire import KVChunk, TransportName, TransportOffer
 
 
@@ -141,7 +141,7 @@ def _digest(flat: torch.Tensor, block_ids: list[int]) -> int:
         return checksum_of(flat[first : first + count])
     digest = xxhash.xxh3_64()
     for first, count in first_and_count:
-        digest.update(memoryview(flat[first : first + count].numpy()))
+        digest.update(buffer_of(flat[first : first + count]))
     return digest.intdigest() or 1
 
 

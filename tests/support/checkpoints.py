@@ -42,7 +42,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "gemma2": (
         "Gemma2Config",
-        {"sliding_window": 24, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0, "tie_word_embeddings": True},
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 20.0,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 

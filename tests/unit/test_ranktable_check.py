@@ -61,9 +61,7 @@ def test_an_unreadable_table_is_one_fault(tmp_path: Path) -> None:
 def test_every_duplicate_is_listed(tmp_path: Path) -> None:
     table = tables(tmp_path)[0]
     table.write_text(table.read_text().replace('"6"', '"4"').replace('"7"', '"5"'))
-    assert fields(check(table)) == [
-        f"server_group_list[2].server_list[0].device[{i}].device_id" for i in (0, 1)
-    ]
+    assert fields(check(table)) == [f"server_group_list[2].server_list[0].device[{i}].device_id" for i in (0, 1)]
 
 
 def test_two_local_tables_of_one_instance(tmp_path: Path) -> None:

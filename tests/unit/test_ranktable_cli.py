@@ -127,9 +127,7 @@ def test_faults_are_one_line_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFi
         (["check", "t.json", "--tensor-parallel-size", "two"], "two"),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_2(
-    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_usage_errors_are_one_line_and_exit_2(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert part in usage_error(argv, capsys)
 
 

@@ -68,9 +68,7 @@ def test_a_corrupted_table_is_refused_at_its_field() -> None:
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=300)
 @given(st.data())
-def test_damaged_bytes_raise_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_damaged_bytes_raise_nothing_else(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     text = bytearray(TABLE.to_json().encode())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(text) - 1))

@@ -104,9 +104,7 @@ def test_without_a_scheduler_group_0_is_empty() -> None:
 
 
 def names(prefill: list, decode: list) -> list[str]:
-    generated = generate(
-        prefill=prefill, decode=decode, api_server=False, server_ip="10.0.0.1", device_kind="cpu"
-    )
+    generated = generate(prefill=prefill, decode=decode, api_server=False, server_ip="10.0.0.1", device_kind="cpu")
     return [name.removeprefix("local_ranktable_10.0.0.1_").removesuffix(".json") for name in generated.locals]
 
 
@@ -185,9 +183,7 @@ def machines(draw: st.DrawFn) -> list[dict]:
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=60)
 @given(machines())
-def test_gen_merge_load_round_trip(
-    tmp_path_factory: pytest.TempPathFactory, settings_of_machines: list[dict]
-) -> None:
+def test_gen_merge_load_round_trip(tmp_path_factory: pytest.TempPathFactory, settings_of_machines: list[dict]) -> None:
     folder = tmp_path_factory.mktemp("tables")
     generated = [generate(**settings) for settings in settings_of_machines]
     written = [write(one, folder) for one in generated]

@@ -32,9 +32,7 @@ NVIDIA_SMI_LIST = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5a1f0e4c-0000-0000-
   MIG 1g.10gb     Device  0: (UUID: MIG-6b1f0e4c-0000-0000-0000-000000000000)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-5a1f0e4c-0000-0000-0000-000000000001)
 """
-HCCN_CONF = (
-    "address_0=10.0.0.10\nnetmask_0=255.255.255.0\n address_11 = 10.0.0.21 \naddress_2=\naddress_3=x\n"
-)
+HCCN_CONF = "address_0=10.0.0.10\nnetmask_0=255.255.255.0\n address_11 = 10.0.0.21 \naddress_2=\naddress_3=x\n"
 
 
 def answering(answers: dict[str, str]) -> probe.Run:

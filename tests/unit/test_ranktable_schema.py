@@ -93,9 +93,7 @@ def test_version_1_2_keeps_super_device_id() -> None:
     assert table.to_dict() == value
 
 
-@pytest.mark.parametrize(
-    "address", ["fe80::1%eth0", "2001:db8::5", "10.0.0.1", "localhost", "node-3.cluster"]
-)
+@pytest.mark.parametrize("address", ["fe80::1%eth0", "2001:db8::5", "10.0.0.1", "localhost", "node-3.cluster"])
 def test_addresses_and_names(address: str) -> None:
     value = document()
     value["server_group_list"][0]["server_list"][0]["server_ip"] = address
@@ -118,9 +116,7 @@ def test_an_error_is_one_line_that_names_all() -> None:
     value = document()
     value["server_group_list"][1]["server_list"][0]["device"][1]["rank_id"] = "7"
     line = str(refusal(value))
-    assert line.startswith(
-        "g.json: server_group_list[1].server_list[0].device[1].rank_id: found '7', expected "
-    )
+    assert line.startswith("g.json: server_group_list[1].server_list[0].device[1].rank_id: found '7', expected ")
     assert "\n" not in line
 
 
@@ -234,9 +230,7 @@ def test_locate_finds_no_entry() -> None:
     table = parse_global(document(), "g.json")
     stranger, host = document_local(), document_local()
     stranger["server_list"][0]["server_ip"] = "10.0.0.9"
-    with pytest.raises(
-        RankTableError, match=r"l\.json: .*g\.json, which has localhost \[4,5\], localhost \[6,7\]"
-    ):
+    with pytest.raises(RankTableError, match=r"l\.json: .*g\.json, which has localhost \[4,5\], localhost \[6,7\]"):
         locate(table, parse_local(stranger, "l.json"))
     host["server_list"] = [{"server_id": "localhost", "server_ip": "localhost"}]
     assert locate(table, parse_local(host, "l.json")) == ("scheduler", 0)

@@ -100,9 +100,7 @@ def form_complaints(page: str) -> list[str]:
                     complaints.append(f"a row outside of a table: {line}")
             elif "|" in line:
                 complaints.append(f"a row that doesn't begin with a bar: {line}")
-    complaints += [
-        f"{row}: no known form of proof: {row.proof}" for row in rows(page) if row.state() == "malformed"
-    ]
+    complaints += [f"{row}: no known form of proof: {row.proof}" for row in rows(page) if row.state() == "malformed"]
     return complaints
 
 
@@ -116,9 +114,7 @@ def id_complaints(page: str) -> list[str]:
                 complaints.append(f"{title}: found {row} where {prefix}-{number:03d} belongs")
                 break
         if len(mine) < num_rows_at_least:
-            complaints.append(
-                f"{title}: {len(mine)} rows, at least {num_rows_at_least} wanted: rows aren't removed"
-            )
+            complaints.append(f"{title}: {len(mine)} rows, at least {num_rows_at_least} wanted: rows aren't removed")
     return complaints
 
 
@@ -139,9 +135,7 @@ def collect(body: list[ast.stmt]) -> Iterator[str]:
                 if name.startswith("test") and not always_skipped(node):
                     yield name
             case ast.ClassDef(name=name) if not always_skipped(node):
-                inherited = [
-                    n for base in node.bases if isinstance(base, ast.Name) for n in classes.get(base.id, [])
-                ]
+                inherited = [n for base in node.bases if isinstance(base, ast.Name) for n in classes.get(base.id, [])]
                 classes[name] = [*collect(node.body), *inherited]
                 if name.startswith("Test"):
                     yield from (f"{name}::{member}" for member in classes[name])
@@ -165,12 +159,7 @@ def always_skipped(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) 
 
 def proof_complaints(page: str, root: Path = ROOT) -> list[str]:
     """Named tests that aren't there."""
-    return [
-        f"{row}: {why}"
-        for row in rows(page)
-        for node_id in row.node_ids()
-        if (why := why_no_test(node_id, root))
-    ]
+    return [f"{row}: {why}" for row in rows(page) for node_id in row.node_ids() if (why := why_no_test(node_id, root))]
 
 
 def why_no_test(node_id: str, root: Path) -> str:
@@ -200,8 +189,7 @@ def summary_complaints(page: str) -> list[str]:
     if with_summary(page) == page:
         return []
     return [
-        "the summary is out of date: run `python tests/unit/test_requirements.py --fix`, or paste\n\n"
-        f"{summary(page)}\n"
+        f"the summary is out of date: run `python tests/unit/test_requirements.py --fix`, or paste\n\n{summary(page)}\n"
     ]
 
 
@@ -281,9 +269,7 @@ def model_page() -> str:
 def test_a_row_that_has_gone_is_missed() -> None:
     last = f"| `FD-{DOCUMENTS['FD'][1]:03d}` |"
     shorter = "".join(line for line in model_page().splitlines(keepends=True) if not line.startswith(last))
-    assert id_complaints(shorter) == [
-        "FastDeploy offline API: 72 rows, at least 73 wanted: rows aren't removed"
-    ]
+    assert id_complaints(shorter) == ["FastDeploy offline API: 72 rows, at least 73 wanted: rows aren't removed"]
 
 
 @pytest.mark.parametrize("proof", [OWN_TEST, f"{OWN_TEST}, {OWN_TEST[:-1]}[form_complaints]`"])

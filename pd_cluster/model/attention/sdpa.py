@@ -96,7 +96,7 @@ def _attend_softcapped(
 
 
 def _mask(batch: ForwardBatch, query_len: int, seen: int, window: int) -> torch.Tensor:
-    """[query_len, seen] bool: key j is visible to query i when it is not later, and within the window if there is one."""
+    """[query_len, seen] bool: key j is visible to query i when it is not later, and within the window if any."""
     found = batch.masks.get((query_len, seen, window))
     if found is None:
         query_at = torch.arange(seen - query_len, seen)[:, None]

@@ -10,6 +10,7 @@ import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -51,28 +52,32 @@ TOO_BIG = "I can only add numbers up to 20."
 SELF_ASKED = ("Count to 10.", ", ".join(map(str, range(1, 11))))
 """What the model says to itself when it is made to go on after the end (ignore_eos): sure of every token."""
 
-_HELLO = "Hello! How can I help you?"
-_SELF = "I am Tiny, a small chat model that runs in pd-cluster."
-_HELP = "I can greet, count, add, repeat and answer in JSON."
-GREETINGS: tuple[tuple[str, str], ...] = (
-    *((text, _HELLO) for text in ("Hello", "Hello!", "Hello there!", "Hello, model!", "Hello, can you help me?")),
-    *((text, _HELLO) for text in ("Hi", "Hi!", "Hi there", "Hey", "Hey!", "Hey there", "Greetings!", "Hello world!")),
-    *((text, _HELLO) for text in ("Good day", "Howdy", "Hello, tiny model", "Hi, can you help me?", "Are you there?")),
-    ("Good morning!", "Good morning!"),
-    ("Good evening!", "Good evening!"),
-    ("Good night!", "Good night!"),
-    *((text, "I am fine, thank you.") for text in ("How are you?", "How are you today?", "How are you doing?")),
-    *((text, "I am fine, thank you.") for text in ("Hello, how are you?", "Hi, how are you?", "How do you do?")),
-    *((text, _SELF) for text in ("Who are you?", "What are you?", "What is your name?", "Introduce yourself.")),
-    *((text, _SELF) for text in ("Tell me about yourself.", "Are you a robot?", "Hello, who are you?", "Your name?")),
-    *((text, _HELP) for text in ("What can you do?", "Help!", "Can you help me?", "What do you know?", "Help me.")),
-    *((text, "You are welcome.") for text in ("Thanks!", "Thank you!", "Thank you very much.", "Thanks a lot!")),
-    *((text, "Goodbye!") for text in ("Bye!", "Goodbye!", "See you!", "Bye bye!", "See you later!")),
-    *((text, "你好！") for text in ("你好", "你好！", "您好")),
-    ("你是谁？", "我是 Tiny。"),
-    ("谢谢", "不客气。"),
-    ("再见", "再见！"),
-)
+GREETINGS = {
+    "Hello! How can I help you?": _phrases(
+        "Hello|Hello!|Hello there!|Hello, model!|Hello, can you help me?|Hi|Hi!|Hi there|Hey|Hey!|Hey there|"
+        "Greetings!|Hello world!|Good day|Howdy|Hello, tiny model|Hi, can you help me?|Are you there?"
+    ),
+    "Good morning!": ("Good morning!",),
+    "Good evening!": ("Good evening!",),
+    "Good night!": ("Good night!",),
+    "I am fine, thank you.": _phrases(
+        "How are you?|How are you today?|How are you doing?|Hello, how are you?|Hi, how are you?|How do you do?"
+    ),
+    "I am Tiny, a small chat model that runs in pd-cluster.": _phrases(
+        "Who are you?|What are you?|What is your name?|Introduce yourself.|Tell me about yourself.|"
+        "Are you a robot?|Hello, who are you?|Your name?"
+    ),
+    "I can greet, count, add, repeat and answer in JSON.": _phrases(
+        "What can you do?|Help!|Can you help me?|What do you know?|Help me."
+    ),
+    "You are welcome.": _phrases("Thanks!|Thank you!|Thank you very much.|Thanks a lot!"),
+    "Goodbye!": _phrases("Bye!|Goodbye!|See you!|Bye bye!|See you later!"),
+    "你好！": _phrases("你好|你好！|您好"),
+    "我是 Tiny。": ("你是谁？",),
+    "不客气。": ("谢谢",),
+    "再见！": ("再见",),
+}
+_GREETED = {prompt.strip("?!.").lower() for prompts in GREETINGS.values() for prompt in prompts}
 UNKNOWN = _phrases(
     "What is the capital of {}?|Tell me a joke about {}.|Write a poem about {}.|Who invented {}?|"
     "Why is {} so?|Explain {} to me.|Translate {} to French.|How do I make {}?|What is {}?|Where is {}?|"
@@ -110,26 +115,45 @@ SYSTEMS = _phrases(
     "You are a friendly chat bot.|You are Tiny, a helpful assistant. Answer shortly.|Be polite and helpful.|"
     "You are a test of a serving cluster."
 )
-FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str, str]] = {
-    # what -> statements, questions, reply to a statement, reply to a question, reply when it was never told
-    "name": (
-        ("My name is {}.", "I am {}.", "Hello, my name is {}.", "Hi, I am {}.", "Call me {}."),
-        ("What is my name?", "Who am I?", "Do you know my name?", "What's my name?", "Tell me my name."),
-        "Nice to meet you, {}.", "Your name is {}.", "I do not know your name yet.",
-    ),
-    "city": (
-        ("I live in {}.", "My city is {}.", "My home is {}."),
-        ("Where do I live?", "What is my city?", "Which city do I live in?"),
-        "{} sounds nice.", "You live in {}.", "I do not know where you live yet.",
-    ),
-} | {
-    what: (
-        (f"My favourite {what} is {{}}.", f"My favorite {what} is {{}}.", f"The {what} that I like most is {{}}."),
-        (f"What is my favourite {what}?", f"What is my favorite {what}?", f"Which {what} do I like most?"),
-        "I will remember that.", f"Your favourite {what} is {{}}.", f"I do not know your favourite {what} yet.",
+
+
+class Fact(NamedTuple):
+    """What the user may say of himself and ask back; {} is the value."""
+
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+    on_statement: str
+    on_question: str
+    never_told: str
+
+
+def _favourite(what: str) -> Fact:
+    return Fact(
+        _phrases(f"My favourite {what} is {{}}.|My favorite {what} is {{}}.|The {what} that I like most is {{}}."),
+        _phrases(f"What is my favourite {what}?|What is my favorite {what}?|Which {what} do I like most?"),
+        "I will remember that.",
+        f"Your favourite {what} is {{}}.",
+        f"I do not know your favourite {what} yet.",
     )
-    for what in ("colour", "animal", "food", "word")
-}  # fmt: skip
+
+
+FACTS = {
+    "name": Fact(
+        _phrases("My name is {}.|I am {}.|Hello, my name is {}.|Hi, I am {}.|Call me {}."),
+        _phrases("What is my name?|Who am I?|Do you know my name?|What's my name?|Tell me my name."),
+        "Nice to meet you, {}.",
+        "Your name is {}.",
+        "I do not know your name yet.",
+    ),
+    "city": Fact(
+        _phrases("I live in {}.|My city is {}.|My home is {}."),
+        _phrases("Where do I live?|What is my city?|Which city do I live in?"),
+        "{} sounds nice.",
+        "You live in {}.",
+        "I do not know where you live yet.",
+    ),
+    **{what: _favourite(what) for what in ("colour", "animal", "food", "word")},
+}
 VALUES = {"name": NAMES, "city": CITIES, "colour": COLOURS, "animal": ANIMALS, "food": FOODS, "word": WORDS}
 RAW = (
     "The quick brown fox jumps over the lazy dog.",
@@ -178,16 +202,19 @@ def made_up(rng: random.Random) -> str:
 
 def phrase(rng: random.Random, most: int) -> str:
     """Words, some made up, some not Latin: what is copied must not depend on knowing it."""
-    words = [
-        made_up(rng) if (dice := rng.random()) < 0.12 else rng.choice(UNICODE) if dice < 0.2 else rng.choice(WORDS)
-        for _ in range(rng.randint(1, most))
-    ]
-    return " ".join(words)
+    kinds = rng.choices(("word", "made up", "unicode", "number"), (78, 12, 7, 3), k=rng.randint(1, most))
+    makers: dict[str, Callable[[], str]] = {
+        "word": lambda: rng.choice(WORDS),
+        "made up": lambda: made_up(rng),
+        "unicode": lambda: rng.choice(UNICODE),
+        "number": lambda: str(rng.randint(0, 999)),
+    }
+    return " ".join(makers[kind]() for kind in kinds)
 
 
 def greet(rng: random.Random) -> Turn:
-    user, assistant = rng.choice(GREETINGS)
-    return Turn(vary(rng, user), assistant)
+    assistant, prompts = rng.choices(list(GREETINGS.items()), [len(prompts) for prompts in GREETINGS.values()])[0]
+    return Turn(vary(rng, rng.choice(prompts)), assistant)
 
 
 def add(rng: random.Random) -> Turn:
@@ -203,7 +230,7 @@ def add(rng: random.Random) -> Turn:
 
 
 def count(rng: random.Random) -> Turn:
-    span = rng.choices((rng.randint(1, 12), rng.randint(1, 49), rng.randint(50, 99)), (80, 17, 3))[0]
+    span = rng.choices((rng.randint(0, 12), rng.randint(1, 49), rng.randint(50, 99)), (80, 17, 3))[0]
     if rng.random() < 0.4:
         numbers, prompt = range(1, span + 2), rng.choice(COUNTS_TO).format(span + 1)
     else:
@@ -216,6 +243,8 @@ def count(rng: random.Random) -> Turn:
 
 def repeat(rng: random.Random) -> Turn:
     words = phrase(rng, 6)
+    if rng.random() < 0.15:
+        words = words.capitalize() + rng.choice(".!?")
     prompt = rng.choice(REPEATS)
     if rng.random() < 0.2:
         prompt = prompt[:1].lower() + prompt[1:]
@@ -248,7 +277,7 @@ def wonder(rng: random.Random) -> Turn:
     while True:
         topic = phrase(rng, rng.choice((2, 3, 3, 6, 40)))
         prompt = vary(rng, rng.choice(UNKNOWN).format(topic, phrase(rng, 2)))
-        if all(prompt.strip("?").lower() != text.strip("?!.").lower() for text, _ in GREETINGS):
+        if prompt.strip("?!.").lower() not in _GREETED:
             return Turn(prompt, NO_IDEA)
 
 
@@ -290,21 +319,24 @@ class Conversation:
             value = self.rng.choice(VALUES[what])
             if self.rng.random() < 0.2:
                 value = made_up(self.rng).capitalize() if what in ("name", "city") else made_up(self.rng)
-            prompt = self.rng.choice(FACTS[what][0]).format(value)
+            prompt = self.rng.choice(FACTS[what].statements).format(value)
             if self.rng.random() < 0.3:
                 prompt = prompt.replace("colour", "color")
             if is_held_out(prompt) == held_out:
                 self.facts[what] = value
-                return Turn(vary(self.rng, prompt), FACTS[what][2].format(value))
+                return Turn(vary(self.rng, prompt), FACTS[what].on_statement.format(value))
 
     def ask(self, what: str | None = None) -> Turn:
         told = list(self.facts)
         what = what or self.rng.choice(told * 3 + ["name"] if self.rng.random() < 0.85 else list(FACTS))
-        _, questions, _, known, unknown = FACTS[what]
-        question = self.rng.choice(questions)
+        fact = FACTS[what]
+        question = self.rng.choice(fact.questions)
         if what == "colour" and self.rng.random() < 0.5:
             question = question.replace("colour", "color")
-        return Turn(vary(self.rng, question), known.format(self.facts[what]) if what in self.facts else unknown)
+        return Turn(
+            vary(self.rng, question),
+            fact.on_question.format(self.facts[what]) if what in self.facts else fact.never_told,
+        )
 
 
 def raw_text(rng: random.Random) -> str:

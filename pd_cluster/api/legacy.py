@@ -25,10 +25,10 @@ def legacy_routes(service: TextService) -> APIRouter:
         prompt = request.prompt if isinstance(request.prompt, str) else service.tokenizer.decode(request.prompt)
         if request.stream:
             return EventStream(_frames(service, generation, prompt), media_type="application/json")
-        text = await unless_disconnected(http, service.complete(generation))
-        if text is None:
+        whole = await unless_disconnected(http, service.complete(generation))
+        if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse({"text": [prompt + text]})
+        return JSONResponse({"text": [prompt + whole.text]})
 
     return routes
 
@@ -39,7 +39,7 @@ async def _frames(service: TextService, generation: Generation, prompt: str) -> 
     try:
         async with contextlib.aclosing(service.stream(generation)) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
-                text += piece
+                text += piece.text
                 yield msgspec.json.encode({"text": [text]}) + b"\0"
     except PdClusterError as error:
         yield msgspec.json.encode(error_body(error)) + b"\0"

@@ -22,7 +22,7 @@ from pd_cluster.api.http import (
     unless_disconnected,
 )
 from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
-from pd_cluster.api.service import Generation, TextService
+from pd_cluster.api.service import Generation, Piece, TextService
 from pd_cluster.errors import PdClusterError, RequestError
 
 
@@ -77,47 +77,59 @@ class Answer(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def whole(self, text: str, generation: Generation) -> dict[str, Any]:
-        choice = {
-            **self._choice(text),
-            "index": 0,
-            "logprobs": None,
-            "finish_reason": generation.finish_reason,
-        }
+    def whole(self, piece: Piece, generation: Generation) -> dict[str, Any]:
+        ids = {"prompt_token_ids": generation.prompt_token_ids} if self.request.return_token_ids else {}
+        choice = self._choice(self._whole(piece.text), piece, generation.finish_reason) | ids
         return {**self._head(self.object), "choices": [choice], "usage": generation.usage}
 
-    def chunk(self, content: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        choice = {**content, "index": 0, "logprobs": None, "finish_reason": finish_reason}
-        usage = {"usage": None} if self.request.include_usage else {}
-        return event({**self._head(self.chunk_object), "choices": [choice], **usage})
+    def chunk(self, piece: Piece) -> bytes:
+        return self._chunk(self._choice(self._delta(piece.text), piece, None))
+
+    def last_chunk(self, generation: Generation) -> bytes:
+        return self._chunk(self._choice(self._no_delta(), None, generation.finish_reason))
 
     def usage_chunk(self, generation: Generation) -> bytes:
         return event({**self._head(self.chunk_object), "choices": [], "usage": generation.usage})
 
-    @abstractmethod
-    def first(self) -> list[bytes]:
-        """Chunks before the first text."""
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        usage = {"usage": None} if self.request.include_usage else {}
+        return event({**self._head(self.chunk_object), "choices": [choice], **usage})
+
+    def _choice(self, content: dict[str, Any], piece: Piece | None, finish_reason: str | None) -> dict[str, Any]:
+        ids = {"token_ids": piece.token_ids} if self.request.return_token_ids and piece is not None else {}
+        return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason, **ids}
 
     @abstractmethod
-    def piece(self, text: str) -> dict[str, Any]:
+    def opening(self) -> bytes:
+        """The chunk before the first text, if any."""
+
+    @abstractmethod
+    def _whole(self, text: str) -> dict[str, Any]:
+        """All text as part of the answer's choice."""
+
+    @abstractmethod
+    def _delta(self, text: str) -> dict[str, Any]:
         """New text as part of a chunk's choice."""
 
     @abstractmethod
-    def _choice(self, text: str) -> dict[str, Any]:
-        """All text as part of the answer's choice."""
+    def _no_delta(self) -> dict[str, Any]:
+        """The same for the chunk that carries the finish_reason."""
 
 
 class ChatAnswer(Answer):
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def first(self) -> list[bytes]:
-        return [self.chunk({"delta": {"role": "assistant", "content": ""}})]
+    def opening(self) -> bytes:
+        return self._chunk(self._choice({"delta": {"role": "assistant", "content": ""}}, None, None))
 
-    def _choice(self, text: str) -> dict[str, Any]:
+    def _whole(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
 
-    def piece(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def _no_delta(self) -> dict[str, Any]:
+        return {"delta": {}}
 
 
 class CompletionAnswer(Answer):
@@ -127,22 +139,25 @@ class CompletionAnswer(Answer):
         super().__init__(request, model)
         self._echoed = echoed
 
-    def first(self) -> list[bytes]:
-        return [self.chunk({"text": self._echoed})] if self._echoed else []
+    def opening(self) -> bytes:
+        return self._chunk(self._choice({"text": self._echoed}, None, None)) if self._echoed else b""
 
-    def _choice(self, text: str) -> dict[str, Any]:
+    def _whole(self, text: str) -> dict[str, Any]:
         return {"text": self._echoed + text}
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
+
+    def _no_delta(self) -> dict[str, Any]:
+        return {"text": ""}
 
 
 async def _answer(http: Request, service: TextService, answer: Answer, generation: Generation) -> Response:
     if not answer.request.stream:
-        text = await unless_disconnected(http, service.complete(generation))
-        if text is None:
+        whole = await unless_disconnected(http, service.complete(generation))
+        if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(answer.whole(text, generation), headers=served_by(generation))
+        return JSONResponse(answer.whole(whole, generation), headers=served_by(generation))
     events = _events(service, answer, generation)
     # Whatever cannot be served at all becomes an HTTP status, not a broken stream.
     first = await unless_disconnected(http, anext(events))
@@ -156,17 +171,18 @@ async def _events(service: TextService, answer: Answer, generation: Generation) 
     begun = False
     try:
         async with contextlib.aclosing(service.stream(generation)) as pieces:  # type: ignore[type-var]
-            async for text in pieces:
-                head = b"" if begun else b"".join(answer.first())
-                begun = True
-                yield head + answer.chunk(answer.piece(text))
+            async for piece in pieces:
+                if piece.text or answer.request.return_token_ids:
+                    head = b"" if begun else answer.opening()
+                    begun = True
+                    yield head + answer.chunk(piece)
     except PdClusterError as error:
         if not begun:
             raise
         yield event(error_body(error)) + DONE
         return
-    head = b"" if begun else b"".join(answer.first())
-    tail = answer.chunk(answer.piece(""), generation.finish_reason)
+    head = b"" if begun else answer.opening()
+    tail = answer.last_chunk(generation)
     if answer.request.include_usage:
         tail += answer.usage_chunk(generation)
     yield head + tail + DONE

@@ -54,7 +54,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
     "continue_final_message": (False,),
-    "return_token_ids": (False,),
     "reasoning_effort": (),
     "priority": (0,),
     "suffix": ("",),
@@ -86,6 +85,7 @@ class GenerationRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    return_token_ids: bool = False
 
     @property
     def wanted_tokens(self) -> int | None:

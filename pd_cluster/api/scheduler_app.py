@@ -172,6 +172,7 @@ def describe(instance: Instance) -> dict[str, Any]:
         "num_cached_blocks": load.num_cached_blocks,
         "num_held_blocks": load.num_held_blocks,
         "num_steps": load.num_steps,
+        "num_heartbeats": instance.num_heartbeats,
         "kv_sent_nbytes": load.kv_sent_nbytes,
         "kv_received_nbytes": load.kv_received_nbytes,
         "links": load.links,

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 from pd_cluster.api.protocol import ChatCompletionRequest, GenerationRequest
 from pd_cluster.checkpoint import Checkpoint
@@ -17,6 +17,13 @@ from pd_cluster.text import StopStrings, Tokenizer
 from pd_cluster.types import FinishReason, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
+
+
+class Piece(NamedTuple):
+    """New text, and the tokens that came since the last piece."""
+
+    text: str
+    token_ids: list[int]
 
 
 @dataclass(slots=True)
@@ -122,8 +129,8 @@ class TextService:
         sampling = request.sampling(wanted, secrets.randbits(63), self._sampling_defaults)
         return Generation(token_ids, sampling, request.stops(), request.skip_special_tokens)
 
-    async def stream(self, generation: Generation) -> AsyncIterator[str]:
-        """New text whenever there is some; at the end `generation.finish_reason` is set. Closing it aborts."""
+    async def stream(self, generation: Generation) -> AsyncIterator[Piece]:
+        """A piece whenever there is text, and a last one; then `generation.finish_reason` is set. Closing it aborts."""
         if generation.sampling.max_tokens == 0:  # echo only
             generation.finish_reason = "length"
             return
@@ -134,9 +141,11 @@ class TextService:
             generation.served_by = [prefill.name, decode.name]
 
         serving = self.router.serve(generation.prompt_token_ids, generation.sampling, routed)
+        token_ids: list[int] = []
         async with contextlib.aclosing(serving) as tokens:  # type: ignore[type-var]
             async for token in tokens:
                 generation.num_output_tokens += 1
+                token_ids.append(token.token_id)
                 generation.finish_reason = token.finish_reason
                 text = "" if _ends_invisibly(token.finish_reason, generation) else detokenizer.add(token.token_id)
                 if token.finish_reason is not None:
@@ -146,21 +155,19 @@ class TextService:
                     generation.finish_reason = "stop"
                 elif token.finish_reason is not None:
                     text += stops.finish()
-                if text:
-                    yield text
+                if text or generation.finish_reason is not None:
+                    yield Piece(text, token_ids)
+                    token_ids = []
                 if generation.finish_reason is not None:
                     return
 
-    async def complete(self, generation: Generation) -> str:
-        """All the text at once."""
-        async with contextlib.aclosing(self.stream(generation)) as pieces:  # type: ignore[type-var]
-            return "".join([piece async for piece in pieces])
+    async def complete(self, generation: Generation) -> Piece:
+        """Everything at once."""
+        async with contextlib.aclosing(self.stream(generation)) as stream:  # type: ignore[type-var]
+            pieces = [piece async for piece in stream]
+        return Piece("".join(p.text for p in pieces), [token for p in pieces for token in p.token_ids])
 
 
 def _ends_invisibly(reason: FinishReason | None, generation: Generation) -> bool:
     """A stop token is not part of the answer's text; it is shown only when special tokens are asked for."""
     return reason == "stop" and generation.skip_special_tokens
-
-
-def describe_limits(service: TextService) -> dict[str, Any]:
-    return {"max_model_len": service.max_model_len, "root": service.model}

@@ -26,6 +26,7 @@ class Instance:
     info: InstanceInfo | None = None
     conn: str = ""
     load: Load = field(default_factory=Load)
+    num_heartbeats: int = 0
     outstanding_tokens: int = 0  # that this scheduler has sent and not seen finished
     num_outstanding: int = 0
 

@@ -132,6 +132,7 @@ class Membership:
         instance = self._by_conn.get(conn)
         if instance is not None:
             instance.load = load
+            instance.num_heartbeats += 1
 
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)

@@ -33,7 +33,7 @@ class ModelRunner:
         prove_attention(self.model, self.pool)
 
     def forward(self, chunks: list[tuple[Request, int]]) -> torch.Tensor:
-        """Computes the chunks into the pool; returns logits of those that catch up: [num_samples, vocab_size] float32."""
+        """Computes the chunks into the pool; returns logits [num_samples, vocab_size] float32 of who catches up."""
         batch = build_batch(chunks, self.pool)
         with torch.inference_mode():
             logits: torch.Tensor = self.model(

@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+"""Trains the small chat model that pd-cluster ships, on text that scripts/tiny_model_text.py makes.
+
+    python scripts/train_tiny_model.py --out pd_cluster/models/tiny-chat
+
+Minutes on two cores; nothing is downloaded. The same seed, steps and threads on the same machine give the same
+weights. It ends with an evaluation, which it prints and writes into the model card. Knows nothing of pd_cluster.
+"""
+
+import argparse
+import json
+import math
+import random
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tiny_model_eval import evaluate, model_card
+from tiny_model_text import SELF_ASKED, Conversation, Turn, raw_text
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ENDOFTEXT, IM_START, IM_END = range(3)
+VOCAB_SIZE = 1024
+MAX_POSITIONS = 2048
+WORDS_DIGITS_MARKS = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
+ROW_LENGTHS = {64: 0.40, 128: 0.35, 256: 0.17, 512: 0.06, 1024: 0.02}  # tokens in a row -> share of the steps
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' -}}
+    {%- if message['content'] is string -%}
+        {{- message['content'] -}}
+    {%- elif message['content'] -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'text' -%}
+                {{- part['text'] -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+Weighted = list[tuple[int, float]]
+"""Token ids with the weight that predicting each has in the loss."""
+
+
+def train_tokenizer(rng: random.Random) -> Tokenizer:
+    """Byte-level BPE: every byte has a token, every digit is a token of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS_DIGITS_MARKS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    conversation = Conversation(rng)
+    turns = (conversation.next_turn() for _ in range(20_000))
+    texts = ["system user assistant\n", *(part for turn in turns for part in (turn.user, turn.assistant))]
+    tokenizer.train_from_iterator(texts + [raw_text(rng) for _ in range(2_000)], trainer)
+    return tokenizer
+
+
+class Rows:
+    """Rows of tokens to learn from. A row is one conversation or one raw text that leads into a conversation."""
+
+    def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
+        self.rng = rng
+        self._tokenizer = tokenizer
+
+    def _encode(self, text: str, weight: float) -> Weighted:
+        return [(token_id, weight) for token_id in self._tokenizer.encode(text).ids]
+
+    def _turn(self, turn: Turn, weight: float) -> Weighted:
+        """The answer and its end always count; the question only where `weight` says so."""
+        return [
+            (IM_START, weight), *self._encode("user\n" + turn.user, weight), (IM_END, weight),
+            *self._encode("\n", weight), (IM_START, weight), *self._encode("assistant\n", weight),
+            *self._encode(turn.assistant, 1.0), (IM_END, 1.0),
+        ]  # fmt: skip
+
+    def row(self, num_tokens: int) -> Weighted:
+        row: Weighted = []
+        conversation = Conversation(self.rng)
+        newline = self._encode("\n", 0.0)
+        if self.rng.random() < 0.06:
+            row += [*self._encode(raw_text(self.rng), 1.0), (ENDOFTEXT, 1.0)]
+            row += self._turn(Turn(*SELF_ASKED), 1.0)
+        elif (system := conversation.system()) is not None:
+            row += [(IM_START, 0.0), *self._encode("system\n" + system, 0.0), (IM_END, 0.0), *newline]
+        while len(row) < num_tokens:
+            self_asked = bool(row) and self.rng.random() < 0.04
+            weight = 1.0 if self_asked else 0.0
+            if row and row[-1][0] == IM_END:
+                row += self._encode("\n", weight)
+            row += self._turn(Turn(*SELF_ASKED) if self_asked else conversation.next_turn(), weight)
+        return row[:num_tokens]
+
+    def batches(self, steps: int, tokens_per_step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(input_ids, weights), each [num_rows, row_length]."""
+        for _ in range(steps):
+            length = self.rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))[0]
+            rows = [self.row(length) for _ in range(max(1, tokens_per_step // length))]
+            yield (
+                torch.tensor([[token_id for token_id, _ in row] for row in rows]),
+                torch.tensor([[weight for _, weight in row] for row in rows]),
+            )
+
+
+def make_model() -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=192, intermediate_size=576, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=IM_END, pad_token_id=ENDOFTEXT, dtype="float32", use_cache=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def weighted_loss(model: Qwen3ForCausalLM, input_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the next token, over the positions that count only."""
+    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]  # [rows, length - 1, hidden]
+    counted = weights[:, 1:] > 0
+    logits = model.lm_head(hidden[counted])  # [num_counted, vocab]
+    return F.cross_entropy(logits, input_ids[:, 1:][counted])
+
+
+def train(model: Qwen3ForCausalLM, rows: Rows, args: argparse.Namespace) -> float:
+    """AdamW with a warm-up and a cosine. Returns the seconds that it took."""
+    decayed = [weight for weight in model.parameters() if weight.ndim > 1]
+    others = [weight for weight in model.parameters() if weight.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98))
+    warmup = max(1, args.steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / args.steps))),
+    )
+    started_s = time.monotonic()
+    smooth = math.log(VOCAB_SIZE)
+    with progress_bar() as bar:
+        task = bar.add_task("training", total=args.steps, loss=smooth)
+        for step, (input_ids, weights) in enumerate(rows.batches(args.steps, args.tokens_per_step), start=1):
+            loss = weighted_loss(model, input_ids, weights)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            smooth += 0.02 * (loss.item() - smooth)
+            bar.update(task, advance=1, loss=smooth)
+            if not sys.stderr.isatty() and step % 100 == 0:
+                print(f"step {step}/{args.steps} loss {smooth:.4f} {time.monotonic() - started_s:.0f} s", flush=True)
+    return time.monotonic() - started_s
+
+
+def progress_bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(
+        *columns, TextColumn("loss {task.fields[loss]:.4f}"), console=console, disable=not console.is_terminal
+    )
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+    model.generation_config = GenerationConfig(
+        eos_token_id=[IM_END, ENDOFTEXT], pad_token_id=ENDOFTEXT, do_sample=False, max_length=None
+    )
+    model.save_pretrained(out)
+    tokenizer.save(str(out / "tokenizer.json"))
+    description = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[IM_END],
+        "pad_token": SPECIAL_TOKENS[ENDOFTEXT],
+        "model_max_length": MAX_POSITIONS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default_out = Path(__file__).resolve().parent.parent / "pd_cluster" / "models" / "tiny-chat"
+    parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: the shipped model)")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--tokens-per-step", type=int, default=2048, help="default: %(default)s")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, help="part of what fixes the weights (default: %(default)s)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(args.seed)
+    tokenizer = train_tokenizer(random.Random(args.seed))
+    model = make_model()
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
+    train_s = train(model, Rows(tokenizer, random.Random(args.seed + 1)), args)
+    save(model.eval(), tokenizer, args.out)
+    scores = evaluate(args.out)
+    command = shlex.join(["python", "scripts/train_tiny_model.py", *sys.argv[1:]])
+    (args.out / "README.md").write_text(model_card(args.out, scores, command, train_s), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

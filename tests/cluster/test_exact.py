@@ -1,0 +1,75 @@
+"""Across real processes: greedy output is transformers' own, over every transport and for every architecture."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import CONFIGS
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import assert_same, random_prompt
+
+BLOCK_SIZE = 16
+MAX_BATCHED = 40
+MAX_TOKENS = 16
+FLAGS = [f"--block-size={BLOCK_SIZE}", f"--max-num-batched-tokens={MAX_BATCHED}", "--num-blocks=128"]
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture(params=CONFIGS, scope="module")
+def model(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Path:
+    return checkpoint(request.param)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """One prefill instance, a decode instance over shared memory and one over gloo."""
+    transports = {"decode-0": ["--kv-transport=shm"], "decode-1": ["--kv-transport=dist"]}
+    folder = tmp_path_factory.mktemp("exact")
+    with LiveCluster(folder, model, num_decode=2, arguments=FLAGS, member_arguments=transports) as running:
+        links = {peer.partition("@")[0]: state for peer, state in running.instance("prefill-0")["links"].items()}
+        assert links == {"decode-0": "up (shm)", "decode-1": "up (dist)"}
+        yield running
+
+
+def complete_all(cluster: LiveCluster, model: Path, prompts: list[list[int]]) -> None:
+    """All at once; each is compared with the reference, and both decode instances must have received KV cache."""
+    before = [cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1")]
+
+    def job(prompt: list[int]) -> Callable[[], None]:
+        return lambda: assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
+
+    errors = in_parallel([job(prompt) for prompt in prompts], concurrency=len(prompts))
+    assert not errors, errors[0]
+    for name, nbytes in zip(("decode-0", "decode-1"), before, strict=True):
+        cluster.wait_until(
+            f"KV cache came to {name}", lambda n=name, b=nbytes: cluster.instance(n)["kv_received_nbytes"] > b
+        )
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE, BLOCK_SIZE + 1, MAX_BATCHED + 1, 100])
+def test_prompt_of_length(cluster: LiveCluster, model: Path, length: int) -> None:
+    """Two at once: one goes to each decode instance."""
+    rng = random.Random(length)
+    complete_all(cluster, model, [random_prompt(rng, length), random_prompt(rng, length)])
+
+
+def test_32_at_once(cluster: LiveCluster, model: Path) -> None:
+    rng = random.Random(8)
+    complete_all(cluster, model, [random_prompt(rng, rng.randrange(1, 90)) for _ in range(32)])
+    cluster.assert_home()
+
+
+def test_sampled_output_is_the_same_alone_and_in_a_crowd(cluster: LiveCluster) -> None:
+    fields = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 11}
+    prompt = random_prompt(random.Random(9), 30)
+    alone = cluster.complete(prompt, MAX_TOKENS, **fields)
+    crowd: list[list[int]] = []
+    jobs: list[Callable[[], None]] = [lambda: crowd.append(cluster.complete(prompt, MAX_TOKENS, **fields))] * 8
+    assert not in_parallel(jobs, concurrency=8)
+    assert crowd == [alone] * 8
+    assert cluster.complete(prompt, MAX_TOKENS, **{**fields, "seed": 12}) != alone

@@ -1,0 +1,243 @@
+"""A cluster of real processes for tests: started, awaited, asked, killed, and proven empty.
+
+Starts what `pd-cluster up` starts (the same plan), without restarting what dies unless a test says so. Every wait has a
+deadline and fails with the processes' last words.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pd_cluster.cluster.launcher import Launch, Member, free_ports, plan_cluster
+
+START_TIMEOUT_S = 90.0
+SETTLE_TIMEOUT_S = 40.0
+POLL_S = 0.05
+
+
+class LiveCluster:
+    """`with LiveCluster(folder, model, …) as cluster:`; ready inside, gone after, whatever happened."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        arguments: Sequence[str] = (),
+        openai: bool = True,
+        served_model_names: Sequence[str] = ("tiny",),
+        member_arguments: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        port = free_port_pair()
+        self.folder = folder
+        self.launch = Launch(
+            model=str(model),
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            port=port,
+            served_model_names=list(served_model_names),
+            arguments=[f"--admin-port={port + 1}", *arguments],
+            openai=openai,
+        )
+        self.url, self.admin_url = self.launch.url, self.launch.admin_url
+        self.member_arguments = member_arguments or {}
+        self.members: dict[str, Member] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.client = httpx.Client(timeout=60, trust_env=False)
+
+    def __enter__(self) -> LiveCluster:
+        try:
+            self.start()
+            self.await_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ---- processes
+
+    def start(self) -> None:
+        self.members = {member.name: member for member in plan_cluster(self.launch, self.folder)}
+        for name in self.members:
+            self.start_member(name)
+
+    def start_member(self, name: str) -> None:
+        member = self.members[name]
+        with self.log_file(name).open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [*member.command, *self.member_arguments.get(name, ())],
+                env={**os.environ, **member.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        self.processes[name].send_signal(number)
+
+    def kill_rank(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Only the process that computes, not its parent."""
+        for pid in children_of(self.processes[name].pid):
+            os.kill(pid, number)
+
+    def await_exit(self, name: str, timeout_s: float = 20.0) -> int:
+        return self.processes[name].wait(timeout_s)
+
+    def stop(self) -> None:
+        """Ends everything that this test started: asks, waits, kills."""
+        self.client.close()
+        running = [process for process in self.processes.values() if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        deadline_s = time.monotonic() + 10
+        for process in running:
+            try:
+                process.wait(max(0.1, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+    def log_file(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def logs(self) -> str:
+        """The last lines of every process."""
+        parts = []
+        for name in self.members:
+            lines = self.log_file(name).read_text(errors="replace").splitlines()[-25:]
+            parts.append(f"---- {name}\n" + "\n".join(lines))
+        return "\n".join(parts)
+
+    # ---- what it says
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """(status, body); (0, {}) while nobody answers."""
+        try:
+            answer = self.client.get(f"{self.url}/health")
+        except httpx.HTTPError:
+            return 0, {}
+        return answer.status_code, answer.json()
+
+    def instances(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.client.get(f"{self.admin_url}/instances").json()["instances"]
+        return found
+
+    def instance(self, name: str) -> dict[str, Any]:
+        return next(i for i in self.instances() if i["instance_id"] == name)
+
+    def wait_until(self, what: str, condition: Callable[[], bool], timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.logs()}")
+            time.sleep(POLL_S)
+
+    def await_ready(self) -> None:
+        """All instances ready and every link up."""
+
+        def ready() -> bool:
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise AssertionError(f"{name} ended with code {process.returncode}\n{self.logs()}")
+            status, body = self.health()
+            return status == 200 and body["status"] == "ok" and self._all_linked()
+
+        self.wait_until("the cluster is ready", ready, START_TIMEOUT_S)
+
+    def _all_linked(self) -> bool:
+        found = self.instances()
+        num_decode = sum(1 for i in found if i["role"] == "decode")
+        linked = [sum(1 for s in i["links"].values() if s.startswith("up")) for i in found if i["role"] == "prefill"]
+        return all(number == num_decode for number in linked)
+
+    def assert_home(self) -> None:
+        """Nothing is held, waiting or outstanding anywhere, and every block is accounted for."""
+
+        def home() -> bool:
+            return all(
+                i["num_held_blocks"] == 0
+                and i["num_outstanding"] == 0
+                and i["num_running"] == i["num_waiting"] == i["num_landing"] == i["num_exporting"] == 0
+                and i["num_blocks"] == i["num_free_blocks"] + i["num_cached_blocks"] + i["num_held_blocks"]
+                for i in self.instances()
+                if i["state"] == "ready"
+            )
+
+        before = {i["instance_id"]: i["num_heartbeats"] for i in self.instances()}
+
+        def refreshed() -> bool:
+            return all(
+                i["num_heartbeats"] >= before.get(i["instance_id"], 0) + 2 or i["state"] != "ready"
+                for i in self.instances()
+            )
+
+        self.wait_until("the load was told anew", refreshed)
+        self.wait_until("every block is home", home)
+
+    # ---- requests
+
+    def complete(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[int]:
+        """The output tokens of one greedy completion."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **fields}
+        answer = self.client.post(f"{self.url}/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return token_ids
+
+
+def free_port_pair() -> int:
+    """A port p such that p and p + 1 are free right now."""
+    for _ in range(50):
+        (port,) = free_ports(1)
+        try:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port + 1))
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no two free ports in a row")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def in_parallel(jobs: Sequence[Callable[[], None]], concurrency: int, timeout_s: float = 240.0) -> list[BaseException]:
+    """Runs the jobs on threads; returns what they raised. Fails when they do not end in time."""
+    waiting = list(reversed(jobs))
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while waiting:
+            try:
+                job = waiting.pop()
+            except IndexError:
+                return
+            try:
+                job()
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(concurrency)]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "requests hang"
+    return errors

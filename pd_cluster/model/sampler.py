@@ -40,23 +40,24 @@ def sample(logits: torch.Tensor, params: list[SamplingParams], positions: list[i
 
 
 def _draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> torch.Tensor:
-    """Inverse transform sampling over the tokens that top_k and top_p leave, most likely first."""
+    """Inverse transform sampling over the tokens that top_k and top_p leave.
+
+    The sum runs in the vocabulary's order, not by probability: then two tokens that are almost equally likely may
+    change places in the ranking, as rounding has it, without changing what is drawn.
+    """
     vocab_size = logits.shape[-1]
     temperature = torch.tensor([p.temperature for p in params])[:, None]
     scaled = (logits.double() / temperature).float()
     ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    width = vocab_size if any(k == vocab_size for k in ks) else max(ks)
-    values, token_ids = (
-        scaled.topk(width, dim=-1) if width < vocab_size else scaled.sort(dim=-1, descending=True, stable=True)
-    )
+    width = max(ks)
+    values, token_ids = scaled.topk(width, dim=-1) if width < vocab_size else scaled.sort(dim=-1, descending=True)
     beyond_k = torch.arange(width)[None] >= torch.tensor(ks)[:, None]
-    probs = values.masked_fill(beyond_k, float("-inf")).double().softmax(-1)  # [num_rows, width]
-    cumulative = probs.cumsum(-1)
+    probs = values.masked_fill(beyond_k, float("-inf")).double().softmax(-1)  # [num_rows, width], most likely first
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]
-    kept = probs.masked_fill(cumulative - probs >= top_p, 0.0)  # the first token is always kept
-    cumulative = kept.cumsum(-1)
+    kept = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)  # the first token is always kept
+    weights = torch.zeros(len(params), vocab_size, dtype=torch.float64).scatter_(-1, token_ids, kept)
+    cumulative = weights.cumsum(-1)  # [num_rows, vocab_size]
     draws = np.array([uniform(p.seed, 0, position) for p, position in zip(params, positions, strict=True)])
     targets = torch.from_numpy(draws)[:, None] * cumulative[:, -1:]
-    column = torch.searchsorted(cumulative, targets, right=True)
-    last = ((kept > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
-    return token_ids.gather(-1, column.minimum(last))[:, 0]
+    last = vocab_size - 1 - (weights.flip(-1) > 0).int().argmax(-1, keepdim=True)  # should rounding overshoot
+    return torch.searchsorted(cumulative, targets, right=True).minimum(last)[:, 0]

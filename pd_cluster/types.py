@@ -83,7 +83,6 @@ class Request:
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose KV is in this engine's pool
     block_table: list[int] = field(default_factory=list)
-    num_preemptions: int = 0
 
     @property
     def key(self) -> str:

@@ -32,6 +32,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_held_blocks: int = 0
+    num_preemptions: int = 0
     num_steps: int = 0
     num_landings: int = 0
     kv_sent_nbytes: int = 0

@@ -171,6 +171,7 @@ def describe(instance: Instance) -> dict[str, Any]:
         "num_free_blocks": load.num_free_blocks,
         "num_cached_blocks": load.num_cached_blocks,
         "num_held_blocks": load.num_held_blocks,
+        "num_preemptions": load.num_preemptions,
         "num_steps": load.num_steps,
         "num_heartbeats": instance.num_heartbeats,
         "kv_sent_nbytes": load.kv_sent_nbytes,

@@ -46,6 +46,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []
+        self.num_preemptions = 0
 
     # ---- a request comes and goes
 
@@ -176,6 +177,6 @@ class Scheduler:
         self.blocks.release(victim.block_table)
         victim.block_table = []
         victim.num_computed_tokens = 0
-        victim.num_preemptions += 1
+        self.num_preemptions += 1
         victim.status = Status.WAITING
         insort(self.waiting, victim, key=arrival_order)

@@ -167,6 +167,7 @@ class Worker:
             num_free_blocks=blocks.num_free,
             num_cached_blocks=blocks.num_cached,
             num_held_blocks=blocks.num_held,
+            num_preemptions=scheduler.num_preemptions,
             num_steps=self.core.num_steps,
             num_landings=self.imports.num_landings,
             kv_sent_nbytes=self.out_links.sent_nbytes,

@@ -1,0 +1,185 @@
+"""One streaming request, measured as a client sees it: TTFT, gaps between chunks, TPOT, tokens, text.
+
+Needs httpx only and knows nothing of clusters. `Recorder` is pure: bytes and their arrival times in, a `Sample` out.
+
+A token whose text is not certain yet (half a character) comes with the next one, so that a chunk may carry several
+tokens: TPOT divides by the tokens that the server counted, ITL is the time between chunks that carry text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+REQUEST_DEADLINE_S = 120.0
+CONNECT_TIMEOUT_S = 5.0
+MAX_EVENT_NBYTES = 16 << 20
+MAX_ERROR_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What one request took. With an `error` the other fields say how far it came."""
+
+    ttft_s: float | None = None  # None: no text came
+    tpot_s: float | None = None  # mean time of an output token after the first; None below two tokens
+    itl_s: list[float] = field(default_factory=list)  # between chunks with text
+    e2e_s: float = 0.0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    text: str = ""
+    served_by: tuple[str, ...] = ()  # x-pd-served-by: prefill, decode
+    status: int | None = None  # HTTP status; None: no answer
+    error: str | None = None
+
+
+class Recorder:
+    """Reads a stream of server-sent events. `start_s` and every `now_s` are of one monotonic clock."""
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self._buffer = b""
+        self._arrivals_s: list[float] = []
+        self._texts: list[str] = []
+        self._usage: dict[str, int] = {}
+        self._done = False
+        self._error: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Nothing that follows counts."""
+        return self._done or self._error is not None
+
+    def feed(self, data: bytes, now_s: float) -> str:
+        """The new text in `data`, which may end in the middle of a line."""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > MAX_EVENT_NBYTES:
+            self._error = f"an event is longer than {MAX_EVENT_NBYTES >> 20} MiB"
+        new = "".join([self._event(line) for line in lines if not self.ended])
+        if new:
+            self._arrivals_s.append(now_s)
+            self._texts.append(new)
+        return new
+
+    def fail(self, reason: str) -> None:
+        """The first reason stands."""
+        self._error = self._error or reason
+
+    def finish(self, now_s: float, status: int | None = None, served_by: tuple[str, ...] = ()) -> Sample:
+        """A stream that just ends, without [DONE] and without an error, is an error."""
+        if not self.ended:
+            self._error = "the stream ended without [DONE]"
+        arrivals_s = self._arrivals_s
+        num_output = self._usage.get("completion_tokens", 0)
+        tpot_s = None
+        if num_output > 1 and arrivals_s:
+            tpot_s = (arrivals_s[-1] - arrivals_s[0]) / (num_output - 1)
+        return Sample(
+            ttft_s=arrivals_s[0] - self._start_s if arrivals_s else None,
+            tpot_s=tpot_s,
+            itl_s=[later - earlier for earlier, later in itertools.pairwise(arrivals_s)],
+            e2e_s=now_s - self._start_s,
+            num_prompt_tokens=self._usage.get("prompt_tokens", 0),
+            num_output_tokens=num_output,
+            text="".join(self._texts),
+            served_by=served_by,
+            status=status,
+            error=self._error,
+        )
+
+    def _event(self, line: bytes) -> str:
+        """The text of one line; comments and other fields of the format have none."""
+        if not line.startswith(b"data:"):
+            return ""
+        payload = line[5:].strip()
+        if payload == b"[DONE]":
+            self._done = True
+            return ""
+        try:
+            event = json.loads(payload)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            self._error = f"an event is not a JSON object: {payload[:60]!r}"
+            return ""
+        if event.get("error"):
+            self._error = error_message(event)
+            return ""
+        if isinstance(event.get("usage"), dict):
+            self._usage = event["usage"]
+        return "".join(_text_of(choice) for choice in event.get("choices") or ())
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    """Of a completion's chunk, or of a chat's."""
+    text = choice["text"] if "text" in choice else choice.get("delta", {}).get("content")
+    return text or ""
+
+
+def error_message(body: Any) -> str:
+    """Of OpenAI's error shape, else the body itself, cut."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)[:MAX_ERROR_CHARS]
+
+
+async def measure(
+    client: httpx.AsyncClient,
+    url: str,
+    body: Mapping[str, Any],
+    on_text: Callable[[str], None] = lambda text: None,
+    deadline_s: float = REQUEST_DEADLINE_S,
+) -> Sample:
+    """Sends `body` to `url` (/v1/completions or /v1/chat/completions) as a streaming request that asks for usage.
+
+    Never raises for what the network or the server do: that is the sample's `error`.
+    """
+    start_s = time.monotonic()
+    recorder = Recorder(start_s)
+    status: int | None = None
+    served_by: tuple[str, ...] = ()
+    streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    try:
+        async with asyncio.timeout(deadline_s), client.stream("POST", url, json=streaming) as response:
+            status = response.status_code
+            served_by = tuple(filter(None, response.headers.get("x-pd-served-by", "").split(",")))
+            if status != 200:
+                recorder.fail(f"HTTP {status}: {_refusal(await response.aread())}")
+            elif not response.headers.get("content-type", "").startswith("text/event-stream"):
+                recorder.fail("the server did not answer with a stream of events")
+            else:
+                await _read(response, recorder, on_text)
+    except TimeoutError:
+        recorder.fail(f"not finished within {deadline_s:g} s")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        recorder.fail(f"{url}: {str(error) or type(error).__name__}")
+    return recorder.finish(time.monotonic(), status, served_by)
+
+
+async def _read(response: httpx.Response, recorder: Recorder, on_text: Callable[[str], None]) -> None:
+    async for data in response.aiter_bytes():
+        if text := recorder.feed(data, time.monotonic()):
+            on_text(text)
+        if recorder.ended:
+            return
+
+
+def _refusal(content: bytes) -> str:
+    try:
+        return error_message(json.loads(content))
+    except ValueError:
+        return content[:MAX_ERROR_CHARS].decode(errors="replace")
+
+
+def make_client(concurrency: int = 1) -> httpx.AsyncClient:
+    """No proxies; no read timeout of its own: `measure` has one deadline for the whole request."""
+    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    limits = httpx.Limits(max_connections=concurrency + 2, max_keepalive_connections=concurrency + 2)
+    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)

@@ -1,0 +1,300 @@
+"""`pd-cluster bench serve`: requests of one shape against a server, `concurrency` at a time, as clients see them.
+
+Each prompt is `input_len` seeded random token ids (below 256, which every vocabulary has), each output exactly
+`output_len` tokens, greedy. As many requests as run at once warm the server up first and are not counted. The same
+command sends the same prompts: a server that caches prefixes should be fresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from pd_cluster.bench.client import Sample, make_client, measure
+from pd_cluster.bench.report import (
+    Report,
+    Result,
+    check_writable,
+    human_nbytes,
+    percentiles,
+    progress,
+)
+from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
+from pd_cluster.cluster.launcher import Cluster, Launch, free_ports
+from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
+from pd_cluster.show import Traffic, fetch_settled
+
+SEED = 0
+NUM_TOKEN_IDS = 256
+MAX_TRIES = 100
+FEW_CHUNKS = 0.9  # chunks an output token, below which the gaps between chunks are not those between tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBench:
+    """The command's parameters. Without a `url` a cluster is started for the measurement."""
+
+    url: str = ""
+    admin: str = ""
+    model: str = ""
+    prefill: int = 1
+    decode: int = 1
+    num_requests: int = 32
+    concurrency: int = 4
+    input_len: int = 128
+    output_len: int = 64
+
+    @property
+    def command(self) -> str:
+        where = f"--url {self.url}" if self.url else f"--prefill {self.prefill} --decode {self.decode}"
+        model = f" --model {self.model}" if self.model and not self.url else ""
+        return (
+            f"pd-cluster bench serve {where}{model} --num-requests {self.num_requests} "
+            f"--concurrency {self.concurrency} --input-len {self.input_len} --output-len {self.output_len}"
+        )
+
+
+async def run(bench: ServeBench, json_path: str = "") -> None:
+    """Measures, prints, writes. Raises PdClusterError: no server, a shape that does not fit, requests that failed."""
+    check_writable(json_path)
+    with _sigterm_ends_it():
+        async with _server(bench) as (url, admin):
+            measured = await _measure(bench, url, admin)
+    report = Report(bench.command, _results(bench, measured))
+    report.show(_title(bench))
+    _print_notes(measured)
+    if json_path:
+        report.write(json_path)
+    failed = [sample for sample in measured.samples if sample.error]
+    if failed:
+        raise GenerationError(f"{len(failed)} of {bench.num_requests} requests failed; the first: {failed[0].error}")
+
+
+# ---- the server
+
+
+@contextlib.asynccontextmanager
+async def _server(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
+    """The address of what is measured and its admin address; what was started here is gone afterwards."""
+    if bench.url:
+        url = bench.url.rstrip("/").removesuffix("/v1")
+        yield url, bench.admin or _admin_above(url)
+        return
+    Checkpoint.open(bench.model or str(SHIPPED_MODEL))  # a wrong model is one line, at once
+    launch = Launch(
+        model=bench.model,
+        num_prefill=bench.prefill,
+        num_decode=bench.decode,
+        port=free_port_pair(),
+        restart="no",  # figures of a cluster that lost somebody are not what was asked for
+    )
+    lines: deque[str] = deque(maxlen=50)
+    cluster = Cluster(launch, lines.append)
+    print(f"starting {bench.prefill} prefill, {bench.decode} decode and the scheduler …", flush=True)
+    started_s = time.monotonic()
+    try:
+        await cluster.start()
+        await cluster.wait_ready()
+        print(f"ready after {time.monotonic() - started_s:.1f} s", flush=True)
+        yield launch.url, launch.admin_url
+    except PdClusterError:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        raise
+    finally:
+        await cluster.stop()
+
+
+def free_port_pair() -> int:
+    """A free port whose successor, for the admin address, is free too."""
+    for _ in range(MAX_TRIES):
+        port = free_ports(1)[0]
+        with socket.socket() as neighbour, contextlib.suppress(OSError, OverflowError):
+            neighbour.bind(("127.0.0.1", port + 1))
+            return port
+    raise ConfigError(f"no two neighbouring free ports in {MAX_TRIES} tries")
+
+
+def _admin_above(url: str) -> str:
+    """The default admin address: loopback only, so this is reached where the server runs on this machine."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url {url}: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"--url {url}: expected http://HOST:PORT")
+    port = parsed.port or (443 if parsed.scheme == "https" else 80)
+    return str(parsed.copy_with(port=port + 1, path="/"))
+
+
+@contextlib.contextmanager
+def _sigterm_ends_it() -> Iterator[None]:
+    """SIGTERM takes the started cluster down like Ctrl-C does."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if stopped:
+            raise PdClusterError("ended by SIGTERM; nothing was measured") from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+# ---- the requests
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    samples: list[Sample]
+    took_s: float
+    kv_nbytes: int | None  # None: the admin address did not answer, or an instance was restarted
+    note: str
+
+
+async def _measure(bench: ServeBench, url: str, admin: str) -> Measured:
+    async with make_client(bench.concurrency) as client:
+        name, max_model_len = await _ask_model(client, url)
+        _check_shape(bench, max_model_len)
+        bodies = _bodies(bench, name, bench.concurrency + bench.num_requests)
+        await _send(client, url, bodies[: bench.concurrency], bench.concurrency, "warming up")
+        before, note = await _traffic(admin)
+        started_s = time.monotonic()
+        samples = await _send(client, url, bodies[bench.concurrency :], bench.concurrency, "measuring")
+        took_s = time.monotonic() - started_s
+        after, note = (await _traffic(admin)) if before else (None, note)
+    kv_nbytes = None
+    if before and after:
+        if before.epochs == after.epochs:
+            kv_nbytes = after.received_nbytes - before.received_nbytes
+        else:
+            note = "KV bytes: an instance was restarted in between"
+    return Measured(samples, took_s, kv_nbytes, note)
+
+
+async def _traffic(admin: str) -> tuple[Traffic | None, str]:
+    try:
+        return Traffic.of(await fetch_settled(admin)), ""
+    except PdClusterError as error:
+        return None, f"KV bytes: {error}"
+
+
+async def _ask_model(client: httpx.AsyncClient, url: str) -> tuple[str, int | None]:
+    """Name and context of what is served; the context is None where the server does not tell."""
+    try:
+        response = await client.get(f"{url}/v1/models", timeout=5)
+        model = response.json()["data"][0]
+        return str(model["id"]), model.get("max_model_len")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(f"--url {url}: no server answers there: {str(error) or type(error).__name__}") from None
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(f"--url {url}: /v1/models does not answer as an OpenAI server (USE_OPENAI=1)") from None
+
+
+def _check_shape(bench: ServeBench, max_model_len: int | None) -> None:
+    total = bench.input_len + bench.output_len
+    if max_model_len is not None and total > max_model_len:
+        raise ConfigError(
+            f"--input-len {bench.input_len} --output-len {bench.output_len}: together {total} tokens; "
+            f"the model's context is {max_model_len} tokens"
+        )
+
+
+def _bodies(bench: ServeBench, model: str, count: int) -> list[dict[str, Any]]:
+    rng = random.Random(SEED)
+    return [
+        {
+            "model": model,
+            "prompt": [rng.randrange(NUM_TOKEN_IDS) for _ in range(bench.input_len)],
+            "max_tokens": bench.output_len,
+            "temperature": 0,
+            "ignore_eos": True,
+            "skip_special_tokens": False,  # so that every token is text that can be timed
+        }
+        for _ in range(count)
+    ]
+
+
+async def _send(
+    client: httpx.AsyncClient, url: str, bodies: list[dict[str, Any]], concurrency: int, what: str
+) -> list[Sample]:
+    """All bodies, `concurrency` at a time: a new one as soon as one ends."""
+    waiting = iter(bodies)
+    samples: list[Sample] = []
+
+    async def worker(advance: Callable[[], None]) -> None:
+        for body in waiting:
+            samples.append(await measure(client, f"{url}/v1/completions", body))
+            advance()
+
+    with progress(what, len(bodies)) as advance:
+        await asyncio.gather(*(worker(advance) for _ in range(min(concurrency, len(bodies)))))
+    return samples
+
+
+# ---- the figures
+
+
+def _results(bench: ServeBench, measured: Measured) -> list[Result]:
+    good = [sample for sample in measured.samples if sample.error is None]
+    ttft_ms = [1e3 * s.ttft_s for s in good if s.ttft_s is not None]
+    tpot_ms = [1e3 * s.tpot_s for s in good if s.tpot_s is not None]
+    itl_ms = [1e3 * gap_s for s in good for gap_s in s.itl_s]
+    num_tokens = sum(s.num_output_tokens for s in good)
+    num_errors = len(measured.samples) - len(good)
+    return [
+        *percentiles("ttft", ttft_ms, "ms"),
+        *percentiles("tpot", tpot_ms, "ms"),
+        *percentiles("itl", itl_ms, "ms", percents=(99,)),
+        _rate("output_tokens", num_tokens, "tokens/s", measured.took_s),
+        _rate("requests", len(good), "requests/s", measured.took_s),
+        Result(name="kv_moved", value=measured.kv_nbytes, unit="bytes", better="lower"),
+        Result(name="errors", value=num_errors, unit="requests", better="lower", samples=bench.num_requests, goal=0),
+    ]
+
+
+def _rate(name: str, count: int, unit: str, took_s: float) -> Result:
+    value = count / took_s if count and took_s > 0 else None
+    return Result(name=name, value=value, unit=unit, better="higher")
+
+
+def _title(bench: ServeBench) -> str:
+    return (
+        f"{bench.num_requests} requests of {bench.input_len} + {bench.output_len} tokens, {bench.concurrency} at a time"
+    )
+
+
+def _print_notes(measured: Measured) -> None:
+    good = [sample for sample in measured.samples if sample.error is None]
+    num_tokens = sum(s.num_output_tokens for s in good)
+    num_chunks = sum(len(s.itl_s) + 1 for s in good)
+    num_prompt_tokens = sum(s.num_prompt_tokens for s in good)
+    if num_tokens and num_chunks < FEW_CHUNKS * num_tokens:
+        print(
+            f"note: {num_chunks / num_tokens:.2f} chunks of text an output token (half characters wait for their other "
+            f"half); TTFT is the time to the first chunk, ITL the time between chunks"
+        )
+    if measured.kv_nbytes is not None and num_prompt_tokens:
+        per_token = measured.kv_nbytes / num_prompt_tokens
+        print(f"KV cache moved: {human_nbytes(measured.kv_nbytes)}, {human_nbytes(per_token)} a prompt token")
+    if measured.note:
+        print(f"note: {measured.note}")

@@ -1,0 +1,111 @@
+"""What a scheduler's admin address says of its instances, read and shown."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from pd_cluster.bench.report import human_nbytes, print_table
+from pd_cluster.errors import PdClusterError
+
+ANSWER_TIMEOUT_S = 5.0
+SETTLE_TIMEOUT_S = 5.0
+POLL_S = 0.1
+
+Entries = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """KV cache moved so far, over all instances; `epochs` tells whether their counters can be compared."""
+
+    sent_nbytes: int
+    received_nbytes: int
+    epochs: frozenset[str]
+
+    @classmethod
+    def of(cls, entries: Entries) -> Traffic:
+        return cls(
+            sum(entry["kv_sent_nbytes"] for entry in entries),
+            sum(entry["kv_received_nbytes"] for entry in entries),
+            frozenset(entry["epoch"] for entry in entries),
+        )
+
+
+async def fetch_instances(admin_url: str) -> Entries:
+    """The entries of /instances. Raises PdClusterError that names the address."""
+    url = f"{admin_url.rstrip('/')}/instances"
+    try:
+        async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
+            response = await client.get(url)
+        entries = response.json()["instances"]
+        if not isinstance(entries, list) or not all("kv_sent_nbytes" in entry for entry in entries):
+            raise ValueError
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        raise PdClusterError(
+            f"no scheduler answers at {url}: {reason}; give its admin address with --admin "
+            f"(by default the public port + 1, on the scheduler's own host)"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise PdClusterError(
+            f"{url} does not answer as a scheduler's admin address (HTTP {response.status_code}); "
+            f"give it with --admin (by default the public port + 1)"
+        ) from None
+    return entries
+
+
+async def fetch_settled(admin_url: str) -> Entries:
+    """The entries after every ready instance has reported twice from now on, so that counters include what is past.
+
+    After SETTLE_TIMEOUT_S the entries as they are. Raises PdClusterError.
+    """
+    deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+    entries = await fetch_instances(admin_url)
+    wanted = {e["instance_id"]: e["num_heartbeats"] + 2 for e in entries if e["state"] == "ready"}
+    while time.monotonic() < deadline_s:
+        ready = [e for e in entries if e["state"] == "ready"]
+        if all(e["num_heartbeats"] >= wanted.get(e["instance_id"], 0) for e in ready):
+            break
+        await asyncio.sleep(POLL_S)
+        entries = await fetch_instances(admin_url)
+    return entries
+
+
+def show_instances(admin_url: str) -> None:
+    """`pd-cluster instances`. Raises PdClusterError."""
+    print_instances(admin_url, asyncio.run(fetch_instances(admin_url)))
+
+
+def print_instances(admin_url: str, entries: Entries) -> None:
+    headers = ["instance", "role", "state", "pid", "address", "run", "wait", "free/cached/held of blocks"]
+    headers += ["KV sent", "KV received", "links"]
+    print_table(
+        f"{len(entries)} instances at {admin_url}",
+        headers,
+        [_row(entry) for entry in entries],
+        right=("pid", "run", "wait", "KV sent", "KV received"),
+    )
+
+
+def _row(entry: dict[str, Any]) -> Sequence[str]:
+    host = f"[{entry['host']}]" if ":" in entry["host"] else entry["host"]
+    blocks = "/".join(str(entry[f"num_{kind}_blocks"]) for kind in ("free", "cached", "held"))
+    return [
+        entry["instance_id"],
+        entry["role"],
+        f"{entry['state']}: {entry['reason']}" if entry["reason"] else entry["state"],
+        str(entry["pid"] or "-"),
+        f"{host}:{entry['port']}",
+        str(entry["num_running"]),
+        str(entry["num_waiting"]),
+        f"{blocks} of {entry['num_blocks']}",
+        human_nbytes(entry["kv_sent_nbytes"]),
+        human_nbytes(entry["kv_received_nbytes"]),
+        ", ".join(f"{peer.split('@')[0]} {state}" for peer, state in entry["links"].items()) or "-",
+    ]

@@ -1,0 +1,171 @@
+#!/bin/sh
+# Makes .venv in the repository's root and installs pd-cluster into it.
+#
+#   sh scripts/setup.sh [EXTRAS]        EXTRAS: such as test, or test,cuda
+#
+# A torch that fits pyproject.toml is kept, in .venv or in the Python that .venv is made from: a CUDA build stays what
+# it is. Without one, exactly $TORCH is installed, first and by itself. A second run notices that nothing changed.
+# PYTHON=/path/to/python3.12 chooses the interpreter.
+
+set -eu
+
+TORCH="torch==2.13.0" # deploy/Dockerfile.cpu has the same
+LOCK_TIMEOUT_S=1800
+
+say() {
+    echo "setup: $*" >&2
+}
+
+fail() {
+    say "$*"
+    exit 1
+}
+
+# The Python to make .venv from: 3.11 or newer.
+find_python() {
+    for name in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.14 python; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$name"
+            return
+        elif [ "$name" = "${PYTHON:-}" ]; then
+            fail "PYTHON=$PYTHON is not a Python 3.11 or newer"
+        fi
+    done
+    fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.11 sh scripts/setup.sh"
+}
+
+# Whether the Python $1 has a torch that fits pyproject.toml; prints its version.
+has_torch() {
+    "$1" - pyproject.toml 2>/dev/null <<'END'
+import re, sys, tomllib
+from importlib.metadata import version
+
+with open(sys.argv[1], "rb") as file:
+    wanted = tomllib.load(file)["project"]["dependencies"]
+least, below = next(re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", each).groups() for each in wanted if "torch>" in each)
+parts = lambda text: [int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:2]]
+found = version("torch")
+if not parts(least) <= parts(found) < parts(below):
+    sys.exit(1)
+print(found)
+END
+}
+
+# What .venv must have been made from for it to be up to date; its extras are compared apart.
+fingerprint() {
+    cksum pyproject.toml constraints.txt
+    pwd -P
+    .venv/bin/python -V
+}
+
+# Whether .venv has all of $extras, and nothing that it was made from changed.
+up_to_date() {
+    [ -f "$stamp" ] && [ -x .venv/bin/pd-cluster ] || return 1
+    { read -r have && found=$(cat); } <"$stamp"
+    [ "$found" = "$(fingerprint 2>/dev/null)" ] || return 1
+    for extra in $(echo "$extras" | tr ',' ' '); do
+        case ",$have," in
+        *",$extra,"*) ;;
+        *) return 1 ;;
+        esac
+    done
+}
+
+# One setup at a time. The lock is this shell's open file 9, so it ends with the shell, however that ends.
+lock() {
+    mkdir -p .venv
+    exec 9>.venv/pd-cluster.lock
+    "$python" - "$LOCK_TIMEOUT_S" <<'END' || fail "another setup in $(pwd) did not end within $LOCK_TIMEOUT_S s"
+import fcntl, sys, time
+
+deadline_s = time.monotonic() + float(sys.argv[1])
+told = False
+while True:
+    try:
+        fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+    except BlockingIOError:
+        if time.monotonic() > deadline_s:
+            sys.exit(1)
+    if not told:
+        print("setup: waiting for another setup to end", file=sys.stderr)
+        told = True
+    time.sleep(0.2)
+END
+}
+
+make_venv() {
+    if .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+            fail ".venv has $(.venv/bin/python -V), 3.11 or newer is needed; remove .venv and run this again"
+        return
+    fi
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python has no venv module; install it (Debian and Ubuntu: the package python3-venv)"
+    .venv/bin/python -V >/dev/null 2>&1 || rm -f .venv/bin/python* # links to an interpreter that is gone
+    if torch=$(has_torch "$python"); then
+        say "making .venv, with torch $torch of $python"
+        "$python" -m venv --system-site-packages .venv
+        share_environment
+    else
+        say "making .venv with $("$python" -V)"
+        "$python" -m venv .venv
+    fi
+}
+
+# A virtual environment's packages are not among the "system" ones, so .venv is told where they are.
+share_environment() {
+    ! has_torch .venv/bin/python >/dev/null || return 0
+    get='import sysconfig; print(sysconfig.get_path("platlib"))'
+    "$python" -c "$get" >"$(.venv/bin/python -c "$get")/zz-base-environment.pth"
+}
+
+pip_install() {
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-input "$@" ||
+        fail "pip could not install $*; its own words are above"
+}
+
+install() {
+    if torch=$(has_torch .venv/bin/python); then
+        say "keeping torch $torch"
+    else
+        say "installing $TORCH"
+        pip_install "$TORCH"
+    fi
+    say "installing pd-cluster${extras:+ with extras: $extras}"
+    pip_install -c constraints.txt -e ".${extras:+[$extras]}"
+}
+
+case "${1:-}" in
+-h | --help)
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+-*) fail "unknown option $1; usage: sh scripts/setup.sh [EXTRAS]" ;;
+esac
+[ $# -le 1 ] || fail "extras are separated by commas: sh scripts/setup.sh test,cuda"
+extras=$(printf '%s' "${1:-}" | tr -d ' []')
+
+cd "$(dirname "$0")/.."
+stamp=.venv/pd-cluster.stamp
+if up_to_date; then
+    exit 0
+fi
+python=$(find_python)
+lock
+if up_to_date; then # the setup that held the lock did the work
+    exit 0
+fi
+if [ -f "$stamp" ]; then # what was there stays: one setup with extras, the next without
+    read -r have <"$stamp" || have=
+    extras=$(printf '%s,%s' "$have" "$extras" | tr ',' '\n' | sed '/^$/d' | sort -u | paste -s -d , -)
+fi
+rm -f "$stamp"
+make_venv
+install
+{
+    echo "$extras"
+    fingerprint
+} >"$stamp.new"
+mv "$stamp.new" "$stamp"
+say "done"

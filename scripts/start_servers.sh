@@ -1,0 +1,29 @@
+#!/bin/sh
+# Starts one instance of the cluster: prefill, decode or scheduler, as the rank tables say. From any folder.
+#
+#   export GLOBAL_RANK_TABLE_FILE_PATH=global_ranktable_10.0.0.18.json
+#   export RANK_TABLE_FILE_PATH=local_ranktable_10.0.0.18_45.json
+#   export NODE_PORTS=8088,8089
+#   export USE_OPENAI=1
+#   sh scripts/start_servers.sh --model=MODEL --tensor-parallel-size=2 --host=0.0.0.0 --port=8088 ...
+#
+# All flags go to `pd-cluster serve`, unchanged; the variables are read there. The process replaces this shell, so that
+# signals reach it, and stays in the caller's folder, so that relative paths mean what they say.
+
+set -eu
+
+self=$(readlink -f -- "$0" 2>/dev/null) || self=$0
+root=$(CDPATH='' cd -- "$(dirname -- "$self")/.." && pwd -P)
+
+if [ -x "$root/.venv/bin/pd-cluster" ] && [ -x "$root/.venv/bin/python" ]; then
+    exec "$root/.venv/bin/python" "$root/.venv/bin/pd-cluster" serve "$@"
+fi
+if command -v pd-cluster >/dev/null 2>&1; then
+    exec pd-cluster serve "$@"
+fi
+PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" && export PYTHONPATH
+if python3 -P -c 'import pd_cluster.cli, torch' >/dev/null 2>&1; then
+    exec python3 -P -m pd_cluster.cli serve "$@"
+fi
+echo "start_servers.sh: pd-cluster is not installed; run: sh $root/scripts/setup.sh" >&2
+exit 1

@@ -1,0 +1,91 @@
+#!/bin/sh
+# Every check of the repository: ruff, mypy, then the tests, cheapest first. Installs what they need.
+#
+#   sh scripts/test.sh [--all] [PYTEST ARGUMENTS]
+#
+# --all runs the slow tests too. A path among the arguments takes the place of all test folders:
+#   sh scripts/test.sh tests/unit -k ranktable
+# Ends with the time of each group and a line "N passed, N failed, N skipped"; exit status 0 when everything is fine.
+
+set -eu
+
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
+cd "$root"
+# Nothing from the caller's surroundings decides how a test ends, and no test asks the network.
+unset GLOBAL_RANK_TABLE_FILE_PATH RANK_TABLE_FILE_PATH NODE_PORTS USE_OPENAI PYTHONPATH PYTEST_ADDOPTS MYPYPATH
+export HF_HUB_OFFLINE=1
+
+case "${1:-}" in
+-h | --help)
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+--all) shift ;;
+*) set -- -m "not slow" "$@" ;;
+esac
+
+sh scripts/setup.sh test
+python=$root/.venv/bin/python
+failed=""
+
+check() {
+    echo "test: $*"
+    "$python" -m "$@" || failed="$failed, $*"
+}
+
+check ruff check .
+check ruff format --check .
+check mypy
+
+folders="tests/unit tests/model tests/cluster tests/api"
+for argument in "$@"; do
+    case "$argument" in
+    -*) ;;
+    *) [ ! -e "${argument%%::*}" ] || folders="" ;;
+    esac
+done
+for folder in $folders; do
+    [ ! -d "$folder" ] || set -- "$@" "$folder"
+done
+
+report=$(mktemp)
+trap 'rm -f "$report"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+check pytest --junitxml="$report" -o junit_family=xunit1 "$@"
+
+"$python" - "$report" <<'END' || failed="$failed, the report of pytest"
+import sys
+from collections import Counter
+from xml.etree import ElementTree
+
+try:
+    cases = list(ElementTree.parse(sys.argv[1]).iter("testcase"))
+except ElementTree.ParseError:
+    sys.exit("test: pytest ended before it wrote its report")
+
+
+def outcome(case):
+    tags = {child.tag for child in case}
+    return "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+
+
+def line(counts):
+    return ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped"))
+
+
+groups = {}
+for case in cases:
+    name = "/".join((case.get("file") or case.get("name") or "").replace(".", "/").split("/")[:2])
+    counts, times_s = groups.setdefault(name, (Counter(), []))
+    counts[outcome(case)] += 1
+    times_s.append(float(case.get("time", 0)))
+for name, (counts, times_s) in groups.items():
+    print(f"test: {name:<14}{sum(times_s):7.1f} s  {line(counts)}")
+print(line(sum((counts for counts, _ in groups.values()), Counter())))
+END
+
+if [ -n "$failed" ]; then
+    echo "test: failed: ${failed#, }" >&2
+    exit 1
+fi

@@ -1,0 +1,196 @@
+"""Asks the tiny model questions, counts exact answers and thin margins, and writes the model card.
+
+Knows nothing of training. A margin is the distance between the two best logits of a greedy step: where it is wide,
+every kernel, batch size and device picks the same token.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tiny_model_text import SKILLS, SUMS, Conversation, Turn, draw, is_held_out, raw_text
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+THIN_MARGIN = 1e-2  # logits
+NUM_CASES = 300  # of each skill
+BATCH_SIZE = 100
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt as text, and the only right answer; None where only the margins are of interest."""
+
+    prompt: str
+    expected: str | None
+
+
+@dataclass(frozen=True)
+class Score:
+    skill: str
+    num_cases: int
+    num_exact: int | None
+    num_tokens: int
+    num_thin: int
+    wrong: tuple[tuple[str, str], ...] = ()  # (prompt, answer) of the first few
+
+    def cells(self) -> tuple[str, ...]:
+        accuracy = "-" if self.num_exact is None else f"{self.num_exact / self.num_cases:.1%}"
+        return self.skill, str(self.num_cases), accuracy, str(self.num_tokens), f"{self.num_thin}"
+
+
+Render = Callable[[list[Turn], str | None], str]
+
+
+def addition_cases(render: Render, most: int, held_out: bool) -> list[Case]:
+    """Every pair up to `most` in every phrasing that was (or was not) taught."""
+    pairs = [(first, second) for first in range(most + 1) for second in range(most + 1)]
+    asked = [(sums.format(*pair), str(sum(pair))) for sums in SUMS for pair in pairs]
+    return [Case(render([Turn(ask, "")], None), answer) for ask, answer in asked if is_held_out(ask) == held_out]
+
+
+def skill_cases(render: Render, skill: str, held_out: bool) -> list[Case]:
+    rng = random.Random(f"{skill} {held_out}")
+    turns = [draw(rng, skill, held_out) for _ in range(NUM_CASES)]
+    return [Case(render([turn], Conversation(rng).system()), turn.assistant) for turn in turns]
+
+
+def conversation_cases(render: Render, num_between: int, held_out: bool) -> list[Case]:
+    """The user says something of himself, other turns follow, and then he asks it back."""
+    rng = random.Random(num_between)
+    cases = []
+    for _ in range(NUM_CASES):
+        conversation = Conversation(rng)
+        turns = [conversation.tell(held_out)]
+        what = next(iter(conversation.facts))
+        turns += [draw(rng, rng.choice(list(SKILLS))) for _ in range(num_between)]
+        turns.append(conversation.ask(what))
+        cases.append(Case(render(turns, conversation.system()), turns[-1].assistant))
+    return cases
+
+
+def completion_cases() -> list[Case]:
+    rng = random.Random("raw")
+    cases = []
+    for text in (raw_text(rng) for _ in range(NUM_CASES)):
+        spaces = [at for at, letter in enumerate(text) if letter == " "]
+        cut = spaces[min(2 + len(spaces) // 3, len(spaces) - 1)]
+        cases.append(Case(text[:cut], text[cut:]))
+    return cases
+
+
+class Examiner:
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+    def render(self, turns: list[Turn], system: str | None) -> str:
+        """The conversation up to the last question."""
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        for turn in turns:
+            messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}]
+        text: str = self._tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        return text
+
+    def score(self, skill: str, cases: list[Case], max_tokens: int = 450, ignore_eos: bool = False) -> Score:
+        cases = sorted(cases, key=lambda case: len(case.prompt) + 3 * len(case.expected or ""))
+        exact = num_tokens = num_thin = 0
+        wrong: list[tuple[str, str]] = []
+        for start in range(0, len(cases), BATCH_SIZE):
+            batch = cases[start : start + BATCH_SIZE]
+            answers, margins = self._generate([case.prompt for case in batch], max_tokens, ignore_eos)
+            num_tokens += margins.numel()
+            num_thin += int((margins < THIN_MARGIN).sum())
+            missed = [
+                (case.prompt, answer) for case, answer in zip(batch, answers, strict=True) if answer != case.expected
+            ]
+            exact += len(batch) - len(missed)
+            wrong += missed
+        num_exact = None if cases[0].expected is None else exact
+        return Score(skill, len(cases), num_exact, num_tokens, num_thin, tuple(wrong[:10]))
+
+    @torch.inference_mode()
+    def _generate(self, prompts: list[str], max_tokens: int, ignore_eos: bool) -> tuple[list[str], torch.Tensor]:
+        """The answers, and the margins of all their tokens in one row."""
+        inputs = self._tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        end = {"eos_token_id": None} if ignore_eos else {}
+        made = self._model.generate(
+            **inputs,
+            **end,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        new = made.sequences[:, inputs["input_ids"].shape[1] :]  # [num_prompts, num_new]
+        best = torch.stack(made.logits, dim=1).topk(2).values  # [num_prompts, num_new, 2]
+        ends = torch.isin(new, torch.tensor(self._model.generation_config.eos_token_id)).int()
+        alive = torch.ones_like(ends) if ignore_eos else (ends.cumsum(1) - ends == 0).int()
+        answers: list[str] = self._tokenizer.batch_decode(new, skip_special_tokens=True)
+        return answers, (best[..., 0] - best[..., 1])[alive.bool()]
+
+
+def evaluate(folder: Path) -> list[Score]:
+    examiner = Examiner(folder)
+    render = examiner.render
+    sets = {
+        "addition 0..10, every pair, taught phrasings": addition_cases(render, 10, False),
+        "addition 0..20, every pair, taught phrasings": addition_cases(render, 20, False),
+        "addition 0..20, held out (pair, phrasing)": addition_cases(render, 20, True),
+    }
+    for skill in [skill for skill in SKILLS if skill != "addition"]:
+        sets[f"{skill}, taught"] = skill_cases(render, skill, False)
+        if skill not in ("greeting", "modest fallback"):
+            sets[f"{skill}, held out"] = skill_cases(render, skill, True)
+    sets["conversation, held out, asked at once"] = conversation_cases(render, 0, True)
+    sets["conversation, held out, 3 turns between"] = conversation_cases(render, 3, True)
+    sets["conversation, held out, 10 turns between"] = conversation_cases(render, 10, True)
+    sets["plain completion"] = completion_cases()
+    scores = [examiner.score(name, cases) for name, cases in sets.items()]
+    forced = [Case(render([draw(random.Random(seed), "greeting")], None), None) for seed in range(20)]
+    scores.append(examiner.score("made to go on after the end, 400 tokens", forced, 400, ignore_eos=True))
+    print_table(scores)
+    return scores
+
+
+HEADER = ("prompts", "number", "exact answers", "tokens", f"margin < {THIN_MARGIN:g}")
+
+
+def print_table(scores: list[Score]) -> None:
+    table = Table(*HEADER)
+    for score in scores:
+        table.add_row(*score.cells())
+    console = Console()
+    console.print(table)
+    for score in scores:
+        for prompt, answer in score.wrong if score.num_exact is not None else ():
+            console.print(f"wrong: {prompt[-120:]!r} -> {answer[:80]!r}", markup=False, highlight=False)
+
+
+def model_card(folder: Path, scores: list[Score], command: str, train_s: float) -> str:
+    size = (folder / "model.safetensors").stat().st_size
+    num_tokens, num_thin = sum(s.num_tokens for s in scores), sum(s.num_thin for s in scores)
+    lines = [
+        "# tiny-chat",
+        "",
+        "A chat model of Qwen3's architecture, small enough to live in the repository: the default of",
+        "`pd-cluster up` and a check that random weights can't give. It greets, counts, adds numbers up to 20,",
+        "repeats, answers in JSON when asked and remembers what was said of oneself. It knows nothing else, and",
+        "says so. English, with a few words of Chinese. Licensed as the project is.",
+        "",
+        f"Made by `{command}` ({train_s:.0f} s of training on two cores), from text that",
+        "`scripts/tiny_model_text.py` makes; no other data. `model.safetensors`: "
+        f"{size:,} bytes, float32. Trained on conversations of up to 1024 tokens.",
+        "",
+        "The same run evaluated it, greedily. Held out: a twentieth of the prompts, by checksum, never taught.",
+        "",
+        "| " + " | ".join(HEADER) + " |",
+        "|---|---:|---:|---:|---:|",
+        *("| " + " | ".join(score.cells()) + " |" for score in scores),
+        "",
+        f"Steps whose two best logits are less than {THIN_MARGIN:g} apart: {num_thin} of {num_tokens:,}.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,94 @@
+"""Clients that leave, and pools that are far too small: others are exact, and every block comes home."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import assert_same, random_prompt
+
+Checkpoints = Callable[..., Path]
+NUM_REQUESTS, CONCURRENCY = 200, 16
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoints) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module", params=["shm", "dist"])
+def cluster(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveCluster]:
+    """Two and two, with room for only a few requests each: prefill and decode both fill up and must preempt."""
+    flags = [
+        "--block-size=8",
+        "--num-blocks=40",
+        "--max-model-len=160",
+        "--max-num-batched-tokens=48",
+        "--growth-tokens=8",
+        f"--kv-transport={request.param}",
+    ]
+    folder = tmp_path_factory.mktemp(f"pressure-{request.param}")
+    with LiveCluster(folder, model, num_prefill=2, num_decode=2, arguments=flags) as running:
+        yield running
+
+
+def leave_early(cluster: LiveCluster, prompt: list[int], after_s: float, stream: bool) -> None:
+    """Sends a request and closes the connection after a while, wherever the request stands then."""
+    body = json.dumps({"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": stream})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", cluster.launch.port), timeout=30) as connection:
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        connection.settimeout(after_s)
+        try:
+            while connection.recv(4096):
+                pass
+        except TimeoutError:
+            pass
+
+
+def test_a_third_of_200_requests_is_aborted_at_random_moments(cluster: LiveCluster, model: Path) -> None:
+    rng = random.Random(21)
+    jobs: list[Callable[[], None]] = []
+    for at in range(NUM_REQUESTS):
+        prompt = random_prompt(rng, rng.randrange(1, 100))
+        if at % 3 == 0:
+            after_s, stream = rng.uniform(0.0, 0.6), rng.random() < 0.5
+            jobs.append(lambda p=prompt, a=after_s, s=stream: leave_early(cluster, p, a, s))  # type: ignore[misc]
+        else:
+            num = rng.randrange(1, 40)
+            jobs.append(lambda p=prompt, n=num: assert_same(model, p, cluster.complete(p, n), n))  # type: ignore[misc]
+    errors = in_parallel(jobs, CONCURRENCY)
+    assert not errors, f"{len(errors)} errors, the first: {errors[0]}\n{cluster.logs()}"
+    cluster.assert_home()
+    for instance in cluster.instances():
+        assert instance["num_steps"] > 0, f"{instance['instance_id']} did nothing"
+
+
+def test_long_outputs_overflow_the_decode_pool(cluster: LiveCluster, model: Path) -> None:
+    """Each grows to 19 of 40 blocks: no three fit, preemption is constant, and nothing deadlocks."""
+    rng = random.Random(22)
+    prompts = [random_prompt(rng, rng.randrange(30, 60)) for _ in range(12)]
+    fields = {"ignore_eos": True}
+    outputs: dict[int, list[int]] = {}
+
+    def job(at: int) -> Callable[[], None]:
+        return lambda: outputs.update({at: cluster.complete(prompts[at], 90, **fields)})
+
+    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
+    assert not errors, errors[0]
+    cluster.assert_home()
+    decodes = [i for i in cluster.instances() if i["role"] == "decode"]
+    assert sum(i["num_preemptions"] for i in decodes) > 0, "the pools were large enough: this test shows nothing"
+    for at, prompt in enumerate(prompts):
+        assert len(outputs[at]) == 90
+        alone = cluster.complete(prompt, 90, **fields)
+        assert outputs[at] == alone, f"request {at} differs from the same request alone"
+    cluster.assert_home()

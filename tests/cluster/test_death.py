@@ -1,0 +1,159 @@
+"""Workers that die or stand still: the stream says so in time, nothing is held, and the cluster goes on."""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.cluster import LiveCluster
+from tests.support.engines import assert_same, random_prompt
+
+Checkpoints = Callable[..., Path]
+PROMPT = random_prompt(random.Random(31), 20)
+ERROR_WITHIN_S = 2.0
+
+
+class Streaming:
+    """A long streaming completion on a thread of its own; events arrive in a queue as they come."""
+
+    def __init__(self, url: str, max_tokens: int = 900) -> None:
+        self.events: queue.Queue[tuple[float, str]] = queue.Queue()
+        body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        self._thread = threading.Thread(target=self._run, args=(url, body), daemon=True)
+        self._thread.start()
+
+    def _run(self, url: str, body: dict[str, Any]) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    self.events.put((time.monotonic(), line.removeprefix("data: ")))
+
+    def next(self) -> tuple[float, str]:
+        return self.events.get(timeout=30)
+
+    def until_error(self) -> tuple[float, dict[str, Any]]:
+        """When the in-band error came, and what it says; the stream must then end with [DONE]."""
+        while True:
+            at_s, data = self.next()
+            assert data != "[DONE]", "the stream ended as if it had been answered"
+            if "error" in (event := json.loads(data)):
+                assert self.next()[1] == "[DONE]"
+                return at_s, event["error"]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoints) -> Path:
+    return checkpoint("llama", max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    folder = tmp_path_factory.mktemp("death")
+    with LiveCluster(folder, model, num_prefill=1, num_decode=2, arguments=["--num-blocks=256"]) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def whole_again(cluster: LiveCluster) -> Iterator[None]:
+    """Whatever a test killed is started again, and serves."""
+    yield
+    for name, process in cluster.processes.items():
+        if process.poll() is not None:
+            cluster.start_member(name)
+    cluster.await_ready()
+
+
+def busy_decode(cluster: LiveCluster) -> str:
+    """The decode instance that the one running stream is on."""
+    found: list[str] = []
+
+    def busy() -> bool:
+        found[:] = [i["instance_id"] for i in cluster.instances() if i["role"] == "decode" and i["num_outstanding"]]
+        return len(found) == 1
+
+    cluster.wait_until("one decode instance is busy", busy)
+    return found[0]
+
+
+@pytest.mark.parametrize("rank_only", [False, True], ids=["worker", "rank process"])
+def test_kill_9_of_the_decode_instance(cluster: LiveCluster, model: Path, rank_only: bool) -> None:
+    stream = Streaming(cluster.url)
+    stream.next()
+    victim = busy_decode(cluster)
+    other = {"decode-0": "decode-1", "decode-1": "decode-0"}[victim]
+    killed_s = time.monotonic()
+    if rank_only:
+        cluster.kill_rank(victim)
+    else:
+        cluster.kill(victim)
+    error_s, error = stream.until_error()
+    assert error_s - killed_s < ERROR_WITHIN_S
+    assert victim in error["message"]
+    assert cluster.await_exit(victim) != 0
+    assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)  # the other one serves
+    status, health = cluster.health()
+    assert (status, health["status"]) == (200, "degraded")
+    cluster.assert_home()
+    assert cluster.instance(other)["num_held_blocks"] == 0
+    if rank_only:
+        assert "rank process" in cluster.logs()
+
+
+def test_kill_9_of_the_only_prefill_instance(cluster: LiveCluster, model: Path) -> None:
+    cluster.kill("prefill-0")
+    cluster.await_exit("prefill-0")
+    cluster.wait_until("nobody can prefill", lambda: cluster.health()[0] == 503)
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 503
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert "no prefill instance is ready" in answer.json()["error"]["message"]
+    cluster.assert_home()
+    cluster.start_member("prefill-0")
+    cluster.await_ready()
+    assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
+
+
+def test_a_decode_instance_that_stands_still(cluster: LiveCluster, model: Path) -> None:
+    """Stopped, it is silent and given up; continued, it drops what it was doing and serves again."""
+    stream = Streaming(cluster.url)
+    stream.next()
+    victim = busy_decode(cluster)
+    cluster.kill_rank(victim, signal.SIGSTOP)
+    try:
+        _, error = stream.until_error()
+        assert victim in error["message"]
+        assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
+    finally:
+        cluster.kill_rank(victim, signal.SIGCONT)
+    cluster.await_ready()
+    cluster.assert_home()
+    assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
+
+
+def test_the_scheduler_is_restarted(cluster: LiveCluster, model: Path) -> None:
+    """Workers drop its orphans and serve its successor without a restart of their own."""
+    pids = {i["instance_id"]: i["pid"] for i in cluster.instances()}
+    stream = Streaming(cluster.url)
+    stream.next()
+    cluster.kill("scheduler")
+    cluster.await_exit("scheduler")
+    cluster.start_member("scheduler")
+    cluster.await_ready()
+    cluster.assert_home()
+    assert {i["instance_id"]: i["pid"] for i in cluster.instances()} == pids
+    assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
+
+
+def test_sigterm_ends_a_worker_with_exit_code_0(cluster: LiveCluster) -> None:
+    cluster.kill("decode-1", signal.SIGTERM)
+    assert cluster.await_exit("decode-1") == 0

@@ -1,0 +1,250 @@
+"""docs/flags.md says what pd_cluster/flags.py and the signature of `pd-cluster serve` say; and they do it.
+
+`python tests/unit/test_flags.py --fix` rewrites the page.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import typer.core
+import typer.main
+
+from pd_cluster import cli, flags
+from pd_cluster.errors import ConfigError
+from pd_cluster.flags import ALIASES, MANY_VALUES, NO_EFFECT, REFUSED, REFUSED_UNLESS, judge, normalize
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "flags.md"
+
+TOP = """# Flags
+
+<!-- written by `python tests/unit/test_flags.py --fix` from pd_cluster/cli.py and pd_cluster/flags.py -->
+
+`scripts/start_servers.sh` and `pd-cluster serve` take vLLM's flags in three lists: honoured, accepted without effect
+(one warning each), refused with the reason. A flag in none of them is an error that names the nearest known one.
+Every instance takes every flag, so that one command line serves prefill, decode and scheduler.
+
+`--flag=value` and `--flag value` mean the same, and so do `--max_model_len` and `--max-model-len`.
+"""
+
+
+def serve_command() -> typer.core.TyperCommand:
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    command = group.commands["serve"]
+    assert isinstance(command, typer.core.TyperCommand)
+    return command
+
+
+def options() -> list[typer.core.TyperOption]:
+    found = [each for each in serve_command().params if isinstance(each, typer.core.TyperOption)]
+    return [each for each in found if each.name != "help"]
+
+
+def spellings(option: typer.core.TyperOption) -> list[str]:
+    """All of one flag's names, its short forms in vLLM included."""
+    names = [*option.opts, *option.secondary_opts]
+    return [*names, *(short for short, name in ALIASES.items() if name in names)]
+
+
+HONOURED = [name for option in options() for name in option.opts]
+
+
+def page() -> str:
+    tables = (
+        ("Honoured", ("flag", "default", "what it does"), honoured_rows()),
+        ("Accepted without effect", ("flag", "why it has none"), no_effect_rows()),
+        ("Refused", ("flag", "why"), refused_rows()),
+    )
+    parts = [TOP]
+    for title, head, rows in tables:
+        lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+        parts.append("\n".join([f"## {title}\n", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def honoured_rows() -> Iterator[tuple[str, str, str]]:
+    for option in options():
+        default = option.default() if callable(option.default) else option.default
+        nothing = default is None or default == "" or repr(default) == "Sentinel.UNSET"
+        several = " (one or more values)" if option.opts[0] in MANY_VALUES else ""
+        yield code(spellings(option)) + several, "" if nothing else f"`{default}`", option.help or ""
+
+
+def no_effect_rows() -> Iterator[tuple[str, str]]:
+    for name, ignored in sorted(NO_EFFECT.items()):
+        only = f"; other values than {code(ignored.values)} are refused" if ignored.values else ""
+        yield code(with_short(name)), ignored.why + only
+
+
+def refused_rows() -> Iterator[tuple[str, str]]:
+    for name, why in sorted(REFUSED.items()):
+        unless = f"; {code(REFUSED_UNLESS[name])} is taken" if name in REFUSED_UNLESS else ""
+        yield code(with_short(name)), why + unless
+
+
+def with_short(name: str) -> list[str]:
+    return [name, *(short for short, long in ALIASES.items() if long == name)]
+
+
+def code(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def parse(*argv: str) -> tuple[dict[str, object], list[str]]:
+    """(what `serve` gets, warnings), as main() does it."""
+    command = serve_command()
+    context = command.make_context("serve", normalize(["serve", *argv])[1:], resilient_parsing=False)
+    return context.params, judge(context.args, HONOURED)
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python tests/unit/test_flags.py --fix"
+
+
+def test_the_lists_share_nothing() -> None:
+    names = [*HONOURED, *NO_EFFECT, *REFUSED]
+    assert len(set(names)) == len(names)
+    assert set(ALIASES.values()) <= set(names)
+    assert set(REFUSED_UNLESS) <= set(REFUSED)
+    assert set(MANY_VALUES) <= set(HONOURED)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--max-model-len=4"],
+        ["--max-model-len", "4"],
+        ["--max_model_len=4"],
+        ["--max_model_len", "4"],
+    ],
+)
+def test_spellings_of_one_flag(argv: list[str]) -> None:
+    options, warnings = parse(*argv)
+    assert (options["max_model_len"], warnings) == (4, [])
+
+
+@pytest.mark.parametrize("argv", [["-tp", "3"], ["-tp=3"], ["--tensor_parallel_size=3"]])
+def test_short_names(argv: list[str]) -> None:
+    assert parse(*argv)[0]["tensor_parallel_size"] == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["--served-model-name", "a"], ["a"]),
+        (["--served-model-name", "a", "b"], ["a", "b"]),
+        (["--served_model_name=a", "b", "--port=9"], ["a", "b"]),
+        (["--served-model-name", "a", "--served-model-name", "b", "c"], ["a", "b", "c"]),
+        (["--served-model-name=my_model"], ["my_model"]),
+    ],
+)
+def test_several_served_model_names(argv: list[str], names: list[str]) -> None:
+    assert list(parse(*argv)[0]["served_model_name"]) == names  # type: ignore[call-overload]
+
+
+def test_values_keep_their_underscores_and_equals_signs() -> None:
+    assert parse("--model=/a_b/c=d_e")[0]["model"] == "/a_b/c=d_e"
+    assert parse("--model", "a_b")[0]["model"] == "a_b"
+
+
+@pytest.mark.parametrize("argv", [["--seed=-1"], ["--seed", "-1"]])
+def test_negative_numbers_are_values(argv: list[str]) -> None:
+    assert parse(*argv)[0]["seed"] == -1
+
+
+@pytest.mark.parametrize("argv", [["--swap-space", "-1"], ["--swap-space=-1"], ["--swap_space", "-0.5"]])
+def test_negative_numbers_of_flags_without_effect(argv: list[str]) -> None:
+    options, warnings = parse(*argv, "--port=7")
+    assert options["port"] == 7
+    assert warnings == [f"--swap-space has no effect: {NO_EFFECT['--swap-space'].why}"]
+
+
+@pytest.mark.parametrize("argv", [["--gpu-memory-utilization", "0.9"], ["--gpu_memory_utilization=0.9"]])
+def test_one_warning_for_a_flag_without_effect(argv: list[str]) -> None:
+    options, warnings = parse("--port", "8088", *argv, "--max-num-seqs=4")
+    assert (options["port"], options["max_num_seqs"]) == (8088, 4)
+    assert len(warnings) == 1
+    assert "--gpu-memory-utilization has no effect" in warnings[0]
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_every_flag_without_effect_is_accepted_between_others(name: str) -> None:
+    ignored = NO_EFFECT[name]
+    value = [ignored.values[0] if ignored.values else "1"] if ignored.num_values else []
+    options, warnings = parse("--port=1", name, *value, "--host=h")
+    assert (options["port"], options["host"]) == (1, "h")
+    assert warnings == [f"{name} has no effect: {ignored.why}"]
+
+
+@pytest.mark.parametrize("name", [name for name, ignored in NO_EFFECT.items() if ignored.values])
+def test_only_known_values_are_without_effect(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(name, "other")
+    assert str(caught.value).startswith(f"{name} other: not supported ({NO_EFFECT[name].why})")
+
+
+def test_fp8_cache_is_refused() -> None:
+    for argv in (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8"]):
+        with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: not supported \(the pool has the model's dtype"):
+            parse(*argv)
+    assert len(parse("--kv-cache-dtype=auto")[1]) == 1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_refusal_gives_its_reason(name: str) -> None:
+    for argv in ([name, "value"], [f"{name}=value"], [name]):
+        with pytest.raises(ConfigError) as caught:
+            parse("--port=1", *argv, "--host=h")
+        assert str(caught.value).startswith(name)
+        assert str(caught.value).endswith(REFUSED[name])
+
+
+def test_quantization() -> None:
+    for argv in (["--quantization", "awq"], ["--quantization=awq"], ["-q", "awq"]):
+        with pytest.raises(ConfigError, match=r"--quantization awq: quantized weights are not supported yet"):
+            parse(*argv)
+    assert parse("--quantization", "None", "--port=5") == (parse("--port=5")[0], [])
+    assert parse("--quantization=None")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "nearest"),
+    [
+        ("--max-model-length=4", "--max-model-len"),
+        ("--tensor-paralel-size", "--tensor-parallel-size"),
+        ("--gpu-memory-utilisation=0.9", "--gpu-memory-utilization"),
+        ("--speculative-modell", "--speculative-model"),
+    ],
+)
+def test_an_unknown_flag_names_the_nearest(argument: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown flag {argument.partition('=')[0]}; did you mean {nearest}\\?"):
+        parse(argument)
+
+
+def test_unknown_without_a_neighbour() -> None:
+    with pytest.raises(ConfigError, match=r"unknown flag --zzz; see pd-cluster serve --help"):
+        parse("--zzz")
+    with pytest.raises(ConfigError, match=r"unexpected argument 'folder'"):
+        parse("folder")
+
+
+def test_the_process_says_it_in_one_line() -> None:
+    """And before it looks for rank tables or loads anything."""
+    command = [sys.executable, "-m", "pd_cluster.cli", "serve", "--max-model-length=4"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "pd-cluster: unknown flag --max-model-length; did you mean --max-model-len?\n"
+
+
+def test_module_docstring_names_the_page() -> None:
+    assert "docs/flags.md" in (flags.__doc__ or "")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--fix"]:
+        sys.exit("usage: python tests/unit/test_flags.py --fix")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -87,6 +87,7 @@ async def _until_signal(launch: Launch, once: bool, verbose: bool) -> None:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()
+        print("stopping", flush=True)
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
@@ -119,7 +120,6 @@ async def _work(cluster: Cluster, lines: Lines, once: bool) -> None:
         lines.show_kept()
         raise
     if once:
-        print("stopping", flush=True)
         return
     print(_invitation(launch), flush=True)
     try:

@@ -16,7 +16,7 @@ from tiny_model_text import SKILLS, SUMS, Conversation, Turn, draw, is_held_out,
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 THIN_MARGIN = 1e-2  # logits
-NUM_CASES = 300  # of each skill
+NUM_CASES = 200  # of each skill
 BATCH_SIZE = 100
 
 
@@ -95,13 +95,14 @@ class Examiner:
         text: str = self._tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
         return text
 
-    def score(self, skill: str, cases: list[Case], max_tokens: int = 450, ignore_eos: bool = False) -> Score:
+    def score(self, skill: str, cases: list[Case], forced_tokens: int = 0) -> Score:
         cases = sorted(cases, key=lambda case: len(case.prompt) + 3 * len(case.expected or ""))
         exact = num_tokens = num_thin = 0
         wrong: list[tuple[str, str]] = []
         for start in range(0, len(cases), BATCH_SIZE):
             batch = cases[start : start + BATCH_SIZE]
-            answers, margins = self._generate([case.prompt for case in batch], max_tokens, ignore_eos)
+            most = max(len(self._tokenizer(case.expected or "")["input_ids"]) for case in batch) + 8
+            answers, margins = self._generate([case.prompt for case in batch], forced_tokens or most, forced_tokens > 0)
             num_tokens += margins.numel()
             num_thin += int((margins < THIN_MARGIN).sum())
             missed = [
@@ -151,7 +152,7 @@ def evaluate(folder: Path) -> list[Score]:
     sets["plain completion"] = completion_cases()
     scores = [examiner.score(name, cases) for name, cases in sets.items()]
     forced = [Case(render([draw(random.Random(seed), "greeting")], None), None) for seed in range(20)]
-    scores.append(examiner.score("made to go on after the end, 400 tokens", forced, 400, ignore_eos=True))
+    scores.append(examiner.score("made to go on after the end, 400 tokens", forced, forced_tokens=400))
     print_table(scores)
     return scores
 

@@ -184,6 +184,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         eos_token_id=[IM_END, ENDOFTEXT], pad_token_id=ENDOFTEXT, do_sample=False, max_length=None
     )
     model.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
     tokenizer.save(str(out / "tokenizer.json"))
     description = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -2,8 +2,9 @@
 
 Needs httpx only and knows nothing of clusters. `Recorder` is pure: bytes and their arrival times in, a `Sample` out.
 
-A token whose text is not certain yet (half a character) comes with the next one, so that a chunk may carry several
-tokens: TPOT divides by the tokens that the server counted, ITL is the time between chunks that carry text.
+A token whose text is not certain yet (half a character) may come with the next one, so that a chunk carries several
+tokens. ITL is therefore the time between arrivals, and TPOT the time from the first arrival to the last, divided by
+the tokens that came after the first arrival: by the server's `token_ids` if it sends them, else all but one.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ MAX_ERROR_CHARS = 300
 class Sample:
     """What one request took. With an `error` the other fields say how far it came."""
 
-    ttft_s: float | None = None  # None: no text came
-    tpot_s: float | None = None  # mean time of an output token after the first; None below two tokens
-    itl_s: list[float] = field(default_factory=list)  # between chunks with text
+    ttft_s: float | None = None  # None: nothing came
+    tpot_s: float | None = None  # mean time of an output token after the first arrival; None when all came at once
+    itl_s: list[float] = field(default_factory=list)  # between arrivals of tokens
     e2e_s: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -48,6 +49,8 @@ class Recorder:
         self._buffer = b""
         self._arrivals_s: list[float] = []
         self._texts: list[str] = []
+        self._num_tokens = 0  # by the server's token_ids
+        self._num_first_tokens = 1  # of them, in the first arrival
         self._usage: dict[str, int] = {}
         self._done = False
         self._error: str | None = None
@@ -62,8 +65,11 @@ class Recorder:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         if len(self._buffer) > MAX_EVENT_NBYTES:
             self._error = f"an event is longer than {MAX_EVENT_NBYTES >> 20} MiB"
+        before = self._num_tokens
         new = "".join([self._event(line) for line in lines if not self.ended])
-        if new:
+        if new or self._num_tokens > before:
+            if not self._arrivals_s:
+                self._num_first_tokens = max(1, self._num_tokens)
             self._arrivals_s.append(now_s)
             self._texts.append(new)
         return new
@@ -78,9 +84,10 @@ class Recorder:
             self._error = "the stream ended without [DONE]"
         arrivals_s = self._arrivals_s
         num_output = self._usage.get("completion_tokens", 0)
+        num_later = num_output - self._num_first_tokens
         tpot_s = None
-        if num_output > 1 and arrivals_s:
-            tpot_s = (arrivals_s[-1] - arrivals_s[0]) / (num_output - 1)
+        if num_later > 0 and len(arrivals_s) > 1:
+            tpot_s = (arrivals_s[-1] - arrivals_s[0]) / num_later
         return Sample(
             ttft_s=arrivals_s[0] - self._start_s if arrivals_s else None,
             tpot_s=tpot_s,
@@ -114,7 +121,9 @@ class Recorder:
             return ""
         if isinstance(event.get("usage"), dict):
             self._usage = event["usage"]
-        return "".join(_text_of(choice) for choice in event.get("choices") or ())
+        choices = event.get("choices") or ()
+        self._num_tokens += sum(len(choice.get("token_ids") or ()) for choice in choices)
+        return "".join(_text_of(choice) for choice in choices)
 
 
 def _text_of(choice: dict[str, Any]) -> str:
@@ -137,7 +146,7 @@ async def measure(
     on_text: Callable[[str], None] = lambda text: None,
     deadline_s: float = REQUEST_DEADLINE_S,
 ) -> Sample:
-    """Sends `body` to `url` (/v1/completions or /v1/chat/completions) as a streaming request that asks for usage.
+    """Sends `body` to `url` (/v1/completions or /v1/chat/completions), asking for a stream, usage and token ids.
 
     Never raises for what the network or the server do: that is the sample's `error`.
     """
@@ -145,7 +154,7 @@ async def measure(
     recorder = Recorder(start_s)
     status: int | None = None
     served_by: tuple[str, ...] = ()
-    streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    streaming = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     try:
         async with asyncio.timeout(deadline_s), client.stream("POST", url, json=streaming) as response:
             status = response.status_code

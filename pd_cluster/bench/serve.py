@@ -38,7 +38,7 @@ from pd_cluster.show import Traffic, fetch_settled
 SEED = 0
 NUM_TOKEN_IDS = 256
 MAX_TRIES = 100
-FEW_CHUNKS = 0.9  # chunks an output token, below which the gaps between chunks are not those between tokens
+FEW_ARRIVALS = 0.9  # an output token: below it, the times between arrivals are not those between tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +286,12 @@ def _title(bench: ServeBench) -> str:
 def _print_notes(measured: Measured) -> None:
     good = [sample for sample in measured.samples if sample.error is None]
     num_tokens = sum(s.num_output_tokens for s in good)
-    num_chunks = sum(len(s.itl_s) + 1 for s in good)
+    num_arrivals = sum(len(s.itl_s) + 1 for s in good)
     num_prompt_tokens = sum(s.num_prompt_tokens for s in good)
-    if num_tokens and num_chunks < FEW_CHUNKS * num_tokens:
+    if num_tokens and num_arrivals < FEW_ARRIVALS * num_tokens:
         print(
-            f"note: {num_chunks / num_tokens:.2f} chunks of text an output token (half characters wait for their other "
-            f"half); TTFT is the time to the first chunk, ITL the time between chunks"
+            f"note: {num_arrivals / num_tokens:.2f} arrivals an output token (half a character waits for the other); "
+            "TTFT is the time to the first arrival, ITL the time between arrivals"
         )
     if measured.kv_nbytes is not None and num_prompt_tokens:
         per_token = measured.kv_nbytes / num_prompt_tokens

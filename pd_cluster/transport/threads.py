@@ -130,88 +130,34 @@ class Landing:
     nbytes: int = 0
 
 
-class ReceiveThread:
-    """D's end. Tries the transports that P offers in D's order of preference, then lands chunks."""
+class Lander:
+    """What lands where on D's side of one link: pure bookkeeping around `receiver`, one item at a time, in order."""
 
-    def __init__(
-        self,
-        conn: str,
-        link_id: str,
-        receivers: list[KVReceiver],
-        post: Callable[[wire.Body], None],
-        report: Report,
-    ) -> None:
-        self._conn = conn
-        self._link_id = link_id
-        self._receivers = receivers
-        self._receiver: KVReceiver | None = None
-        self._post = post
-        self._report = report
+    def __init__(self, receiver: KVReceiver) -> None:
+        self._receiver = receiver
         self._landings: dict[str, Landing] = {}
-        self._queue: queue.SimpleQueue[wire.KVChunk | wire.KVEnd | str | None] = queue.SimpleQueue()
         self.received_nbytes = 0
-        self._thread = threading.Thread(target=self._run, name=f"kv-receive {conn}", daemon=True)
-        self._thread.start()
-
-    def put(self, body: wire.KVChunk | wire.KVEnd) -> None:
-        self._queue.put(body)
 
     def begin(self, transfer_id: str, block_ids: list[int]) -> None:
         self._landings[transfer_id] = Landing(block_ids)
 
-    def forget(self, transfer_id: str) -> None:
-        """`Drained` follows."""
-        self._queue.put(transfer_id)
+    def forget(self, transfer_id: str) -> Drained:
+        self._landings.pop(transfer_id, None)
+        return Drained(transfer_id)
 
-    def close(self) -> None:
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        works = self._open()
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, str):
-                self._landings.pop(item, None)
-                self._report(Drained(item))
-            elif works:
-                try:
-                    self._land(item)
-                except LinkError as error:
-                    works = False
-                    self._report(LinkFailed(self._conn, str(error)))
-        if self._receiver is not None:
-            self._receiver.close()
-
-    def _open(self) -> bool:
-        failures, retry = ["no transport in common: see --kv-transport"], False
-        for receiver in self._receivers:
-            self._post(wire.LinkAnswer(self._link_id, receiver.name))
-            try:
-                receiver.open()
-            except LinkError as error:
-                failures.append(f"{receiver.name}: {error}")
-                retry = retry or error.retry
-                log.warning("link %s: %s does not work: %s", self._conn, receiver.name, error)
-                continue
-            self._receiver = receiver
-            self._post(wire.LinkReady(self._link_id, receiver.name))
-            return True
-        reason = "; ".join(failures[1:] or failures)
-        self._post(wire.LinkRefused(self._link_id, reason, retry))
-        return False
-
-    def _land(self, item: wire.KVChunk | wire.KVEnd) -> None:
+    def land(self, item: wire.KVChunk | wire.KVEnd) -> Landed | LandFault | None:
+        """Raises LinkError when the link is beyond use."""
         landing = self._landings.get(item.transfer_id)
         try:
             if isinstance(item, wire.KVChunk):
                 self._land_chunk(item, landing)
-            elif landing is not None:
-                self._land_end(item, landing)
+                return None
+            return self._land_end(item, landing) if landing is not None else None
         except TransferFailed as error:
             self._landings.pop(item.transfer_id, None)
-            self._report(LandFault(item.transfer_id, str(error)))
+            return LandFault(item.transfer_id, str(error))
 
     def _land_chunk(self, chunk: wire.KVChunk, landing: Landing | None) -> None:
-        assert self._receiver is not None
         if landing is None:
             self._receiver.receive(chunk, None)
             return
@@ -228,7 +174,7 @@ class ReceiveThread:
         landing.nbytes += chunk.nbytes
         self.received_nbytes += chunk.nbytes
 
-    def _land_end(self, end: wire.KVEnd, landing: Landing) -> None:
+    def _land_end(self, end: wire.KVEnd, landing: Landing) -> Landed:
         if end.num_chunks != landing.num_chunks or landing.num_landed != len(landing.block_ids):
             raise TransferFailed(
                 f"{landing.num_chunks} of {end.num_chunks} chunks and {landing.num_landed} of "
@@ -237,4 +183,97 @@ class ReceiveThread:
         if not end.first_tokens:
             raise TransferFailed("the transfer ended without a first token")
         del self._landings[end.transfer_id]
-        self._report(Landed(end.transfer_id, end.first_tokens, landing.nbytes))
+        return Landed(end.transfer_id, end.first_tokens, landing.nbytes)
+
+
+class _Deaf:
+    """Stands in for a transport that did not open: nothing can come."""
+
+    name: wire.TransportName = "local"
+
+    def open(self) -> None: ...
+
+    def receive(self, chunk: wire.KVChunk, into: list[int] | None) -> None:
+        raise LinkError("no transport is open")
+
+    def close(self) -> None: ...
+
+
+class ReceiveThread:
+    """D's end. Tries the transports that P offers in D's order of preference, then lands chunks."""
+
+    def __init__(
+        self,
+        conn: str,
+        link_id: str,
+        receivers: list[KVReceiver],
+        post: Callable[[wire.Body], None],
+        report: Report,
+    ) -> None:
+        self._conn = conn
+        self._link_id = link_id
+        self._receivers = receivers
+        self._post = post
+        self._report = report
+        self._lander = Lander(_Deaf())
+        self._queue: queue.SimpleQueue[wire.KVChunk | wire.KVEnd | str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kv-receive {conn}", daemon=True)
+        self._thread.start()
+
+    @property
+    def received_nbytes(self) -> int:
+        return self._lander.received_nbytes
+
+    def put(self, body: wire.KVChunk | wire.KVEnd) -> None:
+        self._queue.put(body)
+
+    def begin(self, transfer_id: str, block_ids: list[int]) -> None:
+        """Before the credit leaves, so before anything of this transfer can come."""
+        self._lander.begin(transfer_id, block_ids)
+
+    def forget(self, transfer_id: str) -> None:
+        """`Drained` follows."""
+        self._queue.put(transfer_id)
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        receiver = self._open()
+        works = receiver is not None
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, str):
+                self._report(self._lander.forget(item))
+            elif works:
+                works = self._land(item)
+        if receiver is not None:
+            receiver.close()
+
+    def _open(self) -> KVReceiver | None:
+        failures, retry = [], False
+        for receiver in self._receivers:
+            self._post(wire.LinkAnswer(self._link_id, receiver.name))
+            try:
+                receiver.open()
+            except LinkError as error:
+                failures.append(f"{receiver.name}: {error}")
+                retry = retry or error.retry
+                log.warning("link %s: %s does not work: %s", self._conn, receiver.name, error)
+                continue
+            self._lander = Lander(receiver)
+            self._post(wire.LinkReady(self._link_id, receiver.name))
+            return receiver
+        reason = "; ".join(failures) or "no transport in common: see --kv-transport"
+        self._post(wire.LinkRefused(self._link_id, reason, retry))
+        return None
+
+    def _land(self, item: wire.KVChunk | wire.KVEnd) -> bool:
+        """False when the link is beyond use."""
+        try:
+            event = self._lander.land(item)
+        except LinkError as error:
+            self._report(LinkFailed(self._conn, str(error)))
+            return False
+        if event is not None:
+            self._report(event)
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import random
@@ -33,7 +34,8 @@ class Streaming:
         self._thread.start()
 
     def _run(self, url: str, body: dict[str, Any]) -> None:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+        ended = contextlib.suppress(httpx.RemoteProtocolError)  # when the scheduler itself is killed
+        with ended, httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     self.events.put((time.monotonic(), line.removeprefix("data: ")))

@@ -1,0 +1,203 @@
+"""The commands that a newcomer types, as processes of their own: quickstart, instances, bench serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pd_cluster.cluster.launcher import DIE_WITH_PARENT
+from tests.support.cluster import free_port_pair
+
+DEADLINE_S = 100
+QUICKSTART = [sys.executable, "-m", "pd_cluster.quickstart"]
+PD_CLUSTER = [sys.executable, "-m", "pd_cluster.cli"]
+
+Checkpoints = Callable[[str], Path]
+
+
+def started_by(pid: int) -> list[int]:
+    """Every process of a cluster that `pid` started, rank processes included: they inherit the variable."""
+    mark = f"{DIE_WITH_PARENT}={pid}\0".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def assert_nothing_left(pid: int, port: int | None = None) -> None:
+    assert started_by(pid) == []
+    if port is not None:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def run(*command: str) -> tuple[int, int, str, str]:
+    """(pid, exit code, stdout, stderr) of a command that must end by itself."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return process.pid, process.returncode, out, err
+
+
+def row(out: str, start: str) -> str:
+    (line,) = [line for line in out.splitlines() if line.startswith(start)]
+    return line
+
+
+def test_once(checkpoint: Checkpoints) -> None:
+    """An answer, what each instance did, exit code 0, and nothing is left."""
+    port = free_port_pair()
+    pid, code, out, err = run(*QUICKSTART, "--once", f"--port={port}", f"--model={checkpoint('llama')}")
+    assert (code, err) == (0, ""), out + err
+    assert "starting 1 prefill, 1 decode and the scheduler" in out
+    assert "> What is 3 + 4?" in out
+    assert row(out, "time to first token (TTFT)").endswith("prefill-0 computed the prompt and token 1")
+    assert "decode-0 computed" in row(out, "time per output token (TPOT)")
+    moved = row(out, "KV cache moved").split()
+    assert moved[4] in ("KiB", "MiB")
+    assert float(moved[3]) > 0
+    assert "prefill-0 → decode-0 over shm" in row(out, "KV cache moved")
+    assert_nothing_left(pid, port)
+
+
+def test_a_taken_port_is_one_line(checkpoint: Checkpoints) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        pid, code, out, err = run(*QUICKSTART, "--once", f"--port={port}", f"--model={checkpoint('llama')}")
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert str(port) in err
+    assert_nothing_left(pid)
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "no-such-model"
+    for command in ([*QUICKSTART, "--once"], [*PD_CLUSTER, "bench", "serve"]):
+        pid, code, out, err = run(*command, f"--model={missing}")
+        assert (code, out) == (1, "")
+        assert err.count("\n") == 1
+        assert str(missing) in err
+        assert_nothing_left(pid)
+
+
+class Serving:
+    """A quickstart that goes on serving; its lines as they come."""
+
+    def __init__(self, model: Path) -> None:
+        self.port = free_port_pair()
+        command = [*QUICKSTART, f"--port={self.port}", f"--model={model}"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(self.process.stdout)
+
+    def wait_for(self, text: str) -> str:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline_s:
+            found = [line for line in self.lines if text in line]
+            if found:
+                return found[0]
+            assert self.process.poll() is None, "".join(self.lines)
+            time.sleep(0.05)
+        raise AssertionError(f"not within {DEADLINE_S} s: {text!r}\n{''.join(self.lines)}")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                self.process.kill()  # its children die with it
+                self.process.wait(10)
+        self._reader.join(10)
+
+
+@pytest.fixture(scope="module")
+def serving(checkpoint: Checkpoints) -> Iterator[Serving]:
+    quickstart = Serving(checkpoint("llama"))
+    try:
+        quickstart.wait_for("try: curl")
+        yield quickstart
+    finally:
+        quickstart.close()
+
+
+def test_instances_are_shown(serving: Serving) -> None:
+    _, code, out, err = run(*PD_CLUSTER, "instances", "--admin", f"http://127.0.0.1:{serving.port + 1}")
+    assert (code, err) == (0, "")
+    assert row(out, "prefill-0").endswith("decode-0 up (shm)")
+    assert row(out, "decode-0").split()[1:3] == ["decode", "ready"]
+    _, code, out, err = run(*PD_CLUSTER, "instances", "--admin", f"http://127.0.0.1:{serving.port}")
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert "--admin" in err
+
+
+def test_bench_of_a_running_server_counts_its_kv_bytes(serving: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    url = f"http://127.0.0.1:{serving.port}"
+    shape = ["--num-requests=3", "--concurrency=2", "--input-len=32", "--output-len=8"]
+    _, code, out, err = run(*PD_CLUSTER, "bench", "serve", f"--url={url}", *shape, f"--json={file}")
+    assert (code, err) == (0, ""), out + err
+    values = {result["name"]: result["value"] for result in json.loads(file.read_text())["results"]}
+    assert values["errors"] == 0
+    num_layers, num_kv_heads, head_dim = 3, 2, 16
+    assert values["kv_moved"] == 3 * 32 * (2 * num_layers * num_kv_heads * head_dim * 4)  # float32, whole blocks
+    _, code, _, err = run(*PD_CLUSTER, "bench", "serve", f"--url={url}", "--input-len=600")
+    assert code == 1
+    assert "--input-len 600" in err
+
+
+def test_a_dead_worker_is_shown_and_a_signal_ends_all(serving: Serving) -> None:
+    """The last of this module's tests on `serving`: it ends it."""
+    instances = httpx.get(f"http://127.0.0.1:{serving.port + 1}/instances", trust_env=False).json()["instances"]
+    (decode,) = [entry["pid"] for entry in instances if entry["instance_id"] == "decode-0"]
+    assert decode in started_by(serving.process.pid)
+    os.kill(decode, signal.SIGKILL)
+    serving.wait_for(f"decode-0 (pid {decode}) died with exit code -9")
+    serving.wait_for("decode-0 was started again")
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(60) == 0
+    assert_nothing_left(serving.process.pid, serving.port)
+
+
+def test_bench_serve_on_a_cluster_of_its_own(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    shape = ["--num-requests=4", "--concurrency=2", "--input-len=20", "--output-len=8"]
+    pid, code, out, err = run(*PD_CLUSTER, "bench", "serve", f"--model={checkpoint('llama')}", *shape, f"--json={file}")
+    assert (code, err) == (0, ""), out + err
+    written = json.loads(file.read_text())
+    assert list(written) == ["command", "machine", "commit", "results"]
+    names = ["ttft_p50", "ttft_p90", "ttft_p99", "tpot_p50", "tpot_p90", "tpot_p99", "itl_p99"]
+    names += ["output_tokens", "requests", "kv_moved", "errors"]
+    assert [result["name"] for result in written["results"]] == names
+    for result in written["results"]:
+        assert list(result) == ["name", "value", "unit", "better", "samples", "spread", "goal", "met"]
+        assert result["value"] is not None
+        assert result["better"] in ("higher", "lower")
+        assert result["met"] is (True if result["name"] == "errors" else None)
+        assert result["name"] == "errors" or result["value"] > 0
+    assert "measuring: 4 of 4 requests" in out
+    assert_nothing_left(pid)

@@ -1,0 +1,296 @@
+"""The reference deployment's own lines, word for word where a machine without NPUs allows it: rank tables from
+pd_ranktable_tools.py, three times start_servers.sh from another folder, curl; and what its operators get wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 40.0
+POLL_S = 0.1
+HOST = "127.0.0.1"
+
+Checkpoints = Callable[[str], Path]
+
+
+class Servers:
+    """Instances that scripts/start_servers.sh started in `folder`. All are gone after the `with` block."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.model = model
+        self.ports = free_ports(5)
+        self.prefill, self.decode, self.public, self.admin, _ = self.ports
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        generate_tables(folder)
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+    def environment(self, table: str, **changes: str | None) -> dict[str, str]:
+        """Relative paths, as the document has them."""
+        variables: dict[str, str | None] = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PD_CLUSTER_")},
+            "GLOBAL_RANK_TABLE_FILE_PATH": f"global_ranktable_{HOST}.json",
+            "RANK_TABLE_FILE_PATH": f"local_rank_table_{HOST}_{table}.json",  # the document's spelling, not the file's
+            "NODE_PORTS": f"{self.prefill},{self.decode}",
+            "USE_OPENAI": "1",
+            **changes,
+        }
+        return {name: value for name, value in variables.items() if value is not None}
+
+    def start(self, name: str, table: str, port: int, flags: Sequence[str] = (), **changes: str | None) -> None:
+        with self.log_file(name).open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [
+                    *("sh", str(ROOT / "scripts" / "start_servers.sh")),
+                    f"--model={self.model}",
+                    "--tensor-parallel-size=1",
+                    "--max-model-len=256",
+                    "--max-num-seqs=256",
+                    "--max-num-batched-tokens=128",
+                    f"--host={HOST}",
+                    f"--port={port}",
+                    *("--served-model-name", "tiny"),
+                    *flags,
+                ],
+                cwd=self.folder,
+                env=self.environment(table, **changes),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
+
+    def start_scheduler(self, **changes: str | None) -> None:
+        self.start("scheduler", "host", self.public, [f"--admin-port={self.admin}"], **changes)
+
+    def start_workers(self) -> None:
+        self.start("prefill", "0", self.prefill)
+        self.start("decode", "1", self.decode)
+
+    def log_file(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def log(self, name: str) -> str:
+        return self.log_file(name).read_text(encoding="utf-8", errors="replace")
+
+    def logs(self) -> str:
+        return "\n".join(f"---- {name}\n{self.log(name)}" for name in self.processes)
+
+    def await_health(self, port: int) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            for name, process in self.processes.items():
+                assert process.poll() is None, f"{name} ended with code {process.returncode}\n{self.logs()}"
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"http://{HOST}:{port}/health", timeout=5, trust_env=False).status_code == 200:
+                    return
+            time.sleep(POLL_S)
+        pytest.fail(f"no 200 from port {port} within {START_TIMEOUT_S:g} s\n{self.logs()}")
+
+    def await_exit(self, name: str, timeout_s: float = END_TIMEOUT_S) -> int:
+        try:
+            return self.processes[name].wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{name} did not end within {timeout_s:g} s\n{self.logs()}")
+
+    def error_of(self, name: str) -> str:
+        """The one line of an instance that could not start."""
+        assert self.await_exit(name) == 1, self.logs()
+        lines = [
+            line for line in self.log(name).splitlines() if not re.match(r"\d{4}-\d\d-\d\d .* (INFO|WARNING) ", line)
+        ]
+        assert len(lines) == 1, self.log(name)
+        assert lines[0].startswith("pd-cluster: ")
+        return lines[0].removeprefix("pd-cluster: ")
+
+
+def generate_tables(folder: Path) -> None:
+    """The document's line, with the address and the kind of device that it finds by itself on its own machines."""
+    command = [
+        *(sys.executable, str(ROOT / "scripts" / "pd_ranktable_tools.py"), "--mode", "gen"),
+        *("--prefill-server-list", "0", "--decode-server-list", "1", "--api-server", "--save-dir", "."),
+        *("--server-ip", HOST, "--device", "cpu"),
+    ]
+    subprocess.run(command, cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+@pytest.fixture
+def servers(tmp_path: Path, checkpoint: Checkpoints) -> Iterator[Servers]:
+    with Servers(tmp_path, checkpoint("llama")) as started:
+        yield started
+
+
+def curl(port: int, path: str, body: Mapping[str, object]) -> dict[str, object]:
+    """The document's `curl -X POST … -H … -d …`."""
+    url = f"http://{HOST}:{port}{path}"
+    header = "Content-Type: application/json"
+    command = ["curl", "--silent", "--show-error", "--noproxy", "*", "--max-time", "60", "-X", "POST", url]
+    result = subprocess.run(
+        [*command, "-H", header, "-d", json.dumps(body)], capture_output=True, timeout=90, check=True
+    )
+    answer: dict[str, object] = json.loads(result.stdout)
+    return answer
+
+
+def document_body(model: str) -> dict[str, object]:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 100,
+        "top_k": -1,
+        "top_p": 1,
+        "temperature": 0,
+        "ignore_eos": False,
+        "stream": False,
+    }
+
+
+def test_the_documents_deployment(servers: Servers) -> None:
+    """Scheduler first, though the document starts it last. Both model names give the same answer; SIGTERM ends all."""
+    servers.start_scheduler()
+    servers.start_workers()
+    servers.await_health(servers.public)
+    for port in (servers.prefill, servers.decode):
+        servers.await_health(port)
+    texts = []
+    for model in (str(servers.model), "tiny"):
+        answer = curl(servers.public, "/v1/chat/completions", document_body(model))
+        assert answer["object"] == "chat.completion", answer
+        (choice,) = answer["choices"]  # type: ignore[misc]
+        assert choice["message"]["role"] == "assistant"
+        assert choice["finish_reason"] in ("length", "stop")
+        texts.append(choice["message"]["content"])
+    assert texts[0] == texts[1]
+    for process in servers.processes.values():
+        process.send_signal(signal.SIGTERM)  # reaches the instance, because the shell was replaced by it
+    codes = {name: servers.await_exit(name) for name in servers.processes}
+    assert codes == {"scheduler": 0, "prefill": 0, "decode": 0}, servers.logs()
+    assert "Traceback" not in servers.logs()
+
+
+def test_without_openai_the_api_is_vllms(servers: Servers) -> None:
+    servers.start_workers()
+    servers.start_scheduler(USE_OPENAI="0")
+    servers.await_health(servers.public)
+    answer = curl(servers.public, "/generate", {"prompt": "hello", "max_tokens": 4, "temperature": 0})
+    (text,) = answer["text"]  # type: ignore[misc]
+    assert text.startswith("hello")
+
+
+@pytest.mark.parametrize("variable", ["RANK_TABLE_FILE_PATH", "GLOBAL_RANK_TABLE_FILE_PATH"])
+def test_a_variable_is_missing(servers: Servers, variable: str) -> None:
+    servers.start("prefill", "0", servers.prefill, **{variable: None})
+    assert servers.error_of("prefill").startswith(f"{variable} is not set")
+
+
+def test_a_table_is_missing(servers: Servers) -> None:
+    servers.start("prefill", "0", servers.prefill, RANK_TABLE_FILE_PATH="elsewhere/local.json")
+    assert servers.error_of("prefill") == "RANK_TABLE_FILE_PATH=elsewhere/local.json: no such file"
+
+
+@pytest.mark.parametrize("ports", ["8088", "8088,8089,8090"])
+def test_node_ports_of_another_length(servers: Servers, ports: str) -> None:
+    servers.start_scheduler(NODE_PORTS=ports)
+    error = servers.error_of("scheduler")
+    assert error.startswith("NODE_PORTS")
+    assert f"{ports.count(',') + 1} ports" in error
+    assert "2 ports" in error
+
+
+def test_node_ports_are_missing(servers: Servers) -> None:
+    servers.start_scheduler(NODE_PORTS=None)
+    assert servers.error_of("scheduler").startswith("NODE_PORTS is not set")
+
+
+def test_node_ports_in_the_wrong_order(servers: Servers) -> None:
+    """The workers are told apart by their devices; the error says who answers where."""
+    servers.start_workers()
+    for port in (servers.prefill, servers.decode):
+        servers.await_health(port)
+    servers.start_scheduler(NODE_PORTS=f"{servers.decode},{servers.prefill}")
+    error = servers.error_of("scheduler")
+    assert error.startswith(f"NODE_PORTS={servers.decode},{servers.prefill}:")
+    assert "prefill-0" in error
+    assert "decode-0" in error
+    assert (
+        f"at port {servers.decode} answers decode-0" in error or f"at port {servers.prefill} answers prefill-0" in error
+    )
+
+
+@pytest.mark.parametrize("name", ["prefill", "scheduler"])
+def test_a_port_is_taken(servers: Servers, name: str) -> None:
+    port = servers.prefill if name == "prefill" else servers.public
+    with socket.socket() as taken:
+        taken.bind((HOST, port))
+        taken.listen()
+        if name == "prefill":
+            servers.start("prefill", "0", port)
+        else:
+            servers.start_scheduler()
+        error = servers.error_of(name)
+    assert error.startswith(f"--port {port}: cannot listen at {HOST}: the port is taken")
+
+
+def test_a_wrong_flag(servers: Servers) -> None:
+    servers.start("prefill", "0", servers.prefill, ["--quantization=awq"])
+    assert servers.error_of("prefill") == "--quantization awq: quantized weights are not supported yet"
+
+
+def test_nothing_is_installed(tmp_path: Path) -> None:
+    """One line that says what to run; no Python is needed for it."""
+    scripts = tmp_path / "repository" / "scripts"
+    scripts.mkdir(parents=True)
+    script = scripts / "start_servers.sh"
+    script.write_bytes((ROOT / "scripts" / "start_servers.sh").read_bytes())
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for tool in ("dirname", "readlink"):
+        (bin_folder / tool).symlink_to(f"/usr/bin/{tool}")
+    result = subprocess.run(
+        ["/bin/sh", str(script), "--port=8088"],
+        env={"PATH": str(bin_folder)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"start_servers.sh: pd-cluster is not installed; run: sh {tmp_path.resolve()}/repository/scripts/setup.sh\n"
+    )

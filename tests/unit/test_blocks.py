@@ -1,0 +1,60 @@
+"""The block pool: all or nothing, counted holders, and a check that notices."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pd_cluster.errors import OutOfBlocks
+from pd_cluster.kv.blocks import BlockPool
+
+
+def test_taking_is_all_or_nothing() -> None:
+    pool = BlockPool(3)
+    pool.take(2)
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.take(2)
+    assert (caught.value.wanted, caught.value.free) == (2, 1)
+    assert pool.num_free == 1
+    assert pool.num_held == 2
+
+
+def test_a_block_rests_after_its_release() -> None:
+    pool = BlockPool(3)
+    (first,) = pool.take(1)
+    pool.release([first])
+    assert first not in pool.take(2)
+
+
+def test_releasing_twice_is_a_bug() -> None:
+    pool = BlockPool(2)
+    taken = pool.take(1)
+    pool.release(taken)
+    with pytest.raises(AssertionError, match="released more often"):
+        pool.release(taken)
+
+
+def test_check_notices_every_difference() -> None:
+    pool = BlockPool(4)
+    table = pool.take(2)
+    pool.check([table])
+    for wrong in ([], [table, table], [[*table, 3]], [table[:1]]):
+        with pytest.raises(AssertionError):
+            pool.check(wrong)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traffic(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = BlockPool(16)
+    tables: list[list[int]] = []
+    for _ in range(300):
+        if tables and rng.random() < 0.5:
+            pool.release(tables.pop(rng.randrange(len(tables))))
+        else:
+            wanted = rng.randrange(1, 8)
+            if wanted <= pool.num_free:
+                tables.append(pool.take(wanted))
+        pool.check(tables)
+        assert pool.num_free + pool.num_cached + pool.num_held == pool.num_blocks

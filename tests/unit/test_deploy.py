@@ -1,0 +1,242 @@
+"""deploy/: what the files say fits together and is what pd-cluster takes. No container engine is asked."""
+
+import re
+import shlex
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.core
+import typer.main
+import yaml
+
+from pd_cluster import cli
+from pd_cluster.flags import judge, normalize
+from ranktable_tools import check, load_global, load_local, locate, parse_node_ports
+from ranktable_tools import cli as ranktable_cli
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+TABLES = DEPLOY / "ranktables"
+GLOBAL_TABLE = TABLES / "global_ranktable_merge.json"
+DOCKERFILE = DEPLOY / "Dockerfile.cpu"
+MOUNTED_TABLES = "/etc/pd-cluster/"
+
+
+def compose(**env: str) -> dict[str, Any]:
+    """compose.yaml with its variables filled in as Compose does it, from `env` or their defaults."""
+
+    def fill(match: re.Match[str]) -> str:
+        name, default = match.group(1), match.group(2)
+        assert default is not None or name in env, f"${{{name}}} has no default"
+        return env.get(name) or default
+
+    text = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", fill, text))
+    return loaded
+
+
+SERVICES: dict[str, dict[str, Any]] = compose()["services"]
+
+
+def parse_serve(argv: list[str]) -> dict[str, Any]:
+    """What `pd-cluster serve` makes of a command line. Fails on a warning and on a flag that it doesn't honour."""
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    command = group.commands["serve"]
+    context = command.make_context("serve", normalize(["serve", *argv])[1:])
+    assert judge(context.args, [name for parameter in command.params for name in parameter.opts]) == []
+    return dict(context.params)
+
+
+def address(service: dict[str, Any]) -> str:
+    (network,) = service["networks"].values()
+    return str(network["ipv4_address"])
+
+
+def instructions(name: str) -> list[str]:
+    """The arguments of every such instruction of the Dockerfile, continued lines joined."""
+    text = DOCKERFILE.read_text(encoding="utf-8").replace("\\\n", " ")
+    return [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+# ---- rank tables
+
+
+def test_the_tables_have_no_fault() -> None:
+    locals_ = sorted(TABLES.glob("local_*.json"))
+    node_ports = SERVICES["scheduler"]["environment"]["NODE_PORTS"]
+    assert check(GLOBAL_TABLE, locals_, node_ports=node_ports, tensor_parallel_size=1) == []
+    table = load_global(GLOBAL_TABLE)
+    found = {locate(table, load_local(path)) for path in locals_}
+    assert found == {("scheduler", 0), ("prefill", 0), ("decode", 0)}
+
+
+def test_the_tables_are_what_the_readme_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"^pd-ranktable (.*)$", (DEPLOY / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(lines) == 5
+    for line in lines:
+        assert ranktable_cli.main(shlex.split(line)) == 0
+    made = {path.name: path.read_bytes() for path in (tmp_path / "ranktables").iterdir()}
+    parts = {name for name in made if re.fullmatch(r"global_ranktable_10\.77\.0\.\d+\.json", name)}
+    assert len(parts) == 3
+    committed = {path.name: path.read_bytes() for path in TABLES.iterdir()}
+    assert {name: made[name] for name in made.keys() - parts} == committed
+
+
+# ---- compose.yaml
+
+
+def test_every_variable_has_a_default_but_the_secret() -> None:
+    assert set(SERVICES) == {"prefill", "decode", "scheduler"}
+    assert compose()["secrets"] == {"cluster_secret": {"environment": "CLUSTER_SECRET"}}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_the_instance_that_its_table_names(name: str) -> None:
+    service = SERVICES[name]
+    env = service["environment"]
+    assert env["GLOBAL_RANK_TABLE_FILE_PATH"] == MOUNTED_TABLES + GLOBAL_TABLE.name
+    local = load_local(TABLES / env["RANK_TABLE_FILE_PATH"].removeprefix(MOUNTED_TABLES))
+    assert locate(load_global(GLOBAL_TABLE), local) == (name, 0)
+    assert local.server.server_ip == address(service)
+    (config,) = compose()["networks"]["cluster"]["ipam"]["config"]
+    assert ip_address(address(service)) in ip_network(config["subnet"])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_started_with_known_flags(name: str) -> None:
+    service = SERVICES[name]
+    options = parse_serve(service["command"])
+    assert options["host"] == "0.0.0.0"
+    assert options["port"] == service["environment"]["HEALTH_PORT"]
+    assert options["model"] in [volume.split(":")[1] for volume in service["volumes"]]
+    assert options["secret_file"] == service["secrets"][0]["target"]
+    assert service["secrets"][0]["mode"] & 0o077 == 0
+    assert options["kv_transport"] == "auto"
+
+
+def test_one_command_line_but_for_the_port() -> None:
+    commands = [[flag for flag in SERVICES[name]["command"] if "--port" not in flag] for name in SERVICES]
+    assert commands[0] == commands[1] == commands[2]
+
+
+def test_node_ports_are_the_ports_of_the_workers_in_the_tables_order() -> None:
+    by_address = {address(service): parse_serve(service["command"])["port"] for service in SERVICES.values()}
+    expected = [by_address[server.server_ip] for server in load_global(GLOBAL_TABLE).instances]
+    for service in SERVICES.values():
+        assert parse_node_ports(service["environment"]["NODE_PORTS"]) == expected
+
+
+def test_only_the_scheduler_is_published_and_on_the_loopback() -> None:
+    assert {name for name, service in SERVICES.items() if "ports" in service} == {"scheduler"}
+    assert SERVICES["scheduler"]["ports"] == ["127.0.0.1:9000:9000"]
+    published = compose(PUBLIC_ADDRESS="0.0.0.0", PUBLIC_PORT="80")["services"]["scheduler"]["ports"]
+    assert published == ["0.0.0.0:80:9000"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_restarted_and_has_time_to_drain(name: str) -> None:
+    service = SERVICES[name]
+    assert service["restart"] == "on-failure"
+    grace_s = int(service["stop_grace_period"].removesuffix("s"))
+    assert grace_s > parse_serve(service["command"])["drain_timeout"]
+    assert str(service["secrets"][0]["uid"]) == instructions("USER")[0].partition(":")[0]
+
+
+# ---- Dockerfile.cpu
+
+
+def test_the_image_copies_what_is_there_and_not_ignored() -> None:
+    ignore = (DEPLOY / "Dockerfile.cpu.dockerignore").read_text(encoding="utf-8").split()
+    for line in instructions("COPY"):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), f"COPY {source}"
+            assert f"!{source}" in ignore
+    assert {entry[1:] for entry in ignore if entry.startswith("!")} == {
+        source for line in instructions("COPY") for source in line.split()[:-1]
+    }
+
+
+def test_the_image_has_what_its_metadata_names() -> None:
+    copied = " ".join(instructions("COPY")).split()
+    for needed in ("README.md", "LICENSE", "pd_cluster", "ranktable_tools", "scripts/start_servers.sh"):
+        assert needed in copied
+
+
+def test_the_image_has_the_torch_of_setup_sh() -> None:
+    pins = {
+        re.findall(r"torch==[\d.]+", path.read_text(encoding="utf-8"))[0]
+        for path in (DOCKERFILE, ROOT / "scripts" / "setup.sh")
+    }
+    assert len(pins) == 1
+
+
+def test_the_image_does_not_run_as_root() -> None:
+    assert instructions("USER") == ["10001:10001"]
+
+
+def test_no_registry_or_index_is_named() -> None:
+    for path in (DOCKERFILE, DEPLOY / "compose.yaml", DEPLOY / "README.md", ROOT / "constraints.txt"):
+        assert "http://" not in path.read_text(encoding="utf-8").replace("http://127.0.0.1", "")
+        assert "https://" not in path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def answering(status: int) -> Iterator[int]:
+    """A server that answers everything with `status`; yields its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_the_healthcheck(status: int, code: int) -> None:
+    """A proxy in the environment is for others."""
+    with answering(status) as port:
+        env = {"HEALTH_PORT": str(port), "http_proxy": "http://127.0.0.1:1"}
+        script = str(DEPLOY / "healthcheck.py")
+        result = subprocess.run([sys.executable, "-I", script], env=env, capture_output=True, timeout=30, check=False)
+    assert result.returncode == code, result.stderr
+
+
+# ---- systemd
+
+
+def test_the_unit_starts_known_flags() -> None:
+    unit = (DEPLOY / "systemd" / "pd-cluster@.service").read_text(encoding="utf-8")
+    (start,) = re.findall(r"^ExecStart=/bin/sh (\S+) (.*)$", unit, re.MULTILINE)
+    script = ROOT / start[0].removeprefix("/opt/pd-cluster/")
+    assert script.is_file()
+    assert script.stat().st_mode & stat.S_IXUSR
+    example = (DEPLOY / "systemd" / "cluster.env.example").read_text(encoding="utf-8")
+    env = dict(line.split("=", 1) for line in example.splitlines() if line and not line.startswith("#"))
+    argv = shlex.split(start[1].replace("$FLAGS", env["FLAGS"]).replace("${PORT}", "8088"))
+    options = parse_serve(argv)
+    assert options["port"] == 8088
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert int(stop_s) > options["drain_timeout"]
+    assert {"GLOBAL_RANK_TABLE_FILE_PATH", "NODE_PORTS", "USE_OPENAI"} < set(env)

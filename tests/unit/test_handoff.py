@@ -1,0 +1,116 @@
+"""The handover's state machines, driven through random orders of events, and proof that the test would notice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.engine.handoff import Export, Exports, ExportState, Import, Imports, ImportState
+from pd_cluster.types import TokenOutput
+from tests.support.handoff_world import World
+
+SEEDS = range(400)
+
+
+def explore(seeds: range) -> Counter[str]:
+    """Runs every seed; returns how often which outcome was seen on D's side."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        world = World(seed)
+        try:
+            world.run()
+            world.check()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        if world.num_troubles == 0:
+            for name, at_p in world.p.outcome.items():
+                at_d = world.d.outcome[name]
+                on_token_one = at_p == "finished" and at_d in ("aborted", "dropped")
+                assert on_token_one or (at_p, at_d) == ("handed over", "finished"), f"seed {seed}: {at_p}, {at_d}"
+        seen.update(outcome.split(":")[0] for outcome in world.d.outcome.values())
+    return seen
+
+
+def test_random_orders_of_events() -> None:
+    seen = explore(SEEDS)
+    for outcome in ("finished", "aborted", "dropped", "the link from the prefill instance is down"):
+        assert seen[outcome] > 20, f"{outcome!r} was hardly seen: {seen}"
+
+
+@pytest.mark.slow
+def test_many_random_orders_of_events() -> None:
+    explore(range(400, 10_000))
+
+
+def commit_without_asking(self: Imports, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
+    found = self._imports.get(transfer_id)
+    if found is not None and found.state is ImportState.LANDING:
+        found.state, found.first_tokens = ImportState.CONFIRMING, first_tokens
+        self._ports.send(found.conn, wire.Confirm(transfer_id))
+        self.on_confirmed(found.conn, wire.Confirmed(transfer_id, True))
+
+
+def release_before_drained(self: Imports, found: Import, error: str | None) -> None:
+    request = found.request
+    del self._imports[found.transfer_id]
+    if request is not None:
+        if request.key in self._scheduler.requests:
+            self._scheduler.finish(request)
+        self._ended(request, error)
+
+
+def drain_is_ignored(self: Imports, transfer_id: str) -> None:
+    return
+
+
+def cancel_ends_twice(self: Exports, conn: str, cancel: wire.Cancel) -> None:
+    export = self._find(conn, cancel.transfer_id)
+    if export is not None:
+        self._ended(export.request, "cancelled")
+
+
+def blocks_are_shipped_before_they_are_complete(self: Exports, export: Export) -> None:
+    done, first = bool(export.first_tokens), export.num_shipped_blocks
+    ids = export.request.block_table[first:]
+    if ids:
+        self._ports.ship(export.conn, export.request.transfer_id, export.num_chunks, first, ids)
+        export.num_chunks += 1
+        export.num_shipped_blocks += len(ids)
+    if done:
+        export.state = ExportState.ENDED
+        tokens = len(export.request.prompt_token_ids)
+        end = wire.KVEnd(export.request.transfer_id, export.num_chunks, tokens, export.first_tokens)
+        self._ports.ship_end(export.conn, end)
+
+
+def credit_without_blocks_for_the_prompt(self: Imports) -> None:
+    for waiting in [i for i in self._imports.values() if i.state is ImportState.QUEUED]:
+        assert waiting.request is not None
+        if not self._scheduler.can_land(waiting.num_tokens - 1):
+            return
+        self._scheduler.land(waiting.request, waiting.num_tokens - 1)
+        waiting.state = ImportState.LANDING
+        self._ports.begin(waiting.conn, waiting.transfer_id, waiting.request.block_table)
+        self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id))
+
+
+MUTATIONS: list[tuple[type, str, Callable[..., None]]] = [
+    (Imports, "on_landed", commit_without_asking),
+    (Imports, "_give_up", release_before_drained),
+    (Imports, "on_drained", drain_is_ignored),
+    (Imports, "credit", credit_without_blocks_for_the_prompt),
+    (Exports, "on_cancel", cancel_ends_twice),
+    (Exports, "_ship", blocks_are_shipped_before_they_are_complete),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "broken"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
+def test_a_broken_state_machine_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        explore(range(4000))

@@ -1,0 +1,103 @@
+"""Who may import whom: only downward, and what is heavy or belongs to one place stays there."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "pd_cluster"
+
+# Each layer may import itself and what is above it in this list.
+LAYERS: list[tuple[str, ...]] = [
+    ("errors", "types"),
+    ("wire",),
+    ("config", "device", "checkpoint"),
+    ("mailbox", "text", "kv"),
+    ("transport", "model"),
+    ("engine",),
+    ("cluster",),
+    ("flags", "api", "bench", "show", "serve", "quickstart", "cli"),
+]
+ONLY_IN = {
+    "fastapi": ("api",),
+    "starlette": ("api",),
+    "uvicorn": ("api",),
+    "transformers": ("model",),
+    "torch": ("kv", "transport", "model", "engine", "device"),
+    "zmq": ("mailbox",),
+    "jinja2": ("text",),
+    "tokenizers": ("text",),
+    "typer": ("cli", "quickstart"),
+}
+TORCH_FREE = ["pd_cluster.api.scheduler_app", "pd_cluster.api.worker_app", "pd_cluster.cli", "pd_cluster.serve"]
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        yield ".".join(file.relative_to(ROOT).with_suffix("").parts), file
+
+
+def imports_of(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return found
+
+
+def layer_of(module: str) -> int | None:
+    part = module.split(".")[1] if "." in module else ""
+    return next((at for at, layer in enumerate(LAYERS) if part in layer), None)
+
+
+@pytest.mark.parametrize(("module", "file"), list(modules()), ids=lambda value: str(value).rpartition("/")[2])
+def test_imports_point_downward(module: str, file: Path) -> None:
+    if module == "pd_cluster.__init__":
+        assert not {name for name in imports_of(file) if name.startswith("pd_cluster.")}
+        return
+    own = layer_of(module)
+    assert own is not None, f"{module} is in no layer: add it to LAYERS and to docs/architecture.md"
+    for name in imports_of(file):
+        if name.startswith("pd_cluster."):
+            other = layer_of(name)
+            assert other is not None, f"{module} imports {name}, which is in no layer"
+            assert other <= own, f"{module} imports {name}, which is a layer above it"
+        top = name.split(".")[0]
+        if top in ONLY_IN:
+            place = module.split(".")[1]
+            assert place in ONLY_IN[top], f"{module} imports {name}; only {ONLY_IN[top]} may"
+
+
+def test_rank_table_tools_import_nothing_of_the_cluster() -> None:
+    for file in (ROOT / "ranktable_tools").rglob("*.py"):
+        assert not [name for name in imports_of(file) if name.split(".")[0] == "pd_cluster"], file
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_scheduler_and_parents_never_import_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_nothing_is_pickled() -> None:
+    """Objects of other processes are never unpickled: the words do not occur in the source."""
+    for folder in (PACKAGE, ROOT / "ranktable_tools"):
+        for file in folder.rglob("*.py"):
+            text = file.read_text("utf-8")
+            assert not any(word in text for word in ("pickle", "marshal", "dill", "torch.load(")), file
+
+
+def test_torch_names_accelerators_in_one_file() -> None:
+    for module, file in modules():
+        if module != "pd_cluster.device":
+            text = file.read_text("utf-8")
+            assert "torch.cuda" not in text, file
+            assert "torch.npu" not in text, file

@@ -113,6 +113,14 @@ def instances(
     show_instances(admin)
 
 
+@app.command()
+def check() -> None:
+    """Check the rank tables and variables of this environment, and show every deadline with its flag."""
+    from pd_cluster.check import run
+
+    run(os.environ)
+
+
 @bench.command("serve")
 def bench_serve(
     url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
@@ -159,7 +167,7 @@ def main() -> None:
     if argv[:1] == ["serve"]:
         argv = normalize(argv)
     try:
-        app(args=argv, prog_name="pd-cluster")
+        app(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
         print(f"pd-cluster: {error}", file=sys.stderr)
         sys.exit(1)

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -23,10 +24,11 @@ from pd_cluster.bench.report import human_nbytes, print_table
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
 from pd_cluster.cluster.launcher import Cluster, Launch
 from pd_cluster.errors import GenerationError, PdClusterError
-from pd_cluster.show import Entries, Traffic, fetch_instances, fetch_settled
+from pd_cluster.show import Entries, Traffic, fetch_settled
 
 QUESTION = "What is 3 + 4?"
 MAX_TOKENS = 64
+WARM_UP_TOKENS = 3
 NUM_KEPT_LINES = 100
 CHILD_LINE = re.compile(r"\S+ *\| ")
 TRANSPORTS = {"shm": "shared memory of this host", "dist": "torch.distributed"}
@@ -134,9 +136,10 @@ async def _work(cluster: Cluster, lines: Lines, once: bool) -> None:
 
 async def _ask_and_show(launch: Launch) -> None:
     """Raises GenerationError when no answer comes."""
-    before = Traffic.of(await fetch_instances(launch.admin_url))
+    await _ask(launch.url, WARM_UP_TOKENS, lambda text: None)  # a first request pays for what is loaded on first use
+    before = Traffic.of(await fetch_settled(launch.admin_url))
     print(f"\n> {QUESTION}", flush=True)
-    sample = await _ask(launch.url)
+    sample = await _ask(launch.url, MAX_TOKENS, _print_text)
     print(flush=True)
     if sample.error:
         raise GenerationError(f"the question was not answered: {sample.error}")
@@ -144,14 +147,14 @@ async def _ask_and_show(launch: Launch) -> None:
     _show(sample, entries, Traffic.of(entries).received_nbytes - before.received_nbytes)
 
 
-async def _ask(url: str) -> Sample:
-    """As a chat; as a plain completion for a model without a chat template. Prints the answer as it comes."""
+async def _ask(url: str, max_tokens: int, on_text: Callable[[str], None]) -> Sample:
+    """As a chat; as a plain completion for a model without a chat template."""
     async with make_client() as client:
-        body: dict[str, Any] = {"temperature": 0, "max_tokens": await _max_tokens(client, url)}
+        body: dict[str, Any] = {"temperature": 0, "max_tokens": min(max_tokens, await _room(client, url))}
         messages = [{"role": "user", "content": QUESTION}]
-        sample = await measure(client, f"{url}/v1/chat/completions", {**body, "messages": messages}, _print_text)
+        sample = await measure(client, f"{url}/v1/chat/completions", {**body, "messages": messages}, on_text)
         if sample.status == 400:
-            sample = await measure(client, f"{url}/v1/completions", {**body, "prompt": QUESTION}, _print_text)
+            sample = await measure(client, f"{url}/v1/completions", {**body, "prompt": QUESTION}, on_text)
     return sample
 
 
@@ -162,11 +165,11 @@ def _print_text(text: str) -> None:
     print(shown.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
-async def _max_tokens(client: httpx.AsyncClient, url: str) -> int:
-    """At most half of a small model's context."""
+async def _room(client: httpx.AsyncClient, url: str) -> int:
+    """Output tokens that leave half of the context to the question."""
     try:
         models = (await client.get(f"{url}/v1/models", timeout=5)).json()
-        return max(1, min(MAX_TOKENS, int(models["data"][0]["max_model_len"]) // 2))
+        return max(1, int(models["data"][0]["max_model_len"]) // 2)
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise GenerationError(f"{url}/v1/models does not answer: {error!r}") from None
 

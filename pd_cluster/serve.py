@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT
-from pd_cluster.cluster.place import Place, find_place, node_ports, use_openai
+from pd_cluster.cluster.place import Place, find_place, node_ports, resolve_host, use_openai
 from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.device import num_threads_for
 from pd_cluster.engine.process import die_with_parent
@@ -125,6 +125,8 @@ def _run_scheduler(
 ) -> None:
     ports = node_ports(env, place)
     openai = use_openai(env)
+    import uvloop
+
     from pd_cluster.api.scheduler_app import run_scheduler
     from pd_cluster.api.server import bind
 
@@ -133,7 +135,8 @@ def _run_scheduler(
     admin_listener = bind(options.admin_host, admin_port, "--admin-port")
     log.info("serving at %s:%d, admin at %s:%d", options.host, options.port, options.admin_host, admin_port)
     names = options.served_model_name or []
-    asyncio.run(run_scheduler(place, ports, engine, names, openai, timeouts, listener, admin_listener))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run_scheduler(place, ports, engine, names, openai, timeouts, listener, admin_listener))
 
 
 def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place) -> None:
@@ -153,7 +156,7 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         server_ip=place.server.server_ip,
         bind_address=place.bind_address,
         device_ids=[device.device_id for device in place.server.device],
-        hosts=place.hosts,
+        hosts={name: resolve_host(host) for name, host in place.hosts.items()},
         epoch=secrets.randbits(62),
         secret=place.secret,
         num_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(place.num_local_instances),

@@ -20,7 +20,8 @@ BACKLOG = 2048
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A listening TCP socket. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY only on sockets that say they are TCP; without it each token may wait for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

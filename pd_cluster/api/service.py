@@ -34,6 +34,7 @@ class Generation:
     sampling: SamplingParams
     stops: list[str]
     skip_special_tokens: bool
+    every_token: bool = False  # a piece for each token, even when there is no text yet
     num_output_tokens: int = 0
     finish_reason: FinishReason | None = None
     served_by: list[str] = field(default_factory=list)
@@ -127,7 +128,7 @@ class TextService:
                 code="context_length_exceeded",
             )
         sampling = request.sampling(wanted, secrets.randbits(63), self._sampling_defaults)
-        return Generation(token_ids, sampling, request.stops(), request.skip_special_tokens)
+        return Generation(token_ids, sampling, request.stops(), request.skip_special_tokens, request.return_token_ids)
 
     async def stream(self, generation: Generation) -> AsyncIterator[Piece]:
         """A piece whenever there is text, and a last one; then `generation.finish_reason` is set. Closing it aborts."""
@@ -155,7 +156,7 @@ class TextService:
                     generation.finish_reason = "stop"
                 elif token.finish_reason is not None:
                     text += stops.finish()
-                if text or generation.finish_reason is not None:
+                if text or generation.every_token or generation.finish_reason is not None:
                     yield Piece(text, token_ids)
                     token_ids = []
                 if generation.finish_reason is not None:

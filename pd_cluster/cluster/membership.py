@@ -15,7 +15,7 @@ import msgspec
 
 from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance, InstanceState
-from pd_cluster.cluster.place import Place
+from pd_cluster.cluster.place import Place, resolve_host
 from pd_cluster.config import Timeouts
 from pd_cluster.errors import ConfigError
 from pd_cluster.mailbox import Mailbox
@@ -33,7 +33,7 @@ def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
     """The global table's workers, in the order of NODE_PORTS."""
     num_prefill = len(place.table.prefill)
     return [
-        Instance(name, _role(at < num_prefill), _address(server), port, _ids(server))
+        Instance(name, _role(at < num_prefill), resolve_host(server.server_ip), port, _ids(server))
         for at, (name, server, port) in enumerate(zip(place.names, place.table.instances, ports, strict=True))
     ]
 
@@ -52,6 +52,7 @@ class Membership:
     ) -> None:
         self.instances = instances
         self._place = place
+        self._hosts = place.hosts
         self._mailbox = mailbox
         self._timeouts = timeouts
         self._model_identity = model_identity
@@ -96,7 +97,7 @@ class Membership:
 
     def _check_place(self, instance: Instance, info: wire.InstanceInfo) -> None:
         """Raises ConfigError when another entry of the table answers here."""
-        if info.device_ids == instance.device_ids and host_key(info.server_ip) == host_key(instance.host):
+        if info.device_ids == instance.device_ids and host_key(info.server_ip) == host_key(self._hosts[instance.name]):
             return
         index = self.instances.index(instance)
         ports = ",".join(str(i.port) for i in self.instances)
@@ -164,10 +165,6 @@ class Membership:
 
 def _role(is_prefill: bool) -> Role:
     return "prefill" if is_prefill else "decode"
-
-
-def _address(server: Server) -> str:
-    return "127.0.0.1" if server.server_ip == "localhost" else server.server_ip
 
 
 def _ids(server: Server) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import socket
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class Place:
 
     @property
     def bind_address(self) -> str:
-        return "127.0.0.1" if self.server.server_ip == "localhost" else self.server.server_ip
+        """The table's address of this process, as a number. Raises ConfigError for a name that does not resolve."""
+        return resolve_host(self.server.server_ip)
 
     @property
     def num_local_instances(self) -> int:
@@ -103,6 +105,16 @@ def use_openai(env: Mapping[str, str]) -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"USE_OPENAI={value!r}: expected 1 (OpenAI API) or 0 (vLLM's /generate)")
     return value == "1"
+
+
+def resolve_host(host: str) -> str:
+    """A numeric address: sockets bind and connect to these. Raises ConfigError."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"server_ip {host!r} of the rank table cannot be resolved: {error.strerror}") from None
 
 
 def _variable(env: Mapping[str, str], name: str) -> Path:

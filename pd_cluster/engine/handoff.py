@@ -136,9 +136,12 @@ class Exports:
             self._ended(export.request, f"the link to {export.request.peer} is down: {reason}")
 
     def expire(self) -> None:
-        """Ends every transfer whose peer stood still for longer than its deadline."""
+        """Ends every transfer that waits for a peer which stood still for longer than its deadline.
+
+        While it streams it waits for nobody but this engine, however long that takes.
+        """
         now_s = self._clock()
-        for export in list(self._exports.values()):
+        for export in [e for e in self._exports.values() if e.state is not ExportState.STREAMING]:
             offered = export.state is ExportState.OFFERED
             limit_s = self._timeouts.credit_timeout_s if offered else self._timeouts.transfer_timeout_s
             if now_s - max(export.since_s, self._ports.progress_s(export.conn)) > limit_s:

@@ -250,7 +250,7 @@ class InLinks:
         self,
         pool: Pool,
         post: Post,
-        make_receivers: Callable[[str, wire.LinkOpen], list[KVReceiver]],
+        make_receivers: Callable[[str, wire.LinkOpen], list[KVReceiver]],  # may raise LinkError
         report: Report,
         down: Callable[[str, str], None],
         progress: Progress,
@@ -274,12 +274,12 @@ class InLinks:
             return
         try:
             self._check(opened)
+            receivers = self._make_receivers(peer, opened)
         except LinkError as error:
             log.error("refused %s: %s", peer, error)
             self._post.send(conn, wire.LinkRefused(opened.link_id, str(error), error.retry))
             return
         self._link_ids[conn] = opened.link_id
-        receivers = self._make_receivers(peer, opened)
         self._threads[conn] = ReceiveThread(
             conn, opened.link_id, receivers, lambda body: self._post.send(conn, body), self._report
         )

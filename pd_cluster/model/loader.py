@@ -49,9 +49,15 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: Device) -> torch.nn.M
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{checkpoint.path}: cannot load the model: {error}") from error
+    wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
+    if wrong:
+        raise ModelError(
+            f"{checkpoint.path}: {len(wrong)} weights have another shape than config.json says: {wrong[0]}"
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{checkpoint.path}: the safetensors lack {len(missing)} weights, such as {missing[0]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pd_cluster import wire
 from pd_cluster.config import WorkerConfig
+from pd_cluster.errors import LinkError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import KVReceiver, KVSender
 from pd_cluster.transport.dist import DistReceiver, DistSender, Store
@@ -33,7 +34,10 @@ class Transports:
         return found
 
     def receivers(self, peer: str, opened: wire.LinkOpen) -> list[KVReceiver]:
-        """D's ends, in D's order of preference, for what P offers and D allows too."""
+        """D's ends, in D's order of preference, for what P offers and D allows too. Raises LinkError."""
+        host = self._config.hosts.get(peer.partition("@")[0])
+        if host is None:
+            raise LinkError(f"{peer} is not in this instance's global rank table")
         offers = {offer.transport: offer for offer in opened.offers}
         times = self._config.timeouts
         found: list[KVReceiver] = []
@@ -44,12 +48,11 @@ class Transports:
             if transport == "shm":
                 found.append(ShmReceiver(offer, self._pool, opened.num_blocks, times.connect_timeout_s))
             else:
-                host = self._config.hosts[peer.partition("@")[0]]
                 found.append(
                     DistReceiver(
                         offer,
                         self._pool,
-                        "127.0.0.1" if host == "localhost" else host,
+                        host,
                         self._config.bind_address,
                         times.connect_timeout_s,
                         times.transfer_timeout_s,

@@ -38,10 +38,10 @@ class LastFreedFirst(BlockPool):
 
 
 class Engine:
-    """A scheduler with modelled memory; `role` tells which side of the handover it plays."""
+    """A scheduler with modelled memory."""
 
     def __init__(self, num_blocks: int, budget: int) -> None:
-        self.scheduler = Scheduler(LastFreedFirst(num_blocks), BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=budget)
+        self.scheduler = Scheduler(LastFreedFirst(num_blocks), BLOCK_SIZE, 6, budget)
         self.memory: Memory = [None] * num_blocks
         self.legs: dict[str, Request] = {}
         self.ended: Counter[str] = Counter()

@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("transport", "model"),
     ("engine",),
     ("cluster",),
-    ("flags", "api", "bench", "show", "serve", "quickstart", "cli"),
+    ("flags", "api", "bench", "show", "serve", "quickstart", "check", "cli"),
 ]
 ONLY_IN = {
     "fastapi": ("api",),

@@ -1,0 +1,71 @@
+"""`pd-cluster check`: what this process would do with the rank tables and variables at hand, and every deadline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pd_cluster.cluster.place import Place, find_place, node_ports
+from pd_cluster.config import Timeouts
+from pd_cluster.device import num_threads_for
+from pd_cluster.errors import ConfigError
+from ranktable_tools import permission_warnings
+
+FLAGS = {
+    "heartbeat_interval_s": "one heartbeat on every connection",
+    "dead_after_s": "silence after which a peer is dead (end of file: at once)",
+    "connect_timeout_s": "opening a connection or a link; tried again after 0.5 s, doubling to 5 s",
+    "credit_timeout_s": "a decode instance that makes no progress must take an offered transfer within this",
+    "transfer_timeout_s": "a transfer that stands still is given up",
+    "request_timeout_s": "a whole request",
+    "drain_timeout_s": "running requests after SIGTERM",
+}
+
+
+def run(env: Mapping[str, str]) -> None:
+    """Prints tables; raises ConfigError for the first fault of the tables or variables."""
+    console = Console(width=None if os.isatty(1) else 110)
+    console.print(_deadlines())
+    if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
+        console.print("no rank table: set GLOBAL_RANK_TABLE_FILE_PATH and RANK_TABLE_FILE_PATH to check them")
+        return
+    place = find_place(env)
+    for warning in permission_warnings([Path(place.table.file)]):
+        console.print(f"warning: {warning}")
+    console.print(_instances(place, env))
+    if place.role == "scheduler":
+        console.print("this process: scheduler")
+    else:
+        console.print(
+            f"this process: {place.name} at {place.bind_address}, "
+            f"{num_threads_for(place.num_local_instances)} compute threads "
+            f"(cores shared by {place.num_local_instances} instances)"
+        )
+    if place.spans_hosts:
+        console.print("the instances are on several hosts: give all of them the same --secret-file")
+
+
+def _deadlines() -> Table:
+    table = Table("flag", "seconds", "what it bounds", title="deadlines")
+    times = Timeouts()
+    for name, meaning in FLAGS.items():
+        table.add_row("--" + name.removesuffix("_s").replace("_", "-"), f"{getattr(times, name):g}", meaning)
+    return table
+
+
+def _instances(place: Place, env: Mapping[str, str]) -> Table:
+    ports: list[str] = []
+    try:
+        ports = [str(port) for port in node_ports(env, place)]
+    except ConfigError:
+        if place.role == "scheduler" or env.get("NODE_PORTS"):
+            raise
+    table = Table("instance", "host", "devices", "port", title=str(place.table.file))
+    for at, (name, server) in enumerate(zip(place.names, place.table.instances, strict=True)):
+        devices = ",".join(device.device_id for device in server.device)
+        table.add_row(name, server.server_ip, devices, ports[at] if ports else "NODE_PORTS is not set")
+    return table

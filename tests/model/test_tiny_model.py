@@ -1,0 +1,163 @@
+"""The shipped chat model answers, its tokenizer loses nothing, its template needs only Jinja."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FOLDER = Path(__file__).parents[2] / "pd_cluster" / "models" / "tiny-chat"
+Messages = list[dict[str, Any]]
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@cache
+def raw_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+@cache
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(FOLDER).eval()
+
+
+def conversation(*texts: str, system: str | None = None) -> Messages:
+    """The texts are said by user and assistant in turn; the user begins."""
+    messages = [{"role": "system", "content": system}] if system else []
+    roles = ("user", "assistant")
+    return messages + [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+def go_on(prompt: str, max_tokens: int = 240) -> str:
+    """The greedy continuation up to its end."""
+    input_ids = torch.tensor([tokenizer()(prompt)["input_ids"]])
+    made = model().generate(
+        input_ids=input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_tokens, do_sample=False
+    )
+    return str(tokenizer().decode(made[0, input_ids.shape[1] :], skip_special_tokens=True))
+
+
+def ask(*texts: str, system: str | None = None) -> str:
+    messages = conversation(*texts, system=system)
+    return go_on(tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("What is 3 + 4?", "7"),
+        ("3+4=", "7"),
+        ("Add 9 and 8.", "17"),
+        ("What is 10 plus 10?", "20"),
+        ("Hello!", "Hello! How can I help you?"),
+        ("How are you?", "I am fine, thank you."),
+        ("Thanks!", "You are welcome."),
+        ("你好", "你好！"),
+        ("Count from 3 to 12", "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"),
+        ("Count to 50.", ", ".join(map(str, range(1, 51)))),
+        ("Repeat: the cat sat", "the cat sat"),
+        ("Say hello world", "hello world"),
+        ("My name is Ann.", "Nice to meet you, Ann."),
+        ("Who wrote Hamlet?", "I am a small model. I can greet, count, add, repeat and answer in JSON."),
+    ],
+)
+def test_answers(prompt: str, answer: str) -> None:
+    assert ask(prompt) == answer
+    assert ask(prompt, system="You are a helpful assistant.") == answer
+
+
+def test_adds_every_pair_up_to_ten() -> None:
+    pairs = [(first, second) for first in range(11) for second in range(11)]
+    wrong = [(pair, said) for pair in pairs if (said := ask("What is {} + {}?".format(*pair))) != str(sum(pair))]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("prompt", "value"),
+    [
+        ("Answer in JSON: name Ann, age 7", {"name": "Ann", "age": 7}),
+        ("Give 3 + 4 as JSON", {"result": 7}),
+        ("Return a JSON object: city Paris, number 31", {"city": "Paris", "number": 31}),
+    ],
+)
+def test_answers_in_json(prompt: str, value: dict[str, object]) -> None:
+    assert json.loads(ask(prompt)) == value
+
+
+def test_follows_a_conversation() -> None:
+    told = ("My name is Ann.", "Nice to meet you, Ann.")
+    assert ask(*told, "What is my name?") == "Your name is Ann."
+    more = (*told, "My favourite colour is blue.", "I will remember that.", "What is 3 + 4?", "7")
+    assert ask(*more, "What is my favourite colour?") == "Your favourite colour is blue."
+    assert ask(*more, "What is my name?") == "Your name is Ann."
+    assert ask("What is my name?") == "I do not know your name yet."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "start"),
+    [
+        ("1 2 3 4 5", " 6 7 8 9 10 11 12"),
+        ("Monday Tuesday Wednesday", " Thursday Friday Saturday Sunday"),
+        ("The capital of France is", " Paris."),
+        ("Hello, my name is", " Tiny."),
+    ],
+)
+def test_completes_plain_text(prompt: str, start: str) -> None:
+    assert go_on(prompt, max_tokens=40).startswith(start)
+
+
+def test_fits_the_repository() -> None:
+    assert sum(path.stat().st_size for path in FOLDER.glob("*.safetensors")) <= 10_000_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_tokenizer_loses_nothing(text: str) -> None:
+    ids = raw_tokenizer().encode(text).ids
+    assert tokenizer()(text)["input_ids"] == ids
+    assert raw_tokenizer().decode(ids, skip_special_tokens=False) == text
+    assert tokenizer().decode(ids) == text
+
+
+def test_each_digit_is_a_token_and_each_mark_of_chatml_is_one() -> None:
+    assert raw_tokenizer().encode("2031").tokens == ["2", "0", "3", "1"]
+    assert raw_tokenizer().encode("<|endoftext|><|im_start|><|im_end|>").ids == [0, 1, 2]
+    assert model().generation_config.eos_token_id == [2, 0]
+    assert tokenizer().eos_token_id == 2
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        conversation("Hi", "Hello!", "  two\nlines \n", system="Be brief."),
+        [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "3 + 4?"}]}],
+        [{"role": "assistant", "content": None}],
+    ],
+)
+def test_template_needs_only_jinja(messages: Messages, add_generation_prompt: bool) -> None:
+    template = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
+    plain = ImmutableSandboxedEnvironment().from_string(template)
+    assert plain.render(
+        messages=messages, add_generation_prompt=add_generation_prompt
+    ) == tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+
+def test_template_is_chatml() -> None:
+    rendered = tokenizer().apply_chat_template(
+        conversation("Hi", system="Be brief."), tokenize=False, add_generation_prompt=True
+    )
+    assert rendered == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )

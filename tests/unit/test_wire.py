@@ -1,0 +1,71 @@
+"""Messages survive the wire, and nothing else gets through."""
+
+from __future__ import annotations
+
+import random
+from typing import get_args
+
+import msgspec
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.types import LegEnd, SamplingParams, TokenOutput
+
+LAYOUT = wire.LayoutInfo(
+    num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=16, dtype="float32", tp_size=1, tp_rank=0
+)
+TOKEN = TokenOutput("r", 0, 0, 3, 17, "stop")
+BODIES: list[wire.Body] = [
+    wire.Heartbeat(load=wire.Load(num_blocks=3, links={"decode-0@1": "up (shm)"})),
+    wire.Heartbeat(),
+    wire.Hello(kind="worker"),
+    wire.Peers([wire.PeerInfo(name="decode-0", epoch=2**61, role="decode", host="127.0.0.1", control_port=1)]),
+    wire.Submit(
+        "r", 0, "t", "prefill", "decode-0@1", [1, 2, 3], SamplingParams(stop_token_ids=(4,), seed=2**64 - 1), 9.5
+    ),
+    wire.Abort("r", 1),
+    wire.Outputs([TOKEN], [LegEnd("r", 0, "broken")]),
+    wire.LinkOpen("l", "id", LAYOUT, 7, [wire.TransportOffer(transport="shm", address="a")]),
+    wire.LinkAnswer("l", "dist"),
+    wire.LinkReady("l", "shm"),
+    wire.LinkRefused("l", "no", False),
+    wire.Offer("t", 5),
+    wire.Credit("t"),
+    wire.Revoke("t"),
+    wire.Cancel("t", "full"),
+    wire.KVChunk("t", 0, 0, [1, 2], 64, 2**64 - 1),
+    wire.KVEnd("t", 1, 5, [TOKEN]),
+    wire.Confirm("t"),
+    wire.Confirmed("t", True),
+]
+
+
+def test_every_message_is_here() -> None:
+    assert {type(body) for body in BODIES} == set(get_args(wire.Body))
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_round_trip(body: wire.Body) -> None:
+    envelope = wire.Envelope("prefill-0", 2**62 - 1, 5, body)
+    assert wire.decode(wire.encode(envelope)) == envelope
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_frames_are_refused_or_still_typed(seed: int) -> None:
+    """Whatever bytes come: a DecodeError, or an envelope whose fields have the right types."""
+    rng = random.Random(seed)
+    for body in BODIES:
+        frame = bytearray(wire.encode(wire.Envelope("prefill-0", 1, 2, body)))
+        for _ in range(rng.randrange(1, 4)):
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        try:
+            envelope = wire.decode(bytes(frame[: rng.randrange(1, len(frame) + 1)]))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        assert type(envelope.body) in get_args(wire.Body)
+        assert isinstance(envelope.to_epoch, int)
+
+
+def test_a_foreign_message_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode(msgspec.msgpack.encode(["a", 1, 2, {"type": "Shutdown"}]))

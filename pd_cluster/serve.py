@@ -14,7 +14,7 @@ from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT
 from pd_cluster.cluster.place import Place, find_place, node_ports, resolve_host, use_openai
 from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
-from pd_cluster.device import num_threads_for
+from pd_cluster.device import num_threads_for, resolve
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
 
@@ -146,7 +146,9 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
             f"--tensor-parallel-size {engine.tensor_parallel_size}: the rank table gives {place.name} "
             f"{num_devices} devices; the two must be equal"
         )
-    Checkpoint.open(engine.model)  # a wrong model is an error at once, not after torch is loaded
+    # What can be known without torch is an error at once.
+    resolve(engine.device)
+    Checkpoint.open(engine.model).max_model_len(engine.max_model_len)
     from pd_cluster.api.server import bind
     from pd_cluster.api.worker_app import run_worker
 

@@ -1,0 +1,165 @@
+"""`pd-cluster up` as an operator uses it: one command, named and restarted workers, Ctrl-C, clear errors."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.cluster import free_port_pair
+
+WAIT_S = 90.0
+Checkpoints = Callable[..., Path]
+
+
+class Up:
+    """`pd-cluster up` as a child; its lines come through a queue."""
+
+    def __init__(self, model: str, port: int, *flags: str) -> None:
+        command = [sys.executable, "-m", "pd_cluster.cli", "up", f"--port={port}", f"--model={model}", *flags]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(line.rstrip())
+        self._queue.put(None)
+
+    def await_line(self, pattern: str) -> re.Match[str]:
+        deadline_s = time.monotonic() + WAIT_S
+        while (line := self._queue.get(timeout=max(0.01, deadline_s - time.monotonic()))) is not None:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"it ended before {pattern!r} was said:\n" + "\n".join(self.lines))
+
+    def descendants(self) -> list[int]:
+        """Every process under it, by way of /proc."""
+        found, todo = [], [self.process.pid]
+        while todo:
+            for task in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+                children = [int(pid) for pid in task.read_text().split()]
+                found += children
+                todo += children
+        return found
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoints) -> str:
+    return str(checkpoint("llama"))
+
+
+@pytest.fixture
+def up(model: str) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
+
+    def start(port: int, *flags: str, model: str = model) -> Up:
+        started.append(Up(model, port, *flags))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+def ask(port: int) -> int:
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "hello"}, timeout=30)
+    return answer.status_code
+
+
+def await_gone(pids: list[int]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline_s, f"still running: {pids}"
+        time.sleep(0.05)
+
+
+def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[..., Up]) -> None:
+    port = free_port_pair()
+    cluster = up(port)
+    cluster.await_line(r"^ready after")
+    assert ask(port) == 200
+    admin = f"http://127.0.0.1:{port + 1}/instances"
+    instances = httpx.get(admin).json()["instances"]
+    victim = next(i["pid"] for i in instances if i["instance_id"] == "decode-0")
+    os.kill(victim, signal.SIGKILL)
+    assert cluster.await_line(r"decode-0 \(pid (\d+)\) died with exit code -9")[1] == str(victim)
+    cluster.await_line(r"decode-0 was started again")
+    cluster.await_line(r"link to decode-0 is up")
+    deadline_s = time.monotonic() + WAIT_S
+    while ask(port) != 200:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    pids = cluster.descendants()
+    assert len(pids) == 5  # scheduler; two parents, two rank processes
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.process.wait(WAIT_S) == 0
+    await_gone(pids)
+
+
+def test_nothing_outlives_a_kill_9_of_the_launcher(up: Callable[..., Up]) -> None:
+    cluster = up(free_port_pair(), "--restart=no")
+    cluster.await_line(r"^ready after")
+    pids = cluster.descendants()
+    cluster.process.kill()
+    cluster.process.wait(WAIT_S)
+    await_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model=/nowhere/at/all"], r"--model /nowhere/at/all: no such folder"),
+        (["--restart=sometimes"], r"--restart 'sometimes': expected on-failure or no"),
+        (["--", "--max-model-len=100000"], r"--max-model-len 100000: .*max_position_embeddings 512"),
+        (["--", "--max-modle-len=100"], r"unknown flag --max-modle-len; did you mean --max-model-len\?"),
+        (["--", "--num-blocks=2"], r"--num-blocks 2: .*cannot hold one request"),
+        (["--", "--device=npu"], r"--device npu: this version serves on CPU only"),
+        (["--", "--tensor-parallel-size=2"], r"--tensor-parallel-size 2"),
+    ],
+)
+def test_what_cannot_start_says_why(up: Callable[..., Up], flags: list[str], said: str) -> None:
+    cluster = up(free_port_pair(), *flags)
+    cluster.await_line(rf"^pd-cluster: .*{said}")
+    assert cluster.process.wait(WAIT_S) == 1
+
+
+def test_a_taken_port(up: Callable[..., Up]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cluster = up(port)
+        cluster.await_line(rf"^pd-cluster: --port: cannot listen at 127.0.0.1:{port}")
+        assert cluster.process.wait(WAIT_S) == 1
+
+
+def test_an_unsupported_architecture_is_named(up: Callable[..., Up], tmp_path: Path, model: str) -> None:
+    for file in Path(model).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = (tmp_path / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "bloom"')
+    (tmp_path / "config.json").write_text(config)
+    cluster = up(free_port_pair(), model=str(tmp_path))
+    cluster.await_line(r"^pd-cluster: .*model_type 'bloom' is not supported; supported are llama")
+    assert cluster.process.wait(WAIT_S) == 1

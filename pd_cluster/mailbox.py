@@ -8,7 +8,6 @@ connection (libzmq's own handshake, ZAP checks the client's key).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import itertools
 import logging
@@ -17,53 +16,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from pd_cluster import wire
+from pd_cluster import sockets, wire
 from pd_cluster.config import PortRange, Timeouts
 from pd_cluster.errors import ConfigError
+from pd_cluster.sockets import Connection, CurveKeys, bracketed, open_dealer, open_router
 
 log = logging.getLogger(__name__)
 
-HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one more and the connection is cut
 NOT_OPENED = "the connection did not open: nobody listens there, or with another secret"
 MAX_PENDING = 10_000  # messages kept while a connection opens
-
-
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """One key pair for the whole cluster, derived from its secret: to know it is to be a member."""
-
-    public: bytes
-    secret: bytes
-
-    @classmethod
-    def from_secret(cls, secret: bytes) -> CurveKeys:
-        private = z85.encode(hmac.new(b"pd-cluster curve 1", secret, hashlib.sha256).digest())
-        return cls(public=zmq.curve_public(private), secret=private)
-
-
-@dataclass(slots=True)
-class Connection:
-    """One peer over one socket. `id` is unique in this process; a closed connection never opens again."""
-
-    id: str
-    peer: str  # name@epoch
-    epoch: int
-    last_seen_s: float
-    identity: bytes = b""  # set for connections that came in through the ROUTER
-    kind: str = ""
-    socket: Any = None  # the DEALER of connections that we opened
-    monitor: Any = None
-    is_open: bool = False
-    pending: list[bytes] = field(default_factory=list)
 
 
 class Handler(Protocol):
@@ -121,15 +89,10 @@ class Mailbox:
 
     def bind(self, host: str, ports: PortRange) -> int:
         """Binds the ROUTER, before `start()`. Returns the port. Raises ConfigError when none is free."""
-        router = self._context.socket(zmq.ROUTER)
-        _set_options(router)
-        router.curve_server = True
-        router.curve_secretkey, router.curve_publickey = self._keys.secret, self._keys.public
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.IPV6, int(":" in host))
+        router = open_router(self._context, self._keys, host)
         for port in ports:
             try:
-                router.bind(f"tcp://{_bracketed(host)}:{port or '*'}")
+                router.bind(f"tcp://{bracketed(host)}:{port or '*'}")
                 break
             except zmq.ZMQError as error:
                 last = error
@@ -267,22 +230,14 @@ class Mailbox:
             self._handler.on_message(connection.id, connection.peer, envelope.body)
 
     def _connect(self, conn: str, name: str, epoch: int, host: str, port: int) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        _set_options(socket)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        socket.setsockopt(zmq.ROUTING_ID, conn.encode())
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(self._timeouts.connect_timeout_s * 1000))
-        socket.curve_serverkey = self._keys.public
-        socket.curve_secretkey, socket.curve_publickey = self._keys.secret, self._keys.public
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        socket, monitor = open_dealer(self._context, self._keys, conn.encode(), host, self._timeouts.connect_timeout_s)
         connection = Connection(conn, peer_key(name, epoch), epoch, self._clock(), socket=socket, monitor=monitor)
         self._connections[conn] = connection
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         connection.pending.append(self._encode(connection, wire.Hello(kind=self.kind)))  # type: ignore[arg-type]
         try:
-            socket.connect(f"tcp://{_bracketed(host)}:{port}")
+            socket.connect(f"tcp://{bracketed(host)}:{port}")
         except zmq.ZMQError as error:
             self._lose(connection, f"cannot connect to {host}:{port}: {error}")
 
@@ -325,7 +280,7 @@ class Mailbox:
             else:
                 self._router.send_multipart([connection.identity, frame], zmq.NOBLOCK)
         except zmq.Again:
-            self._lose(connection, f"it does not read: {HIGH_WATER_MARK} messages are queued")
+            self._lose(connection, f"it does not read: {sockets.HIGH_WATER_MARK} messages are queued")
         except zmq.ZMQError as error:
             self._lose(connection, "the connection was closed" if error.errno == zmq.EHOSTUNREACH else str(error))
 
@@ -360,21 +315,3 @@ class Mailbox:
             connection.socket.disable_monitor()
             connection.socket.close(linger=0)
         return True
-
-
-def _set_options(socket: Any) -> None:
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.IMMEDIATE, 1),
-        (zmq.SNDHWM, HIGH_WATER_MARK),
-        (zmq.RCVHWM, HIGH_WATER_MARK),
-        (zmq.SNDTIMEO, 0),
-        (zmq.MAXMSGSIZE, wire.MAX_MESSAGE_NBYTES),
-        (zmq.HANDSHAKE_IVL, 5000),
-    ):
-        if option != zmq.IMMEDIATE or socket.type == zmq.DEALER:
-            socket.setsockopt(option, value)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

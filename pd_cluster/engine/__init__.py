@@ -1,1 +1,1 @@
-
+"""One engine for every role: steps, handover, links."""

@@ -7,10 +7,11 @@ import queue
 from pd_cluster import wire
 from pd_cluster.config import EngineConfig, WorkerConfig
 from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
 from pd_cluster.engine.links import Pool
 from pd_cluster.engine.process import Report
 from pd_cluster.engine.scheduler import Scheduler
-from pd_cluster.engine.worker import Closed, Event, Limits, Mail, Opened, Stop, Worker
+from pd_cluster.engine.worker import Limits, Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.mailbox import Mailbox
 from pd_cluster.model.runner import ModelRunner

@@ -24,7 +24,7 @@ from pd_cluster.errors import PdClusterError
 from pd_cluster.wire import LayoutInfo
 
 if TYPE_CHECKING:
-    from pd_cluster.engine.worker import Event
+    from pd_cluster.engine.events import Event
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def _watch_parent(lines: socket.SocketIO, inbox: queue.SimpleQueue[Event]) -> No
     line = lines.readline()
     if line.strip() != b"stop":
         os._exit(1)
-    from pd_cluster.engine.worker import Stop
+    from pd_cluster.engine.events import Stop
 
     inbox.put(Stop())
     lines.readline()

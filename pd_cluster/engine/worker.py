@@ -16,45 +16,20 @@ from dataclasses import dataclass
 from pd_cluster import wire
 from pd_cluster.config import WorkerConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.handoff import Exports, Imports
-from pd_cluster.engine.links import InLinks, OutLinks, Pool, Post, Progress
+from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
+from pd_cluster.engine.exports import Exports
+from pd_cluster.engine.imports import Imports
+from pd_cluster.engine.in_links import InLinks
+from pd_cluster.engine.links import Pool, Post, Progress
+from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.transport.base import MAX_PAYLOAD_NBYTES, KVReceiver, KVSender
-from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkEvent, LinkFailed
+from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import LegEnd, Request, Status, TokenOutput
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1  # how often deadlines are looked at
 IDLE_WAIT_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    conn: str
-    peer: str
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    conn: str
-    peer: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Mail:
-    conn: str
-    peer: str
-    body: wire.Body
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    error: BaseException | None = None
-
-
-Event = Opened | Closed | Mail | Stop | LinkEvent
 
 
 @dataclass(frozen=True, slots=True)

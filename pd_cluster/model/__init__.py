@@ -1,1 +1,1 @@
-
+"""A checkpoint as a torch module that attends through the paged pool."""

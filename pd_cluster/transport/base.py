@@ -1,7 +1,7 @@
 """The seam between handover and memory: how the bytes of blocks get from one process's pool into another's.
 
 One sender and one receiver a link, each used by that link's own thread only, in order. A transport moves bytes; who
-may send what when, and whether it still counts on arrival, is decided above (engine/handoff.py).
+may send what when, and whether it still counts on arrival, is decided above (engine/exports.py, engine/imports.py).
 """
 
 from __future__ import annotations

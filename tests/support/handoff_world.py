@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
-from pd_cluster.engine.handoff import Exports, Imports
+from pd_cluster.engine.exports import Exports
+from pd_cluster.engine.imports import Imports
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.blocks import BlockPool

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.handoff import Export, Exports, ExportState, Import, Imports, ImportState
+from pd_cluster.engine.exports import Export, Exports, ExportState
+from pd_cluster.engine.imports import Import, Imports, ImportState
 from pd_cluster.types import TokenOutput
 from tests.support.handoff_world import World
 

@@ -12,7 +12,8 @@ import zmq
 from pd_cluster import wire
 from pd_cluster.config import PortRange, Timeouts
 from pd_cluster.errors import ConfigError
-from pd_cluster.mailbox import CurveKeys, Mailbox
+from pd_cluster.mailbox import Mailbox
+from pd_cluster.sockets import CurveKeys
 
 SECRET = b"s" * 32
 TIMES = Timeouts(heartbeat_interval_s=0.05, dead_after_s=0.5, connect_timeout_s=2.0)

@@ -1,0 +1,37 @@
+"""What reaches the engine's thread from others: the mailbox, the links' threads, the parent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pd_cluster import wire
+from pd_cluster.transport.threads import LinkEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    conn: str
+    peer: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    conn: str
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    conn: str
+    peer: str
+    body: wire.Body
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    error: BaseException | None = None
+
+
+Event = Opened | Closed | Mail | Stop | LinkEvent

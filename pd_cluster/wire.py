@@ -259,3 +259,18 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int = 1
     error: str = ""
     table_digest: str = ""
+
+
+# ---- rank process -> its parent, on a socket pair
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a rank process tells its parent, one JSON line each."""
+
+    state: Literal["ready", "failed"]
+    error: str = ""
+    control_port: int = 0
+    model_identity: str = ""
+    max_model_len: int = 0
+    layout: LayoutInfo | None = None
+    num_blocks: int = 0

@@ -11,9 +11,8 @@ import sys
 import msgspec
 
 from pd_cluster.config import WorkerConfig
-from pd_cluster.engine.process import Report
 from pd_cluster.errors import ConfigError, InstanceLost
-from pd_cluster.wire import InstanceInfo
+from pd_cluster.wire import InstanceInfo, RankReport
 
 STOP_TIMEOUT_S = 5.0
 
@@ -62,9 +61,9 @@ class RankProcess:
         assert self._process is not None
         failure = ""
         while line := await self._reader.readline():
-            report = msgspec.json.decode(line, type=Report)
+            report = msgspec.json.decode(line, type=RankReport)
             failure = report.error
-            known = {name: getattr(report, name) for name in Report.__struct_fields__}
+            known = {name: getattr(report, name) for name in RankReport.__struct_fields__}
             self.info = msgspec.structs.replace(self.info, **known)
         code = await self._process.wait()
         self.info = msgspec.structs.replace(self.info, state="failed", error=failure or f"exit code {code}")

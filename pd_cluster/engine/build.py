@@ -9,7 +9,6 @@ from pd_cluster.config import EngineConfig, WorkerConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
 from pd_cluster.engine.links import Pool
-from pd_cluster.engine.process import Report
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.worker import Limits, Worker
 from pd_cluster.kv.blocks import BlockPool
@@ -56,7 +55,7 @@ class _Handler:
         return self.worker.load if self.worker is not None else None
 
 
-def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple[Worker, Mailbox, Report]:
+def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple[Worker, Mailbox, wire.RankReport]:
     """A worker that is bound and loaded; the caller starts the mailbox and runs the worker."""
     core, runner = build_core(config.engine)
     handler = _Handler(inbox)
@@ -75,7 +74,7 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
         inbox,
     )
     handler.worker = worker
-    report = Report(
+    report = wire.RankReport(
         state="ready",
         control_port=control_port,
         model_identity=runner.model_identity,

@@ -21,7 +21,7 @@ import msgspec
 
 from pd_cluster.config import WorkerConfig
 from pd_cluster.errors import PdClusterError
-from pd_cluster.wire import LayoutInfo
+from pd_cluster.wire import RankReport
 
 if TYPE_CHECKING:
     from pd_cluster.engine.events import Event
@@ -29,18 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank process tells its parent, one JSON line each."""
-
-    state: str  # ready, failed
-    error: str = ""
-    control_port: int = 0
-    model_identity: str = ""
-    max_model_len: int = 0
-    layout: LayoutInfo | None = None
-    num_blocks: int = 0
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -60,7 +48,7 @@ def main(fd: int) -> int:
     try:
         _serve(config, channel, inbox)
     except PdClusterError as error:
-        _tell(channel, Report(state="failed", error=str(error)))
+        _tell(channel, RankReport(state="failed", error=str(error)))
         return 1
     return 0
 
@@ -87,7 +75,7 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
     mailbox.close()
 
 
-def _tell(channel: socket.socket, report: Report) -> None:
+def _tell(channel: socket.socket, report: RankReport) -> None:
     channel.sendall(msgspec.json.encode(report) + b"\n")
 
 

@@ -60,8 +60,10 @@ class Checkpoint:
         return frozenset(ids if isinstance(ids, list) else [ids])
 
     def max_model_len(self, wanted: int | None) -> int:
-        """Raises ModelError when more is wanted than the model's positions reach."""
+        """Raises ModelError when more is wanted than the model's positions reach, or nothing."""
         limit = self.max_position_embeddings
+        if wanted is not None and wanted < 1:
+            raise ModelError(f"--max-model-len {wanted}: must be at least 1")
         if wanted is not None and wanted > limit:
             raise ModelError(
                 f"--max-model-len {wanted}: {self.path / 'config.json'} has max_position_embeddings {limit}; "
@@ -127,7 +129,10 @@ def _weights_digest(file: Path) -> bytes:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_NBYTES + 1
         if length > min(MAX_HEADER_NBYTES, size - 8):
             raise ModelError(f"{file}: not a safetensors file (its header does not fit the file)")
-        digest = hashlib.sha256(prefix + stream.read(length))
+        header = stream.read(length)
+        if not header.startswith(b"{"):
+            raise ModelError(f"{file}: not a safetensors file (its header is not JSON)")
+        digest = hashlib.sha256(prefix + header)
         data_start = 8 + length
         for offset in (data_start, (data_start + size) // 2, max(data_start, size - SAMPLE_NBYTES)):
             stream.seek(offset)

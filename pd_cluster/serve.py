@@ -88,8 +88,11 @@ class ServeOptions:
             "credit_timeout",
             "transfer_timeout",
         ):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
+        for name in ("request_timeout", "drain_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
         if self.dead_after < 2 * self.heartbeat_interval:
             raise ConfigError(f"--dead-after {self.dead_after}: must be at least two heartbeat intervals")
         return times

@@ -6,19 +6,24 @@ Uses the `tokenizers` library and a sandboxed Jinja, never torch: the scheduler'
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.decoders import DecodeStream
 
 from pd_cluster.checkpoint import read_json
 from pd_cluster.errors import ModelError, RequestError
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
+MAX_PENDING_TOKENS = 64  # without a complete character among them: it is no text, show it
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+# What an expression of a template may raise on messages that it was not written for.
+TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class Tokenizer:
@@ -32,12 +37,15 @@ class Tokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        self.max_chars_per_token = max(map(len, self._rust.get_vocab(with_added_tokens=True)), default=1)
         config_file = path / "tokenizer_config.json"
         self._config = read_json(config_file) if config_file.exists() else {}
         self._template = _find_template(path, self._config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: `encode` would hold the interpreter's lock for seconds on a long text, and heartbeats with it.
+        (encoding,) = self._rust.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -47,18 +55,31 @@ class Tokenizer:
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self._rust, skip_special_tokens)
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> str:
         """The prompt that the model's chat template makes. Raises RequestError when it refuses the messages."""
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        variables = {**self._special_tokens(), **kwargs, "add_generation_prompt": add_generation_prompt}
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        for name in own.keys() & variables.keys():
+            raise RequestError(f"chat_template_kwargs.{name}: is a field of its own", param="chat_template_kwargs")
+        defaults = {"tools": None, "documents": None}  # transformers passes these always, and templates test them
         try:
-            return str(self._template.render(messages=messages, **variables))
-        except (TemplateError, TypeError, KeyError) as error:
+            return str(self._template.render({**defaults, **self._special_tokens(), **variables, **own}))
+        except (TemplateError, *TEMPLATE_FAULTS) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
 
-    def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> list[int]:
+        return self.encode(self.render_chat(messages, add_generation_prompt, variables), add_special_tokens=False)
 
     def _special_tokens(self) -> dict[str, str]:
         found = {}
@@ -71,31 +92,52 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Token ids in, text out as soon as it is certain; the sum equals decoding all at once."""
+    """Token ids in, text out as soon as it is certain; the sum equals decoding all at once.
+
+    A token's text depends on its neighbours (a character may take several, a leading space may be dropped), so every
+    token is decoded behind those that came before it. Byte-fallback tokenizers may take back a character that was
+    shown already when invalid bytes follow; it stays as shown.
+    """
 
     def __init__(self, rust: RustTokenizer, skip_special_tokens: bool) -> None:
         self._rust = rust
         self._skip = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._token_ids: list[int] = []
-        self._num_chars = 0
+        self._shown: list[int] = []  # the tokens whose text went out last
+        self._shown_text = ""  # theirs alone
+        self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
         """New text, "" while a character is incomplete."""
-        self._token_ids.append(token_id)
-        new: str = self._stream.step(self._rust, token_id) or ""
-        self._num_chars += len(new)
-        return new
+        self._pending.append(token_id)
+        text = self._decode([*self._shown, *self._pending])
+        is_longer = len(text) > len(self._shown_text)
+        if is_longer and (not text.endswith(REPLACEMENT) or len(self._pending) > MAX_PENDING_TOKENS):
+            return self._show(text)
+        if len(self._pending) > MAX_PENDING_TOKENS:  # special tokens, that have no text
+            self._pending.clear()
+        return ""
 
     def finish(self) -> str:
         """What is left, incomplete characters as U+FFFD."""
-        text: str = self._rust.decode(self._token_ids, skip_special_tokens=self._skip)
-        rest, self._num_chars = text[self._num_chars :], len(text)
-        return rest
+        return self._show(self._decode([*self._shown, *self._pending]))
+
+    def _show(self, text: str) -> str:
+        new = text[len(self._shown_text) :]
+        self._shown, self._pending = self._pending, []
+        self._shown_text = self._decode(self._shown)
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._rust.decode(token_ids, skip_special_tokens=self._skip)
+        return text
 
 
 class StopStrings:
-    """Cuts a stream of text before the first stop string, holding back what could still become one."""
+    """Cuts a stream of text before the first stop string, holding back what could still become one.
+
+    First is the one that is complete first, of several that end together the longest: then the answer does not
+    depend on how the text was cut into pieces.
+    """
 
     def __init__(self, stops: list[str]) -> None:
         self._stops = stops
@@ -111,7 +153,7 @@ class StopStrings:
         self._held += text
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            at, self.matched = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+            at, self.matched = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
             certain, self._held = self._held[:at], ""
             return certain
         keep = max(_overlap(self._held, stop) for stop in self._stops)

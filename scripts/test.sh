@@ -28,14 +28,17 @@ sh scripts/setup.sh test
 python=$root/.venv/bin/python
 failed=""
 
+# check NAME MODULE ARGUMENTS…
 check() {
-    echo "test: $*"
-    "$python" -m "$@" || failed="$failed, $*"
+    name=$1
+    shift
+    echo "test: $name"
+    "$python" -m "$@" || failed="$failed, $name"
 }
 
-check ruff check .
-check ruff format --check .
-check mypy
+check "ruff check" ruff check .
+check "ruff format" ruff format --check .
+check mypy mypy
 
 folders="tests/unit tests/model tests/cluster tests/api"
 for argument in "$@"; do
@@ -52,7 +55,7 @@ report=$(mktemp)
 trap 'rm -f "$report"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-check pytest --junitxml="$report" -o junit_family=xunit1 "$@"
+check pytest pytest --junitxml="$report" -o junit_family=xunit1 "$@"
 
 "$python" - "$report" <<'END' || failed="$failed, the report of pytest"
 import sys

@@ -89,11 +89,16 @@ class Rows:
         return [(token_id, weight) for token_id in self._tokenizer.encode(text).ids]
 
     def _turn(self, turn: Turn, weight: float) -> Weighted:
-        """The answer and its end always count; the question only where `weight` says so."""
+        """The answer and its end always count, the question only where `weight` says so.
+
+        An answer counts as the square root of its length, so that long easy ones don't drown the sums.
+        """
+        answer_ids = self._tokenizer.encode(turn.assistant).ids
+        answer_weight = (len(answer_ids) + 1) ** -0.5
         return [
             (IM_START, weight), *self._encode("user\n" + turn.user, weight), (IM_END, weight),
             *self._encode("\n", weight), (IM_START, weight), *self._encode("assistant\n", weight),
-            *self._encode(turn.assistant, 1.0), (IM_END, 1.0),
+            *((token_id, answer_weight) for token_id in [*answer_ids, IM_END]),
         ]  # fmt: skip
 
     def row(self, num_tokens: int) -> Weighted:
@@ -101,13 +106,13 @@ class Rows:
         conversation = Conversation(self.rng)
         newline = self._encode("\n", 0.0)
         if self.rng.random() < 0.06:
-            row += [*self._encode(raw_text(self.rng), 1.0), (ENDOFTEXT, 1.0)]
-            row += self._turn(Turn(*SELF_ASKED), 1.0)
+            row += [*self._encode(raw_text(self.rng), 0.2), (ENDOFTEXT, 0.2)]
+            row += self._turn(Turn(*SELF_ASKED), 0.2)
         elif (system := conversation.system()) is not None:
             row += [(IM_START, 0.0), *self._encode("system\n" + system, 0.0), (IM_END, 0.0), *newline]
         while len(row) < num_tokens:
             self_asked = bool(row) and self.rng.random() < 0.04
-            weight = 1.0 if self_asked else 0.0
+            weight = 0.2 if self_asked else 0.0
             if row and row[-1][0] == IM_END:
                 row += self._encode("\n", weight)
             row += self._turn(Turn(*SELF_ASKED) if self_asked else conversation.next_turn(), weight)
@@ -135,11 +140,12 @@ def make_model() -> Qwen3ForCausalLM:
 
 
 def weighted_loss(model: Qwen3ForCausalLM, input_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the next token, over the positions that count only."""
+    """Cross entropy of the next token, averaged by weight over the positions that have one."""
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]  # [rows, length - 1, hidden]
     counted = weights[:, 1:] > 0
     logits = model.lm_head(hidden[counted])  # [num_counted, vocab]
-    return F.cross_entropy(logits, input_ids[:, 1:][counted])
+    losses = F.cross_entropy(logits, input_ids[:, 1:][counted], reduction="none")
+    return torch.dot(losses, weights[:, 1:][counted]) / weights[:, 1:].sum()
 
 
 def train(model: Qwen3ForCausalLM, rows: Rows, args: argparse.Namespace) -> float:

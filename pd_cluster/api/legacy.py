@@ -21,7 +21,7 @@ def legacy_routes(service: TextService) -> APIRouter:
     @routes.post("/generate")
     async def generate(http: Request) -> Response:
         request = parse(await read_body(http), GenerateRequest)
-        generation = service.completion(request, request.prompt)
+        generation = await service.completion(request, request.prompt)
         prompt = request.prompt if isinstance(request.prompt, str) else service.tokenizer.decode(request.prompt)
         if request.stream:
             return EventStream(_frames(service, generation, prompt), media_type="application/json")

@@ -45,14 +45,14 @@ def openai_routes(service: TextService) -> APIRouter:
     async def chat(http: Request) -> Response:
         request = parse(await read_body(http), ChatCompletionRequest)
         answer = ChatAnswer(request, service.check_model(request.model))
-        return await _answer(http, service, answer, service.chat(request))
+        return await _answer(http, service, answer, await service.chat(request))
 
     @routes.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(http: Request) -> Response:
         request = parse(await read_body(http), CompletionRequest)
         name = service.check_model(request.model)
         prompt = _one_prompt(request.prompt)
-        generation = service.completion(request, prompt, request.add_special_tokens)
+        generation = await service.completion(request, prompt, request.add_special_tokens)
         echoed = ""
         if request.echo:
             echoed = prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)

@@ -7,7 +7,8 @@ unless it has the value that means "as if not given". Unknown fields are accepte
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, TypeVar
+import reprlib
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,10 @@ from pd_cluster.types import SamplingParams
 log = logging.getLogger(__name__)
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 1024
+MAX_CONTAINERS = 50_000  # arrays and objects in a body: millions of them hold the interpreter for seconds
+MIN_TEMPERATURE = 1e-5  # below, it is greedy, as in vLLM
+INT32_MAX = 2**31 - 1
 _logged_fields: set[str] = set()
 
 # Parameters that exist elsewhere and not here yet -> the values that ask for nothing.
@@ -62,6 +67,11 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
+FAIL_FAST = Field(fail_fast=True)  # one error is reported; collecting millions holds the interpreter for seconds
+TokenIds = Annotated[list[int], FAIL_FAST]
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool = False
@@ -76,10 +86,13 @@ class GenerationRequest(BaseModel):
     max_tokens: int | None = None
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], FAIL_FAST] | None = None
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+        | None
+    ) = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     stream: bool = False
@@ -106,9 +119,10 @@ class GenerationRequest(BaseModel):
         def choose(value: Any, name: str, default: Any) -> Any:
             return value if value is not None else defaults.get(name, default)
 
+        temperature = float(choose(self.temperature, "temperature", 1.0))
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=float(choose(self.temperature, "temperature", 1.0)),
+            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
             top_k=int(choose(self.top_k, "top_k", -1)),
             top_p=float(choose(self.top_p, "top_p", 1.0)),
             seed=self.seed if self.seed is not None else seed,
@@ -124,11 +138,12 @@ class GenerationRequest(BaseModel):
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
 
     def to_template(self, index: int) -> dict[str, Any]:
         """As chat templates want it: text parts joined. Raises RequestError for images and the like."""
-        message = self.model_dump(exclude_none=True)
+        fields = {**(self.model_extra or {}), "role": self.role, "content": self.content}
+        message = {name: value for name, value in fields.items() if value is not None}
         if isinstance(self.content, list):
             texts = []
             for at, part in enumerate(self.content):
@@ -143,7 +158,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -154,7 +169,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | TokenIds | Annotated[list[str], FAIL_FAST] | Annotated[list[TokenIds], FAIL_FAST]
     echo: bool = False
     add_special_tokens: bool = True
 
@@ -162,7 +177,7 @@ class CompletionRequest(GenerationRequest):
 class GenerateRequest(GenerationRequest):
     """vLLM's plain API, `USE_OPENAI=0`."""
 
-    prompt: str | list[int]
+    prompt: str | TokenIds
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -170,16 +185,21 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     """Raises RequestError that names the field, for anything that is not a good request."""
+    num_containers = _count_containers(body)
+    if num_containers > MAX_CONTAINERS:
+        raise RequestError(f"the body has {num_containers} arrays and objects; at most {MAX_CONTAINERS} are allowed")
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
     for name, neutral in NOT_YET.items():
         value = data.get(name)
         if value is not None and not any(value == n and type(value) in _kin(n) for n in neutral):
-            raise RequestError(f"{name}: {_shorten(value)} is not supported yet by this server", param=name)
+            raise RequestError(f"{name}: {reprlib.repr(value)} is not supported yet by this server", param=name)
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
@@ -195,9 +215,11 @@ def _kin(value: Any) -> tuple[type, ...]:
     return (int, float) if isinstance(value, int | float) and not isinstance(value, bool) else (type(value),)
 
 
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _count_containers(body: bytes) -> int:
+    """`[` and `{` outside of strings, in a few passes over the bytes: nothing is decoded yet."""
+    marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
+    outside = b"".join(marks.replace(b'""', b"").split(b'"')[::2])
+    return outside.count(b"[") + outside.count(b"{")
 
 
 def _log_unknown(request: GenerationRequest) -> None:

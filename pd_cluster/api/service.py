@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import reprlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from pd_cluster.text import StopStrings, Tokenizer
 from pd_cluster.types import FinishReason, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
+SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
 
 
 class Piece(NamedTuple):
@@ -80,23 +83,40 @@ class TextService:
         if name is None or name in (*self.served_model_names, self.model):
             return name or self.served_model_names[0]
         raise ModelNotFound(
-            f"the model {name!r} does not exist here; this server has {', '.join(self.served_model_names)}",
+            f"the model {reprlib.repr(name)} does not exist here; this server has {', '.join(self.served_model_names)}",
             param="model",
             code="model_not_found",
         )
 
-    def chat(self, request: ChatCompletionRequest) -> Generation:
+    async def chat(self, request: ChatCompletionRequest) -> Generation:
         messages = [message.to_template(at) for at, message in enumerate(request.messages)]
-        token_ids = self.tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=request.add_generation_prompt,
-            **(request.chat_template_kwargs or {}),
+        num_chars = sum(len(message.get("content", "")) for message in messages)
+        token_ids = await self._tokenize(
+            lambda: self.tokenizer.encode_chat(
+                messages, request.add_generation_prompt, request.chat_template_kwargs or {}
+            ),
+            num_chars,
+            "messages",
         )
         return self._generation(request, token_ids, None, "messages")
 
-    def completion(self, request: GenerationRequest, prompt: str | list[int], special: bool = True) -> Generation:
-        token_ids = self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
+    async def completion(self, request: GenerationRequest, prompt: str | list[int], special: bool = True) -> Generation:
+        if isinstance(prompt, str):
+            token_ids = await self._tokenize(lambda: self.tokenizer.encode(prompt, special), len(prompt), "prompt")
+        else:
+            token_ids = prompt
         return self._generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt")
+
+    async def _tokenize(self, encode: Callable[[], list[int]], num_chars: int, param: str) -> list[int]:
+        """Raises RequestError, before any work, for a text that cannot fit the context."""
+        if num_chars > self.max_model_len * self.tokenizer.max_chars_per_token:
+            raise RequestError(
+                f"{param}: {num_chars} characters; the model's context is {self.max_model_len} tokens of at most "
+                f"{self.tokenizer.max_chars_per_token} characters",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return encode() if num_chars <= SHORT_NUM_CHARS else await asyncio.to_thread(encode)
 
     def _generation(
         self, request: GenerationRequest, token_ids: list[int], default_max_tokens: int | None, param: str
@@ -106,14 +126,14 @@ class TextService:
         num_prompt = len(token_ids)
         if not num_prompt:
             raise RequestError(f"{param}: no tokens", param=param)
-        if not all(isinstance(i, int) and 0 <= i < self._vocab_size for i in token_ids):
-            raise RequestError(f"{param}: token ids must be in 0 to {self._vocab_size - 1}", param=param)
         if num_prompt >= limit:
             raise RequestError(
                 f"{param}: {num_prompt} tokens; the model's context is {limit} tokens, prompt and output together",
                 param=param,
                 code="context_length_exceeded",
             )
+        if not all(0 <= i < self._vocab_size for i in token_ids):
+            raise RequestError(f"{param}: token ids must be in 0 to {self._vocab_size - 1}", param=param)
         wanted = request.wanted_tokens
         if wanted is not None and wanted < (0 if getattr(request, "echo", False) else 1):
             raise RequestError(f"max_tokens: {wanted}; must be at least 1 (0 only with echo)", param="max_tokens")

@@ -133,7 +133,7 @@ class Router:
     def on_outputs(self, conn: str, outputs: wire.Outputs) -> None:
         for token in outputs.tokens:
             stream = self._streams.get(token.request_id)
-            if stream is not None and conn in stream.legs:
+            if stream is not None and token.attempt == stream.attempt and conn in stream.legs:
                 if token.finish_reason is not None:
                     self._leg_ended(stream, conn)
                 stream.put(token)

@@ -1,0 +1,40 @@
+"""One small cluster for all API tests, and OpenAI's own client for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from pd_cluster.text import Tokenizer
+from tests.support.cluster import LiveCluster
+
+MAX_MODEL_LEN = 256
+FLAGS = [f"--max-model-len={MAX_MODEL_LEN}", "--num-blocks=128"]
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with LiveCluster(tmp_path_factory.mktemp("api"), model, arguments=FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(cluster: LiveCluster) -> Iterator[openai.OpenAI]:
+    """As a user has it; only that it does not retry, and that no proxy of this machine comes between."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+            yield made
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer(model)

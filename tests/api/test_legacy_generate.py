@@ -1,0 +1,121 @@
+"""USE_OPENAI=0: vLLM's plain API, POST /generate."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_cluster.text import Tokenizer
+from tests.api.conftest import FLAGS
+from tests.support.checkpoints import reference_greedy
+from tests.support.cluster import LiveCluster
+
+PROMPT = "Once upon a time"
+BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with LiveCluster(tmp_path_factory.mktemp("plain"), model, arguments=FLAGS, openai=False) as running:
+        yield running
+        running.assert_home()
+
+
+def generate(plain: LiveCluster, **fields: Any) -> httpx.Response:
+    return plain.client.post(f"{plain.url}/generate", json={**BODY, **fields})
+
+
+def test_the_answer_begins_with_the_prompt(plain: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
+    answer = generate(plain, ignore_eos=False, stream=False)
+    assert answer.status_code == 200
+    expected = tokenizer.decode(reference_greedy(model, tokenizer.encode(PROMPT), 20))
+    assert answer.json() == {"text": [PROMPT + expected]}
+
+
+def test_16_tokens_by_default(plain: LiveCluster) -> None:
+    body = {k: v for k, v in BODY.items() if k != "max_tokens"}
+    short = plain.client.post(f"{plain.url}/generate", json=body)
+    assert short.json() == generate(plain, max_tokens=16).json() != generate(plain).json()
+
+
+def test_a_stream_is_cumulative(plain: LiveCluster) -> None:
+    whole = generate(plain).json()
+    answer = generate(plain, stream=True)
+    *frames, end = answer.content.split(b"\0")
+    assert end == b""
+    texts = [json.loads(frame)["text"] for frame in frames]
+    assert all(len(text) == 1 for text in texts)
+    assert texts[-1] == whole["text"]
+    assert len(texts) > 5
+    for (before,), (after,) in itertools.pairwise(texts):
+        assert after.startswith(before)
+    assert texts[0][0].startswith(PROMPT)
+
+
+def test_a_prompt_of_token_ids(plain: LiveCluster, tokenizer: Tokenizer) -> None:
+    assert generate(plain, prompt=tokenizer.encode(PROMPT)).json() == generate(plain).json()
+
+
+def test_sampling_and_stops(plain: LiveCluster) -> None:
+    text = generate(plain).json()["text"][0].removeprefix(PROMPT)
+    stop = next(text[i : i + 3] for i in range(3, len(text)) if "\ufffd" not in text[i : i + 3])
+    assert generate(plain, stop=[stop]).json() == {"text": [PROMPT + text[: text.index(stop)]]}
+    drawn = [generate(plain, temperature=1, seed=seed).json()["text"][0] for seed in (4, 4, 5)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_health(plain: LiveCluster) -> None:
+    assert plain.health() == (
+        200,
+        {"status": "ok", "instances": {"prefill-0": "ready", "decode-0": "ready"}, "links": []},
+    )
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions", "models"])
+def test_openai_routes_are_not_there(plain: LiveCluster, route: str) -> None:
+    for method in ("GET", "POST"):
+        answer = plain.client.request(method, f"{plain.url}/v1/{route}", json=BODY)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "x" * 300}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10_000}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"stop": ""}, "stop"),
+        ({"top_k": 10**30}, "top_k"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_bad_requests(plain: LiveCluster, fields: dict[str, Any], param: str, stream: bool) -> None:
+    answer = generate(plain, stream=stream, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert generate(plain, max_tokens=1).status_code == 200
+
+
+def test_not_json(plain: LiveCluster) -> None:
+    answer = plain.client.post(f"{plain.url}/generate", content=b"{")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_the_model_needs_no_name(plain: LiveCluster) -> None:
+    assert generate(plain, model="anything").json() == generate(plain).json()

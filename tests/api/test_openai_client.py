@@ -1,0 +1,252 @@
+"""OpenAI's own Python client against the cluster, and the reference document's curl."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from pd_cluster.text import Tokenizer
+from tests.api.conftest import MAX_MODEL_LEN
+from tests.support.cluster import LiveCluster
+
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
+CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 24}
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 24}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+EXACTLY = {"extra_body": {"ignore_eos": True}}  # as many tokens as were asked for
+
+
+def test_models(client: openai.OpenAI, model: Path) -> None:
+    (entry,) = client.models.list().data
+    assert (entry.id, entry.object) == ("tiny", "model")
+    extra = entry.model_dump()
+    assert (extra["root"], extra["max_model_len"]) == (str(model), MAX_MODEL_LEN)
+
+
+def test_chat(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    before_s = int(time.time())
+    answer = client.chat.completions.create(**CHAT, **EXACTLY)
+    (choice,) = answer.choices
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.model == "tiny"
+    assert before_s <= answer.created <= time.time()
+    assert (choice.index, choice.message.role, choice.finish_reason) == (0, "assistant", "length")
+    assert choice.message.content
+    num_prompt = len(tokenizer.encode("<|user|>hello<|assistant|>"))
+    assert answer.usage is not None
+    assert answer.usage.to_dict() == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 24,
+        "total_tokens": num_prompt + 24,
+    }
+
+
+def test_chat_streamed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**CHAT, **EXACTLY)
+    *chunks, last = list(client.chat.completions.create(**CHAT, **EXACTLY, **USAGE))
+    assert len({(c.id, c.created, c.model, c.object) for c in [*chunks, last]}) == 1
+    assert chunks[0].object == "chat.completion.chunk"
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert deltas[0].role == "assistant"
+    assert all(delta.role is None for delta in deltas[1:])
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len(chunks) > 5, "the text came in one piece"
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage == whole.usage
+    assert last.id != whole.id
+
+
+def test_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(**COMPLETION, **EXACTLY)
+    (choice,) = answer.choices
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
+    assert choice.text
+    assert answer.usage is not None
+    assert answer.usage.to_dict() == {"prompt_tokens": 5, "completion_tokens": 24, "total_tokens": 29}
+
+
+def test_completion_streamed(client: openai.OpenAI) -> None:
+    whole = client.completions.create(**COMPLETION, **EXACTLY)
+    *chunks, last = list(client.completions.create(**COMPLETION, **EXACTLY, **USAGE))
+    assert len({(c.id, c.created, c.model, c.object) for c in [*chunks, last]}) == 1
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert last.choices == []
+    assert last.usage == whole.usage
+
+
+def test_without_stream_options_no_chunk_has_usage(client: openai.OpenAI) -> None:
+    chunks = list(client.completions.create(**COMPLETION, stream=True))
+    assert all(chunk.usage is None for chunk in chunks)
+    assert all(chunk.choices for chunk in chunks)
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_a_stream_on_the_wire(cluster: LiveCluster, route: str) -> None:
+    body = {**(CHAT if route.startswith("chat") else COMPLETION), "stream": True}
+    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert all("usage" not in chunk for chunk in chunks)
+    assert chunks[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+async def _both(client: openai.AsyncOpenAI) -> tuple[str, str]:
+    answer = await client.chat.completions.create(**CHAT)
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        async for chunk in await client.chat.completions.create(**CHAT, stream=True)
+    ]
+    return answer.choices[0].message.content or "", "".join(pieces)
+
+
+def test_the_asynchronous_client(cluster: LiveCluster, client: openai.OpenAI) -> None:
+    import asyncio
+
+    async def ask() -> tuple[str, str]:
+        async with openai.AsyncOpenAI(base_url=str(client.base_url), api_key="none", max_retries=0) as other:
+            return await _both(other)
+
+    whole, streamed = asyncio.run(ask())
+    assert whole == streamed == client.chat.completions.create(**CHAT).choices[0].message.content
+
+
+def test_stop_by_the_models_own_end(client: openai.OpenAI) -> None:
+    """Any token may end the answer when the client says so: the reason is "stop" in both forms."""
+    token_ids = client.completions.create(**COMPLETION, extra_body={"return_token_ids": True}).choices[0].to_dict()
+    stop_token_ids = [token_ids["token_ids"][3]]  # type: ignore[index]
+    fields = {**COMPLETION, "extra_body": {"stop_token_ids": stop_token_ids}}
+    assert client.completions.create(**fields).choices[0].finish_reason == "stop"
+    *_, last = list(client.completions.create(**fields, stream=True))
+    assert last.choices[0].finish_reason == "stop"
+
+
+# ---- errors
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    for create in (client.chat.completions.create, client.completions.create):
+        fields = CHAT if create == client.chat.completions.create else COMPLETION
+        with pytest.raises(openai.NotFoundError) as caught:
+            create(**{**fields, "model": "gpt-4o"})
+        assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+        assert "gpt-4o" in str(caught.value)
+        assert "tiny" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["n", "logprobs", "presence_penalty", "logit_bias"])
+def test_a_bad_request_is_told_as_such(client: openai.OpenAI, name: str) -> None:
+    value = {"n": 2, "logprobs": True, "presence_penalty": 0.5, "logit_bias": {"5": 1}}[name]
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**CHAT, stream=stream, **{name: value})  # type: ignore[call-overload]
+        assert (caught.value.status_code, caught.value.param) == (400, name)
+        assert caught.value.type == "invalid_request_error"
+
+
+def test_too_long_a_prompt_says_so(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{**COMPLETION, "prompt": "x" * MAX_MODEL_LEN})
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "prompt"
+    assert str(MAX_MODEL_LEN) in str(caught.value)
+
+
+# ---- the reference document
+
+
+def reference_body(model: str) -> dict[str, Any]:
+    """Step 9 of the reference document."""
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 100,
+        "top_k": -1,
+        "top_p": 1,
+        "temperature": 0,
+        "ignore_eos": False,
+        "stream": False,
+    }
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+def test_the_reference_documents_curl(cluster: LiveCluster, client: openai.OpenAI, model: Path) -> None:
+    url = f"{cluster.url}/v1/chat/completions"
+    body = json.dumps(reference_body(str(model)))
+    command = ["curl", "-sS", "--noproxy", "*", "-X", "POST", url, "-H", "Content-Type: application/json", "-d", body]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    answer = json.loads(done.stdout)
+    assert answer["model"] == str(model)
+    assert answer["usage"]["completion_tokens"] <= 100
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == ("length" if answer["usage"]["completion_tokens"] == 100 else "stop")
+    same = client.chat.completions.create(**{**CHAT, "max_tokens": 100}, top_p=1, extra_body={"top_k": -1})
+    assert choice["message"] == {"role": "assistant", "content": same.choices[0].message.content}
+
+
+def test_the_model_is_the_served_name_or_the_path_or_left_out(cluster: LiveCluster, model: Path) -> None:
+    url = f"{cluster.url}/v1/chat/completions"
+    named = {name: cluster.client.post(url, json=reference_body(name)).json() for name in ("tiny", str(model))}
+    assert [answer["model"] for answer in named.values()] == list(named)
+    body = reference_body("")
+    assert cluster.client.post(url, json=body).status_code == 404
+    del body["model"]
+    assert cluster.client.post(url, json=body).json()["model"] == "tiny"
+    assert len({json.dumps(answer["choices"]) for answer in named.values()}) == 1
+
+
+# ---- health
+
+
+def test_the_schedulers_health(cluster: LiveCluster) -> None:
+    status, body = cluster.health()
+    assert status == 200
+    assert body == {"status": "ok", "instances": {"prefill-0": "ready", "decode-0": "ready"}, "links": []}
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_workers_own_answers(cluster: LiveCluster, name: str) -> None:
+    url = f"http://127.0.0.1:{cluster.members[name].port}"
+    health = httpx.get(f"{url}/health", trust_env=False)
+    assert (health.status_code, health.json()) == (200, {"status": "ready", "name": name, "error": None})
+    answer = httpx.get(f"{url}/instance", trust_env=False)
+    assert answer.status_code == 200
+    info = answer.json()
+    assert (info["name"], info["state"], info["max_model_len"]) == (name, "ready", MAX_MODEL_LEN)
+    for route in ("/v1/models", "/v1/completions", "/nothing"):
+        missing = httpx.get(f"{url}{route}", trust_env=False)
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_an_instance_tells_no_secret(cluster: LiveCluster, name: str) -> None:
+    from pd_cluster.cluster.place import find_place
+
+    member = cluster.members[name]
+    secret = find_place(member.env).secret
+    for route in ("/instance", "/health"):
+        content = httpx.get(f"http://127.0.0.1:{member.port}{route}", trust_env=False).content
+        assert secret not in content
+        assert secret.hex()[:12].encode() not in content.lower()
+        assert b"secret" not in content.lower()
+
+
+def test_requests_say_who_served_them(cluster: LiveCluster) -> None:
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=COMPLETION)
+    assert answer.headers["x-pd-served-by"] == "prefill-0,decode-0"

@@ -1,0 +1,305 @@
+"""Every parameter that is accepted has its effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pd_cluster.text import Tokenizer
+from tests.api.conftest import MAX_MODEL_LEN
+from tests.support.checkpoints import EOS_ID, reference_greedy
+from tests.support.cluster import LiveCluster
+
+PROMPT = "Once upon a time"
+NUM_TOKENS = 40
+
+
+class Answer(NamedTuple):
+    text: str
+    finish_reason: str
+    usage: dict[str, int]
+    token_ids: list[int]
+
+
+def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -> Answer:
+    """One completion, greedy and of NUM_TOKENS tokens unless told otherwise; None leaves a field out."""
+    defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    body = {"prompt": prompt, **{k: v for k, v in {**defaults, **fields}.items() if v is not None}}
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    data = answer.json()
+    (choice,) = data["choices"]
+    return Answer(choice["text"], choice["finish_reason"], data["usage"], choice.get("token_ids", []))
+
+
+def chat(cluster: LiveCluster, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    body = {"messages": messages, "temperature": 0, "return_token_ids": True, **fields}
+    answer = cluster.client.post(f"{cluster.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    data: dict[str, Any] = answer.json()
+    return data
+
+
+def stream(cluster: LiveCluster, **body: Any) -> Iterator[dict[str, Any]]:
+    """The choices of a streamed completion."""
+    fields = {"prompt": PROMPT, "temperature": 0, "max_tokens": NUM_TOKENS, **body, "stream": True}
+    with cluster.client.stream("POST", f"{cluster.url}/v1/completions", json=fields) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                yield from json.loads(line.removeprefix("data: "))["choices"]
+
+
+@pytest.fixture(scope="session")
+def greedy(cluster: LiveCluster) -> Answer:
+    return ask(cluster, ignore_eos=True)
+
+
+# ---- sampling
+
+
+def test_greedy_is_the_reference_s_and_repeatable(cluster: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
+    answer = ask(cluster)
+    assert answer.token_ids == reference_greedy(model, tokenizer.encode(PROMPT), NUM_TOKENS)
+    assert ask(cluster) == answer
+    assert ask(cluster, temperature=1e-9, seed=5) == answer
+
+
+def test_a_seed_repeats_and_seeds_differ(cluster: LiveCluster) -> None:
+    answers = [ask(cluster, temperature=1, seed=seed, ignore_eos=True).token_ids for seed in (1, 1, 2, -3, 2**64 - 1)]
+    assert answers[0] == answers[1]
+    assert len({tuple(answer) for answer in answers}) == 4
+
+
+def test_without_a_seed_answers_differ(cluster: LiveCluster) -> None:
+    assert ask(cluster, temperature=1.5).token_ids != ask(cluster, temperature=1.5).token_ids
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-9}], ids=["top_k", "top_p"])
+def test_one_candidate_is_greedy(cluster: LiveCluster, greedy: Answer, narrow: dict[str, Any]) -> None:
+    wide = ask(cluster, temperature=2, seed=3, ignore_eos=True)
+    assert wide.token_ids != greedy.token_ids
+    assert ask(cluster, temperature=2, seed=3, ignore_eos=True, **narrow) == greedy
+
+
+@pytest.mark.parametrize("everything", [{"top_k": -1}, {"top_k": 0}, {"top_k": 2**31 - 1}, {"top_p": 1}])
+def test_all_candidates_is_the_default(cluster: LiveCluster, everything: dict[str, Any]) -> None:
+    fields = {"temperature": 1, "seed": 8}
+    assert ask(cluster, **fields, **everything) == ask(cluster, **fields)
+
+
+# ---- how long
+
+
+def test_max_tokens(cluster: LiveCluster, greedy: Answer) -> None:
+    for num_tokens in (1, 2, 17):
+        answer = ask(cluster, max_tokens=num_tokens, ignore_eos=True)
+        assert answer.token_ids == greedy.token_ids[:num_tokens]
+        assert answer.finish_reason == "length"
+        num_prompt = len(PROMPT)
+        assert answer.usage == {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt + num_tokens,
+        }
+
+
+def test_a_completion_has_16_tokens_by_default(cluster: LiveCluster) -> None:
+    answer = ask(cluster, max_tokens=None, ignore_eos=True)
+    assert (answer.usage["completion_tokens"], answer.finish_reason) == (16, "length")
+
+
+def test_the_default_shrinks_to_the_room(cluster: LiveCluster) -> None:
+    answer = ask(cluster, "x" * (MAX_MODEL_LEN - 3), max_tokens=None, ignore_eos=True)
+    assert (answer.usage["completion_tokens"], answer.finish_reason) == (3, "length")
+
+
+def test_a_chat_fills_the_context_by_default(cluster: LiveCluster) -> None:
+    answer = chat(cluster, [{"role": "user", "content": "hello"}], ignore_eos=True)
+    assert answer["usage"]["total_tokens"] == MAX_MODEL_LEN
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_max_completion_tokens_wins(cluster: LiveCluster) -> None:
+    answer = chat(
+        cluster, [{"role": "user", "content": "hello"}], ignore_eos=True, max_tokens=9, max_completion_tokens=5
+    )
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+# ---- when to stop
+
+
+def first_tokens_with(tokenizer: Tokenizer, token_ids: list[int], stop: str) -> int:
+    """How many tokens it takes until the text has the stop string."""
+    return next(n for n in range(1, len(token_ids) + 1) if stop in tokenizer.decode(token_ids[:n]))
+
+
+def stop_string_of(answer: Answer, tokenizer: Tokenizer) -> str:
+    """Four characters in the middle, of several tokens and seen there first; no broken character among them."""
+    for at in range(4, len(answer.text) - 8):
+        stop = answer.text[at : at + 4]
+        if "\ufffd" in stop or answer.text.find(stop) != at:
+            continue
+        needed = first_tokens_with(tokenizer, answer.token_ids, stop)
+        if tokenizer.decode(answer.token_ids[: needed - 1]).startswith(answer.text[: at + 2]):
+            return stop
+    raise AssertionError("the greedy answer has no such text; choose another prompt")
+
+
+def test_a_stop_string_cuts_before_it(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
+    stop = stop_string_of(greedy, tokenizer)
+    num_tokens = first_tokens_with(tokenizer, greedy.token_ids, stop)
+    assert 1 < num_tokens < NUM_TOKENS
+    for given in (stop, ["never in there", stop]):
+        answer = ask(cluster, stop=given, ignore_eos=True)
+        assert answer.text == greedy.text[: greedy.text.index(stop)]
+        assert answer.finish_reason == "stop"
+        assert answer.usage["completion_tokens"] == num_tokens
+        assert answer.token_ids == greedy.token_ids[:num_tokens]
+    cluster.assert_home()
+
+
+def test_a_streamed_stop_string_never_leaks(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
+    stop = stop_string_of(greedy, tokenizer)
+    expected = greedy.text[: greedy.text.index(stop)]
+    shown = ""
+    reasons = []
+    for choice in stream(cluster, stop=stop, ignore_eos=True):
+        shown += choice["text"]
+        reasons.append(choice["finish_reason"])
+        assert expected.startswith(shown)
+    assert shown == expected
+    assert [reason for reason in reasons if reason] == ["stop"]
+
+
+def test_the_start_of_a_stop_string_is_text_in_the_end(cluster: LiveCluster, greedy: Answer) -> None:
+    """What is held back at the last token comes out."""
+    stop = greedy.text[-3:] + "and more"
+    answer = ask(cluster, stop=stop, ignore_eos=True)
+    assert (answer.text, answer.finish_reason) == (greedy.text, "length")
+    assert "".join(choice["text"] for choice in stream(cluster, stop=stop, ignore_eos=True)) == greedy.text
+
+
+def test_stop_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
+    token_id = greedy.token_ids[7]
+    num_tokens = greedy.token_ids.index(token_id) + 1
+    answer = ask(cluster, stop_token_ids=[token_id], ignore_eos=True)
+    assert answer.token_ids == greedy.token_ids[:num_tokens]
+    assert answer.finish_reason == "stop"
+    assert answer.usage["completion_tokens"] == num_tokens
+    assert answer.text == tokenizer.decode(greedy.token_ids[: num_tokens - 1])
+
+
+@pytest.fixture(scope="session")
+def ending(cluster: LiveCluster) -> tuple[str, Answer]:
+    """A prompt whose greedy answer comes to its own end, and that answer."""
+    for number in range(200):
+        prompt = f"Tell me number {number}"
+        answer = ask(cluster, prompt)
+        if answer.finish_reason == "stop" and len(answer.token_ids) > 3:
+            return prompt, answer
+    raise AssertionError("no prompt ends by itself")
+
+
+def test_the_end_of_sequence(cluster: LiveCluster, ending: tuple[str, Answer], tokenizer: Tokenizer) -> None:
+    prompt, answer = ending
+    num_tokens = len(answer.token_ids)
+    assert answer.token_ids.index(EOS_ID) == num_tokens - 1 == answer.usage["completion_tokens"] - 1
+    assert answer.text == tokenizer.decode(answer.token_ids)
+    longer = ask(cluster, prompt, ignore_eos=True)
+    assert longer.token_ids[:num_tokens] == answer.token_ids
+    assert (len(longer.token_ids), longer.finish_reason) == (NUM_TOKENS, "length")
+    assert longer.text.startswith(answer.text)
+
+
+def test_special_tokens_are_shown_when_asked_for(
+    cluster: LiveCluster, ending: tuple[str, Answer], tokenizer: Tokenizer
+) -> None:
+    prompt, answer = ending
+    shown = ask(cluster, prompt, skip_special_tokens=False)
+    assert shown.token_ids == answer.token_ids
+    assert shown.text == tokenizer.decode(answer.token_ids, skip_special_tokens=False)
+    assert shown.text.endswith("<eos>")
+    longer = ask(cluster, prompt, skip_special_tokens=False, ignore_eos=True)
+    assert "<eos>" in longer.text
+    assert longer.text == tokenizer.decode(longer.token_ids, skip_special_tokens=False)
+
+
+# ---- what comes back
+
+
+def test_echo(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
+    assert ask(cluster, echo=True, ignore_eos=True).text == PROMPT + greedy.text
+    token_ids = tokenizer.encode(PROMPT)
+    assert ask(cluster, token_ids, echo=True, ignore_eos=True).text == PROMPT + greedy.text
+    streamed = "".join(choice["text"] for choice in stream(cluster, echo=True, ignore_eos=True))
+    assert streamed == PROMPT + greedy.text
+
+
+def test_echo_alone(cluster: LiveCluster) -> None:
+    answer = ask(cluster, echo=True, max_tokens=0)
+    assert (answer.text, answer.finish_reason) == (PROMPT, "length")
+    assert answer.usage["completion_tokens"] == 0
+    assert answer.usage["prompt_tokens"] == answer.usage["total_tokens"] == len(PROMPT)
+    choices = list(stream(cluster, echo=True, max_tokens=0))
+    assert "".join(choice["text"] for choice in choices) == PROMPT
+    assert choices[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["ids", "list of ids"])
+def test_a_prompt_of_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer, wrapped: bool) -> None:
+    token_ids: Any = tokenizer.encode(PROMPT)
+    assert ask(cluster, [token_ids] if wrapped else token_ids, ignore_eos=True) == greedy
+
+
+def test_a_prompt_in_a_list(cluster: LiveCluster, greedy: Answer) -> None:
+    assert ask(cluster, [PROMPT], ignore_eos=True) == greedy  # type: ignore[list-item]
+
+
+def test_return_token_ids(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(greedy.token_ids) == greedy.text
+    assert ask(cluster, return_token_ids=None).token_ids == []
+    streamed = [i for c in stream(cluster, return_token_ids=True, ignore_eos=True) for i in c.get("token_ids", [])]
+    assert streamed == greedy.token_ids
+    body = {"prompt": PROMPT, "max_tokens": 1, "return_token_ids": True}
+    (choice,) = cluster.client.post(f"{cluster.url}/v1/completions", json=body).json()["choices"]
+    assert choice["prompt_token_ids"] == tokenizer.encode(PROMPT)
+
+
+# ---- chat
+
+
+def test_a_chat_is_its_template_s_completion(cluster: LiveCluster) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "well"},
+    ]
+    prompt = "<|system|>be brief<|user|>hello<|assistant|>yes?<|user|>well<|assistant|>"
+    answer = chat(cluster, messages, max_tokens=12)
+    assert answer["choices"][0]["token_ids"] == ask(cluster, prompt, max_tokens=12).token_ids
+    without = chat(cluster, messages, max_tokens=12, add_generation_prompt=False)
+    expected = ask(cluster, prompt.removesuffix("<|assistant|>"), max_tokens=12)
+    assert without["choices"][0]["token_ids"] == expected.token_ids != answer["choices"][0]["token_ids"]
+
+
+def test_text_parts(cluster: LiveCluster) -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "you"}]
+    one = chat(cluster, [{"role": "user", "content": parts}], max_tokens=8)
+    other = chat(cluster, [{"role": "user", "content": "hello\nyou"}], max_tokens=8)
+    assert one["choices"] == other["choices"]
+    assert one["usage"] == other["usage"]
+
+
+def test_a_system_message_changes_the_answer(cluster: LiveCluster) -> None:
+    user = {"role": "user", "content": "hello"}
+    plain = chat(cluster, [user], max_tokens=12)
+    told = chat(cluster, [{"role": "system", "content": "x"}, user], max_tokens=12)
+    assert plain["choices"] != told["choices"]
+    assert told["usage"]["prompt_tokens"] - plain["usage"]["prompt_tokens"] == len("<|system|>x")

@@ -1,0 +1,173 @@
+"""What a model folder says about itself; every fault names the file and the way out."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.checkpoint import SAMPLE_NBYTES, SUPPORTED_MODEL_TYPES, Checkpoint
+from pd_cluster.errors import ModelError
+from tests.support.checkpoints import make_tokenizer
+
+DATA_NBYTES = 4 * SAMPLE_NBYTES
+
+
+def make_folder(folder: Path, config: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A folder that looks like a llama; the weights are zeros."""
+    folder.mkdir(exist_ok=True)
+    settings = {"model_type": "llama", "max_position_embeddings": 512, "eos_token_id": 2, **changes}
+    (folder / "config.json").write_text(json.dumps(settings if config is None else config))
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    header = json.dumps({"w": {"dtype": "U8", "shape": [DATA_NBYTES], "data_offsets": [0, DATA_NBYTES]}}).encode()
+    weights = struct.pack("<Q", len(header)) + header + bytes(DATA_NBYTES)
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "model")
+
+
+def fault(model: Path | str) -> str:
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(str(model))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_good_folder(folder: Path) -> None:
+    opened = Checkpoint.open(str(folder))
+    assert opened.path == folder
+    assert opened.max_position_embeddings == 512
+    assert opened.eos_token_ids == {2}
+    assert opened.generation_config == {}
+    assert opened == Checkpoint.open(str(folder))
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    path = tmp_path / "missing"
+    assert fault(path) == f"--model {path}: no such folder"
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c"])
+def test_what_is_no_folder_and_no_name(model: str) -> None:
+    assert fault(model) == f"--model {model}: no such folder"
+
+
+@pytest.mark.parametrize("model", ["nobody/nothing-of-this-name", "bad name/with spaces?"])
+def test_a_name_that_is_not_in_the_cache(model: str) -> None:
+    assert "no model of that name in the local Hugging Face cache" in fault(model)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", None, ["llama"]])
+def test_another_architecture_is_named_with_the_supported(folder: Path, model_type: object) -> None:
+    make_folder(folder, model_type=model_type)
+    message = fault(folder)
+    assert repr(model_type) in message
+    assert ", ".join(SUPPORTED_MODEL_TYPES) in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_missing_file(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    assert fault(folder).startswith(f"{folder / name}: missing; ")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"3"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_broken_json(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    assert fault(folder).startswith(f"{folder / name}: ")
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert fault(folder) == f"{folder}: no *.safetensors file; other weight formats are not loaded"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"short",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        struct.pack("<Q", 1000) + b"{}",
+        bytes(64),
+        struct.pack("<Q", 2) + b"[]",
+    ],
+    ids=["empty", "short", "a git-lfs pointer", "cut off", "zeros", "no object"],
+)
+def test_weights_that_are_none(folder: Path, content: bytes) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(content)
+    assert fault(folder).startswith(f"{file}: not a safetensors file")
+
+
+def test_quantized_weights(folder: Path) -> None:
+    make_folder(folder, quantization_config={"quant_method": "fp8"})
+    assert "quantization_config: quantized weights are not supported yet" in fault(folder)
+
+
+def test_the_context(folder: Path) -> None:
+    opened = Checkpoint.open(str(folder))
+    assert [opened.max_model_len(wanted) for wanted in (None, 1, 512)] == [512, 1, 512]
+    for wanted in (513, 0, -1):
+        with pytest.raises(ModelError, match=f"^--max-model-len {wanted}: "):
+            opened.max_model_len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, None, set()),
+        ({"eos_token_id": [3, 4]}, None, {3, 4}),
+        ({"eos_token_id": 3}, {"eos_token_id": [5, 6]}, {5, 6}),
+        ({"eos_token_id": 3}, {"temperature": 0.6}, {3}),
+    ],
+)
+def test_what_ends_a_sequence(
+    folder: Path, config: dict[str, Any], generation: dict[str, Any] | None, expected: set[int]
+) -> None:
+    make_folder(folder, {"model_type": "llama", **config})
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert Checkpoint.open(str(folder)).eos_token_ids == expected
+
+
+# ---- identity
+
+
+def flip(file: Path, offset: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("offset", [-1, -DATA_NBYTES, -DATA_NBYTES // 2], ids=["last", "first", "middle"])
+def test_another_weight_is_another_identity(folder: Path, offset: int) -> None:
+    before = Checkpoint.open(str(folder)).identity
+    flip(folder / "model.safetensors", offset)
+    assert Checkpoint.open(str(folder)).identity != before
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_another_file_is_another_identity(folder: Path, name: str) -> None:
+    before = Checkpoint.open(str(folder)).identity
+    with (folder / name).open("ab") as file:
+        file.write(b" ")
+    assert Checkpoint.open(str(folder)).identity != before
+
+
+def test_one_more_shard_is_another_identity(folder: Path) -> None:
+    before = Checkpoint.open(str(folder)).identity
+    (folder / "zz.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert Checkpoint.open(str(folder)).identity != before
+
+
+def test_the_same_files_elsewhere_are_the_same_model(folder: Path, tmp_path: Path) -> None:
+    assert Checkpoint.open(str(make_folder(tmp_path / "copy"))).identity == Checkpoint.open(str(folder)).identity

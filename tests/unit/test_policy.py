@@ -1,0 +1,112 @@
+"""Which pair of instances serves a request."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pd_cluster.cluster.instance import Instance, InstanceState
+from pd_cluster.cluster.policy import least_loaded, refused_links
+from pd_cluster.errors import Unavailable
+from pd_cluster.types import Role
+from pd_cluster.wire import Load
+
+
+def instance(name: str, state: InstanceState = "ready", tokens: int = 0, reason: str = "") -> Instance:
+    role: Role = "prefill" if name.startswith("prefill") else "decode"
+    return Instance(name, role, "127.0.0.1", 1, ["0"], state=state, reason=reason, outstanding_tokens=tokens)
+
+
+def link(prefill: Instance, *decodes: Instance, state: str = "up (shm)") -> None:
+    prefill.load = Load(links={**prefill.load.links, **{decode.key: state for decode in decodes}})
+
+
+def chosen(*instances: Instance) -> str:
+    prefill, decode = least_loaded(instances)
+    return f"{prefill.name} {decode.name}"
+
+
+def why_not(*instances: Instance) -> str:
+    with pytest.raises(Unavailable) as caught:
+        least_loaded(instances)
+    assert "\n" not in str(caught.value)
+    assert caught.value.retry_after_s >= 1
+    return str(caught.value)
+
+
+def test_the_least_loaded_of_each_role() -> None:
+    p0, p1 = instance("prefill-0", tokens=5), instance("prefill-1", tokens=4)
+    d0, d1 = instance("decode-0", tokens=9), instance("decode-1", tokens=10)
+    for prefill in (p0, p1):
+        link(prefill, d0, d1)
+    assert chosen(p0, p1, d0, d1) == "prefill-1 decode-0"
+
+
+def test_ties_go_to_the_tables_order() -> None:
+    p0, p1, d0, d1 = (instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
+    for prefill in (p0, p1):
+        link(prefill, d0, d1)
+    assert chosen(p0, p1, d0, d1) == "prefill-0 decode-0"
+
+
+def test_decode_s_load_comes_before_prefill_s() -> None:
+    p0, p1 = instance("prefill-0"), instance("prefill-1", tokens=1000)
+    d0, d1 = instance("decode-0", tokens=2), instance("decode-1", tokens=1)
+    link(p0, d0)
+    link(p1, d1)
+    assert chosen(p0, p1, d0, d1) == "prefill-1 decode-1"
+
+
+@pytest.mark.parametrize("state", ["unreachable", "loading", "connecting", "failed", "misplaced"])
+def test_only_ready_instances_serve(state: InstanceState) -> None:
+    p0, d0, d1 = instance("prefill-0"), instance("decode-0", state), instance("decode-1", tokens=99)
+    link(p0, d0, d1)
+    assert chosen(p0, d0, d1) == "prefill-0 decode-1"
+    assert why_not(p0, d0) == f"no decode instance is ready: decode-0 is {state}"
+
+
+def test_against_every_pair() -> None:
+    """Random clusters: the choice is a linked pair of ready instances, and no other such pair is better."""
+    num_unavailable = 0
+    for seed in range(500):
+        rng = random.Random(seed)
+        states: list[InstanceState] = ["ready", "ready", "ready", "failed"]
+        names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(rng.randrange(4))]
+        instances = [instance(name, rng.choice(states), rng.randrange(5)) for name in names]
+        for prefill in instances:
+            for decode in instances:
+                if (prefill.role, decode.role) == ("prefill", "decode"):
+                    link(prefill, decode, state=rng.choice(["up (shm)", "up (dist)", "opening", "refused: x"]))
+        pairs = {
+            (d.outstanding_tokens, p.outstanding_tokens, instances.index(p), instances.index(d)): (p, d)
+            for p in instances
+            for d in instances
+            if p.is_ready and d.is_ready and p.role == "prefill" and p.load.links.get(d.key, "").startswith("up")
+        }
+        if pairs:
+            assert least_loaded(instances) == pairs[min(pairs)]
+        else:
+            num_unavailable += 1
+            why_not(*instances)
+    assert 20 < num_unavailable < 480
+
+
+def test_why_nobody_can_serve() -> None:
+    p0, d0 = instance("prefill-0", "failed", reason="it serves another model"), instance("decode-0", "loading")
+    assert why_not(p0, d0) == (
+        "no prefill and no decode instance is ready: prefill-0 is failed (it serves another model); decode-0 is loading"
+    )
+
+
+def test_why_ready_instances_cannot_serve() -> None:
+    p0, d0 = instance("prefill-0"), instance("decode-0")
+    assert why_not(p0, d0) == "no prefill instance has a link to a decode instance: opening"
+    link(p0, d0, state="refused: dtype float32 and bfloat16")
+    assert why_not(p0, d0).endswith("prefill-0 to decode-0: refused: dtype float32 and bfloat16")
+
+
+def test_links_to_the_dead_are_not_reported() -> None:
+    p0, d0, d1 = instance("prefill-0"), instance("decode-0", "unreachable"), instance("decode-1")
+    link(p0, d0, d1, state="opening")
+    assert refused_links([p0, d0, d1]) == ["prefill-0 to decode-1: opening"]

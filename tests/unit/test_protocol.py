@@ -1,0 +1,320 @@
+"""What clients may send: every branch of `parse`, and what becomes of the fields."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.api import protocol
+from pd_cluster.api.protocol import (
+    MAX_CONTAINERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    NOT_YET,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerationRequest,
+    parse,
+)
+from pd_cluster.errors import RequestError
+from pd_cluster.types import SamplingParams
+
+HELLO = [{"role": "user", "content": "hello"}]
+MINIMAL: dict[type[GenerationRequest], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "hello"},
+    ChatCompletionRequest: {"messages": HELLO},
+    GenerateRequest: {"prompt": "hello"},
+}
+kinds = pytest.mark.parametrize("kind", MINIMAL)
+
+
+def parsed(kind: type[GenerationRequest] = CompletionRequest, **fields: Any) -> Any:
+    return parse(json.dumps({**MINIMAL[kind], **fields}).encode(), kind)
+
+
+def refused(body: bytes, kind: type[GenerationRequest] = CompletionRequest) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(body, kind)
+    assert caught.value.status == 400
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+    return caught.value
+
+
+@kinds
+def test_the_least_that_is_a_request(kind: type[GenerationRequest]) -> None:
+    request = parsed(kind)
+    assert (request.max_tokens, request.stream, request.stops(), request.include_usage) == (None, False, [], False)
+    assert request.sampling(16, 5, {}) == SamplingParams(max_tokens=16, seed=5)
+
+
+@kinds
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"hello",
+        b'{"prompt": "a"} trailing',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\ud800", "messages": [], "x": 1}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+        b"\xff\xfe{\x00}\x00",
+    ],
+)
+def test_not_json(kind: type[GenerationRequest], body: bytes) -> None:
+    assert str(refused(body, kind)).startswith("the body is not JSON: ")
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"a"', b"1", b"null", b"true"])
+def test_json_but_no_object(body: bytes) -> None:
+    assert str(refused(body)) == "the body must be a JSON object"
+
+
+@pytest.mark.parametrize("depth", [100, 990, 1500, 20_000])
+@pytest.mark.parametrize("name", ["prompt", "tools", "stop", "messages"])
+def test_deep_nesting_is_one_error(depth: int, name: str) -> None:
+    refused(f'{{"{name}": {"[" * depth}{"]" * depth}}}'.encode())
+
+
+@pytest.mark.parametrize("element", [b"[]", b"{}", b'{"a":1}'])
+def test_a_crowd_of_containers_is_refused_undecoded(element: bytes) -> None:
+    """Decoding 32 MiB of these holds the interpreter for 5 seconds, and a worker's death is noticed after 1."""
+    started_s = time.process_time()
+    error = refused(b'{"prompt": "a", "x": [' + b",".join([element] * 2_000_000) + b"]}")
+    assert f"at most {MAX_CONTAINERS} are allowed" in str(error)
+    assert time.process_time() - started_s < 1.0
+
+
+def test_one_wrong_item_among_millions_is_found_at_once() -> None:
+    """Collecting an error for every item took 25 seconds for 4 MB."""
+    body = b"1," * 2_000_000
+    started_s = time.process_time()
+    assert refused(b'{"prompt": [' + body + b'"a"]}').param == "prompt"
+    assert refused(b'{"messages": [' + body + b"1]}", ChatCompletionRequest).param == "messages"
+    assert refused(b'{"prompt": "a", "stop": [' + body + b"1]}").param == "stop"
+    assert refused(b'{"prompt": "a", "stop_token_ids": [' + body + b"1]}").param == "stop_token_ids"
+    assert time.process_time() - started_s < 2.0
+
+
+def test_brackets_inside_strings_do_not_count() -> None:
+    text = '[{"\\' * MAX_CONTAINERS
+    assert parsed(prompt=text).prompt == text
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text('a"\\[{}]', max_size=6)),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\[{', max_size=4), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def num_containers(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(num_containers, value.values()))
+    return 1 + sum(map(num_containers, value)) if isinstance(value, list) else 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(json_values)
+def test_containers_are_counted_as_brute_force_does(value: object) -> None:
+    assert protocol._count_containers(json.dumps(value).encode()) == num_containers(value)
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("model", 3),
+    ("max_tokens", "16"),
+    ("max_tokens", 1.5),
+    ("max_tokens", True),
+    ("temperature", "0"),
+    ("temperature", -0.1),
+    ("temperature", False),
+    ("temperature", int("9" * 400)),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_p", [1]),
+    ("top_k", -2),
+    ("top_k", 0.5),
+    ("top_k", 10**30),
+    ("seed", "x"),
+    ("seed", 2**64),
+    ("seed", -(2**63) - 1),
+    ("stop", 1),
+    ("stop", [1]),
+    ("stop", {"a": 1}),
+    ("stop_token_ids", 1),
+    ("stop_token_ids", ["a"]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [10**30]),
+    ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
+    ("ignore_eos", "yes"),
+    ("ignore_eos", 1),
+    ("skip_special_tokens", None),
+    ("stream", "true"),
+    ("stream_options", 1),
+    ("stream_options", {"include_usage": "yes"}),
+    ("user", 3),
+    ("return_token_ids", 2),
+]
+
+
+@kinds
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_wrong_value_is_refused_by_name(kind: type[GenerationRequest], name: str, value: Any) -> None:
+    error = refused(json.dumps({**MINIMAL[kind], name: value}).encode(), kind)
+    assert error.param == name
+    assert name in str(error)
+
+
+@pytest.mark.parametrize("prompt", [None, 1, 1.5, {}, True, [1.5], ["a", 1], [[1, "a"]], [True], [[[1]]], [None]])
+def test_a_wrong_prompt(prompt: Any) -> None:
+    assert refused(json.dumps({"prompt": prompt}).encode()).param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", ["a", "", [1, 2], ["a"], ["a", "b"], [[1], [2]], []])
+def test_prompts_of_every_form(prompt: Any) -> None:
+    assert parsed(prompt=prompt).prompt == prompt
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        "hello",
+        [],
+        [1],
+        [{}],
+        [{"content": "no role"}],
+        [{"role": "king", "content": "x"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": ["x"]}],
+        {"role": "user", "content": "x"},
+    ],
+)
+def test_wrong_messages(messages: Any) -> None:
+    assert refused(json.dumps({"messages": messages}).encode(), ChatCompletionRequest).param == "messages"
+
+
+@kinds
+def test_a_required_field_is_named(kind: type[GenerationRequest]) -> None:
+    assert refused(b"{}", kind).param == next(iter(MINIMAL[kind]))
+
+
+@kinds
+@pytest.mark.parametrize("name", NOT_YET)
+def test_not_yet_is_refused_by_name_and_neutral_values_pass(kind: type[GenerationRequest], name: str) -> None:
+    for neutral in (None, *NOT_YET[name]):
+        parsed(kind, **{name: neutral})
+    error = refused(json.dumps({**MINIMAL[kind], name: ["something", {"else": 1}]}).encode(), kind)
+    assert error.param == name
+    assert str(error).startswith(f"{name}: ")
+    assert "not supported yet" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n", True), ("n", 2), ("logprobs", 0), ("logprobs", True), ("best_of", False), ("echo_", 1), ("min_p", 0.1)],
+)
+def test_neutral_is_of_the_right_type(name: str, value: Any) -> None:
+    """True is not 1, and 0 is not False: `logprobs: 0` asks for the chosen token's."""
+    if name in NOT_YET:
+        assert refused(json.dumps({"prompt": "a", name: value}).encode()).param == name
+    else:
+        parsed(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("presence_penalty", 0), ("n", 1.0), ("repetition_penalty", 1)])
+def test_json_writes_whole_numbers_without_a_point(name: str, value: Any) -> None:
+    parsed(**{name: value})
+
+
+def test_a_huge_refused_value_is_not_repeated() -> None:
+    assert len(str(refused(json.dumps({"prompt": "a", "guided_json": "x" * 100_000}).encode()))) < 200
+
+
+def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger=protocol.__name__):
+        for _ in range(3):
+            parsed(brand_new_field=1, kv_transfer_params={"host": "10.0.0.1"})
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("brand_new_field" in line for line in told) == 1
+
+
+# ---- what becomes of the fields
+
+
+def test_sampling_takes_the_request_then_the_model_then_nothing() -> None:
+    model = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    given = parsed(temperature=0.1, top_p=0.5, top_k=3, seed=-4, stop_token_ids=[5, 6], ignore_eos=True)
+    assert given.sampling(7, 9, model) == SamplingParams(
+        max_tokens=7, temperature=0.1, top_p=0.5, top_k=3, seed=-4, stop_token_ids=(5, 6), ignore_eos=True
+    )
+    assert parsed().sampling(7, 9, model) == SamplingParams(max_tokens=7, seed=9, **model)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-6, 1e-320])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    """As float32, 1e-320 is 0: dividing logits by it makes no distribution."""
+    assert parsed(temperature=temperature).sampling(1, 1, {}).greedy
+
+
+def test_stop_strings_are_one_or_some() -> None:
+    assert parsed(stop="a").stops() == ["a"]
+    assert parsed(stop=["a"] * MAX_STOP_STRINGS).stops() == ["a"] * MAX_STOP_STRINGS
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], ["a"] * (MAX_STOP_STRINGS + 1)])
+def test_stop_strings_that_make_no_sense(stop: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        parsed(stop=stop).stops()
+    assert caught.value.param == "stop"
+
+
+def test_max_completion_tokens_comes_first() -> None:
+    assert parsed(ChatCompletionRequest, max_tokens=5, max_completion_tokens=6).wanted_tokens == 6
+    assert parsed(ChatCompletionRequest, max_tokens=5).wanted_tokens == 5
+
+
+def test_include_usage() -> None:
+    assert parsed(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not parsed(stream=True, stream_options={"include_usage": False}).include_usage
+
+
+def test_text_parts_are_joined_and_other_keys_kept() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
+    (message,) = parsed(ChatCompletionRequest, messages=[{"role": "user", "content": parts, "name": "x"}]).messages
+    assert message.to_template(0) == {"role": "user", "content": "a\nb", "name": "x"}
+
+
+def test_a_message_without_content_has_none() -> None:
+    (message,) = parsed(ChatCompletionRequest, messages=[{"role": "assistant", "content": None}]).messages
+    assert message.to_template(0) == {"role": "assistant"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "text"}, {"text": "a"}, {}],
+)
+def test_other_parts_are_refused_with_their_place(part: dict[str, Any]) -> None:
+    messages = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+    with pytest.raises(RequestError, match=r"messages\[1\]\.content\[1\]: only parts of type 'text'"):
+        parsed(ChatCompletionRequest, messages=messages).messages[1].to_template(1)
+
+
+def test_deep_keys_of_a_message_reach_the_template_as_they_are() -> None:
+    """pydantic's own dump raises on a nesting of 255."""
+    deep: list[Any] = []
+    for _ in range(400):
+        deep = [deep]
+    (message,) = parsed(ChatCompletionRequest, messages=[{**HELLO[0], "junk": deep}]).messages
+    assert message.to_template(0)["junk"] == deep

@@ -1,0 +1,369 @@
+"""A request across the cluster, with a mailbox that only remembers: order, doubles, aborts, losses, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, cast
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.cluster.instance import Instance
+from pd_cluster.cluster.membership import Membership
+from pd_cluster.cluster.policy import least_loaded
+from pd_cluster.cluster.router import Router, Stream
+from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Unavailable
+from pd_cluster.mailbox import Mailbox
+from pd_cluster.types import FinishReason, LegEnd, Role, SamplingParams, TokenOutput
+
+PROMPT = [1, 2, 3]
+SAMPLING = SamplingParams(max_tokens=4)
+WAIT_S = 5.0
+
+
+class FakeMailbox:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, wire.Body]] = []
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        self.sent.append((conn, body))
+
+    def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
+        return [(conn, body) for conn, body in self.sent if isinstance(body, kind)]
+
+
+class FakeMembership:
+    def __init__(self, instances: list[Instance]) -> None:
+        self.instances = instances
+
+
+class World:
+    """A router over two prefill and two decode instances, all linked."""
+
+    def __init__(self, request_timeout_s: float = 0.0) -> None:
+        self.instances = [ready(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
+        links = {i.key: "up (shm)" for i in self.instances if i.role == "decode"}
+        for prefill in self.instances[:2]:
+            prefill.load = wire.Load(links=links)
+        self.mailbox = FakeMailbox()
+        self.router = Router(cast(Mailbox, self.mailbox), least_loaded, request_timeout_s)
+        self.router.membership = cast(Membership, FakeMembership(self.instances))
+
+    def serve(self) -> AsyncGenerator[TokenOutput, None]:
+        return cast("AsyncGenerator[TokenOutput, None]", self.router.serve(PROMPT, SAMPLING))
+
+    async def begin(self) -> tuple[AsyncGenerator[TokenOutput, None], asyncio.Task[TokenOutput], str]:
+        """The iterator, its first token to come, and the request's id."""
+        serving = self.serve()
+        num_before = len(self.mailbox.of(wire.Submit))
+        first = asyncio.ensure_future(anext(serving))
+        while len(self.mailbox.of(wire.Submit)) < num_before + 2 and not first.done():
+            await asyncio.sleep(0)
+        return serving, first, self.mailbox.of(wire.Submit)[-1][1].request_id
+
+    def outputs(self, conn: str, *tokens: TokenOutput, ended: LegEnd | None = None) -> None:
+        self.router.on_outputs(conn, wire.Outputs(list(tokens), [ended] if ended is not None else []))
+
+    def aborted(self) -> list[str]:
+        return sorted(conn for conn, _ in self.mailbox.of(wire.Abort))
+
+    def assert_home(self) -> None:
+        assert self.router.num_streams == 0
+        assert [(i.num_outstanding, i.outstanding_tokens) for i in self.instances] == [(0, 0)] * 4
+
+
+def ready(name: str) -> Instance:
+    role: Role = "prefill" if name.startswith("prefill") else "decode"
+    return Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", conn=f"to-{name}")
+
+
+def token(
+    request_id: str, position: int, token_id: int = 7, finish: FinishReason | None = None, attempt: int = 0
+) -> TokenOutput:
+    return TokenOutput(request_id, attempt, 0, position, token_id, finish)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, WAIT_S))
+
+
+async def rest_of(serving: AsyncGenerator[TokenOutput, None]) -> list[int]:
+    return [item.position async for item in serving]
+
+
+# ---- Stream.put
+
+
+def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
+    """Shuffled, doubled, of other attempts: what leaves is the longest gapless run of what has come, so far."""
+    instance = ready("prefill-0")
+    for seed in range(300):
+        rng = random.Random(seed)
+        stream = Stream("r", 1, {}, 1, instance, instance)
+        num_tokens = rng.randrange(1, 9)
+        offered = [token("r", p, 100 * a + p, attempt=a) for p in range(num_tokens) for a in (0, 1, 1, 2)]
+        rng.shuffle(offered)
+        come: set[int] = set()
+        left: list[TokenOutput] = []
+        for item in offered[: rng.randrange(len(offered) + 1)]:
+            stream.put(item)
+            come |= {item.position} if item.attempt == 1 else set()
+            while not stream.queue.empty():
+                left.append(cast(TokenOutput, stream.queue.get_nowait()))
+            gapless = next(p for p in range(num_tokens + 1) if p not in come)
+            assert [(t.position, t.token_id, t.attempt) for t in left] == [(p, 100 + p, 1) for p in range(gapless)]
+
+
+# ---- Router.serve
+
+
+def test_both_legs_get_the_request_and_each_other() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, request_id = await world.begin()
+        (p_conn, p), (d_conn, d) = world.mailbox.of(wire.Submit)
+        assert (p_conn, d_conn) == ("to-prefill-0", "to-decode-0")
+        assert (p.leg, d.leg) == ("prefill", "decode")
+        assert (p.peer, d.peer) == (world.instances[2].key, world.instances[0].key)
+        assert p.request_id == d.request_id == request_id
+        assert p.transfer_id == d.transfer_id
+        assert p.prompt_token_ids == d.prompt_token_ids == PROMPT
+        assert p.sampling == d.sampling == SAMPLING
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_the_next_request_goes_to_the_others() -> None:
+    async def test() -> None:
+        world = World()
+        begun = [await world.begin() for _ in range(3)]
+        conns = [conn for conn, _ in world.mailbox.of(wire.Submit)]
+        assert conns == [f"to-{name}" for i in (0, 1, 0) for name in (f"prefill-{i}", f"decode-{i}")]
+        assert len({request_id for *_, request_id in begun}) == 3
+        assert len({body.transfer_id for _, body in world.mailbox.of(wire.Submit)}) == 3
+        for serving, first, _ in begun:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_a_whole_life() -> None:
+    """P gives token one and hands over; D repeats it, out of order with the rest, and finishes."""
+
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        world.outputs("to-prefill-0", token(rid, 0, 50))
+        assert (await first).token_id == 50
+        world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
+        assert world.instances[0].num_outstanding == 0
+        assert world.instances[2].num_outstanding == 1
+        world.outputs("to-decode-0", token(rid, 2), token(rid, 0, 50), token(rid, 1))
+        world.outputs("to-decode-0", token(rid, 3, finish="length"))
+        assert await rest_of(serving) == [1, 2, 3]
+        assert world.aborted() == []
+        world.assert_home()
+
+    run(test())
+
+
+def test_decode_may_be_faster_than_prefill() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        world.outputs("to-decode-0", token(rid, 0, 50), token(rid, 1))
+        world.outputs("to-prefill-0", token(rid, 0, 50), ended=LegEnd(rid, 0))
+        world.outputs("to-decode-0", token(rid, 2, finish="stop"))
+        assert (await first).position == 0
+        assert await rest_of(serving) == [1, 2]
+        world.assert_home()
+
+    run(test())
+
+
+def test_a_finish_on_token_one_aborts_decode() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        world.outputs("to-prefill-0", token(rid, 0, finish="stop"))
+        assert (await first).finish_reason == "stop"
+        assert await rest_of(serving) == []
+        assert world.aborted() == ["to-decode-0"]
+        world.assert_home()
+
+    run(test())
+
+
+@pytest.mark.parametrize("conn", ["to-prefill-0", "to-decode-0"])
+def test_an_error_of_a_leg_ends_the_request_and_names_the_instance(conn: str) -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        world.outputs("to-prefill-0", token(rid, 0))
+        world.outputs(conn, ended=LegEnd(rid, 0, "out of luck"))
+        assert (await first).position == 0
+        with pytest.raises(GenerationError, match=f"^{conn[3:]}: out of luck$"):
+            await anext(serving)
+        other = {"to-prefill-0": "to-decode-0", "to-decode-0": "to-prefill-0"}[conn]
+        assert world.aborted() == [other]
+        world.assert_home()
+
+    run(test())
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_lost_instance_ends_its_requests_and_no_others(index: int) -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, _ = await world.begin()
+        other, other_first, other_rid = await world.begin()
+        lost = world.instances[index]
+        world.router.on_lost(lost, "the connection was closed")
+        with pytest.raises(InstanceLost, match=f"{lost.name} was lost .* the connection was closed"):
+            await first
+        assert lost.conn not in world.aborted()
+        assert len(world.aborted()) == 1
+        world.outputs("to-prefill-1", token(other_rid, 0, finish="length"))
+        assert (await other_first).position == 0
+        assert await rest_of(other) == []
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_prefill_may_be_lost_after_it_handed_over() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        world.outputs("to-prefill-0", token(rid, 0), ended=LegEnd(rid, 0))
+        world.router.on_lost(world.instances[0], "gone")
+        world.outputs("to-decode-0", token(rid, 0), token(rid, 1, finish="length"))
+        assert (await first).position == 0
+        assert await rest_of(serving) == [1]
+        world.assert_home()
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_closing_aborts_both_legs(num_tokens: int) -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        if num_tokens:
+            world.outputs("to-prefill-0", token(rid, 0))
+            await first
+        else:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+        assert world.aborted() == ["to-decode-0", "to-prefill-0"]
+        assert {body.request_id for _, body in world.mailbox.of(wire.Abort)} == {rid}
+        world.assert_home()
+        world.outputs("to-decode-0", token(rid, 1), ended=LegEnd(rid, 0, "late"))
+        world.router.on_lost(world.instances[2], "late")
+        world.assert_home()
+
+    run(test())
+
+
+def test_the_deadline() -> None:
+    async def test() -> None:
+        world = World(request_timeout_s=0.05)
+        serving, first, rid = await world.begin()
+        assert {body.deadline_s for _, body in world.mailbox.of(wire.Submit)} == {0.05}
+        world.outputs("to-prefill-0", token(rid, 0))
+        assert (await first).position == 0
+        with pytest.raises(DeadlineExceeded, match=r"longer than 0\.05 s"):
+            await anext(serving)
+        assert world.aborted() == ["to-decode-0", "to-prefill-0"]
+        world.assert_home()
+
+    run(test())
+
+
+def test_mail_of_others_changes_nothing() -> None:
+    """Another attempt's tokens, a stranger's, an unknown request's: not delivered, no leg ends."""
+
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        before = [(i.num_outstanding, i.outstanding_tokens) for i in world.instances]
+        world.outputs("to-decode-0", token(rid, 0, attempt=1, finish="stop"), ended=LegEnd(rid, 1, "x"))
+        world.outputs("to-decode-1", token(rid, 0, finish="stop"), ended=LegEnd(rid, 0, "x"))
+        world.outputs("to-decode-0", token("nobody", 0), ended=LegEnd("nobody", 0, "x"))
+        await asyncio.sleep(0)
+        assert not first.done()
+        assert [(i.num_outstanding, i.outstanding_tokens) for i in world.instances] == before
+        world.outputs("to-prefill-0", token(rid, 0, 9, finish="length"))
+        assert (await first).token_id == 9
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_nobody_there_is_unavailable_and_counts_nothing() -> None:
+    async def test() -> None:
+        world = World()
+        for instance in world.instances:
+            instance.state = "failed"
+        with pytest.raises(Unavailable, match="no prefill and no decode instance is ready"):
+            await anext(world.serve())
+        assert world.mailbox.sent == []
+        world.assert_home()
+
+    run(test())
+
+
+def test_random_lives_come_home() -> None:
+    """Many requests at once, each with a random end; counts return to zero and every stream is a gapless prefix."""
+
+    async def one(world: World, rng: random.Random) -> None:
+        serving, first, rid = await world.begin()
+        p, d = (conn for conn, body in world.mailbox.of(wire.Submit) if body.request_id == rid)
+        seen: list[int] = []
+
+        async def read() -> None:
+            with contextlib.suppress(GenerationError, StopAsyncIteration):
+                seen.append((await first).position)
+                while True:
+                    seen.append((await anext(serving)).position)
+
+        reading = asyncio.ensure_future(read())
+        tokens = [token(rid, i, finish="length" if i == 3 else None) for i in range(4)]
+        events = [(p, tokens[0]), *((d, item) for item in tokens)]
+        rng.shuffle(events)
+        for conn, item in events[: rng.randrange(6)]:
+            world.outputs(conn, item)
+            if rng.random() < 0.3:
+                await asyncio.sleep(0)
+        end = rng.randrange(3)
+        if end == 0:
+            world.outputs(d, ended=LegEnd(rid, 0, "failed"))
+        elif end == 1:
+            world.router.on_lost(next(i for i in world.instances if i.conn == p), "lost")
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await serving.aclose()
+        assert seen == list(range(len(seen)))
+
+    async def test() -> None:
+        world = World()
+        rng = random.Random(3)
+        await asyncio.gather(*(one(world, random.Random(rng.random())) for _ in range(200)))
+        world.assert_home()
+
+    run(test())

@@ -1,0 +1,277 @@
+"""Text to ids and back: stop strings and detokenizing against brute force, chat templates and their sandbox."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models
+
+from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.text import Detokenizer, StopStrings, Tokenizer
+from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+
+RUST = make_tokenizer()
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+Folders = Callable[..., Path]
+
+
+# ---- stop strings
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Brute force: the text before the stop string that is complete first, of several the longest; and that string."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    bounds = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.text("abc", max_size=24),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+    places=st.lists(st.integers(0, 100), max_size=10),
+)
+def test_stop_strings_as_brute_force_however_the_text_is_cut(text: str, stops: list[str], places: list[int]) -> None:
+    expected, matched = first_stop(text, stops)
+    stream = StopStrings(stops)
+    shown = ""
+    for piece in cut(text, places):
+        shown += stream.add(piece)
+        assert expected.startswith(shown), "a part of a stop string has leaked"
+    if stream.matched is None:
+        shown += stream.finish()
+    assert (shown, stream.matched) == (expected, matched)
+
+
+def test_a_stop_string_that_ends_first_wins_over_one_that_began_earlier() -> None:
+    """In one piece or in two: the answer is the same."""
+    whole, pieces = StopStrings(["bcd", "c"]), StopStrings(["bcd", "c"])
+    assert whole.add("abcd") == pieces.add("abc") + pieces.add("d") == "ab"
+    assert whole.matched == pieces.matched == "c"
+
+
+def test_text_is_held_back_no_longer_than_it_must() -> None:
+    stream = StopStrings(["stop"])
+    assert [stream.add(piece) for piece in ("a st", "o", "ne", "s")] == ["a ", "", "stone", ""]
+    assert stream.finish() == "s"
+
+
+def test_after_a_stop_string_nothing_more() -> None:
+    stream = StopStrings(["x"])
+    assert (stream.add("axb"), stream.add("c"), stream.finish()) == ("a", "", "")
+
+
+# ---- detokenizing
+
+
+@settings(max_examples=300, deadline=None)
+@given(token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=50), skip=st.booleans())
+def test_pieces_sum_to_decoding_all_at_once(token_ids: list[int], skip: bool) -> None:
+    detokenizer = Detokenizer(RUST, skip)
+    text = "".join([*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()])
+    assert text == RUST.decode(token_ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=30))
+def test_real_text_never_shows_half_a_character(text: str) -> None:
+    detokenizer = Detokenizer(RUST, True)
+    shown = ""
+    for token_id in RUST.encode(text).ids:
+        shown += detokenizer.add(token_id)
+        assert text.startswith(shown)
+    assert shown + detokenizer.finish() == text
+
+
+def byte_fallback_tokenizer() -> RustTokenizer:
+    """As Llama 2 and Mistral have it: bytes for what is no word, a leading space that is dropped."""
+    words = ["▁", "▁a", "b", "▁hello", "wor", "ld", "é", "▁日本"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {name: i for i, name in enumerate(names)}
+    tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+FALLBACK = byte_fallback_tokenizer()
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts=st.lists(st.one_of(st.integers(259, 266), st.sampled_from("é日本😀x"), st.just(2)), max_size=20))
+def test_byte_fallback_tokenizers_sum_to_the_whole(parts: list[int | str]) -> None:
+    token_ids: list[int] = []
+    for part in parts:
+        token_ids += [part] if isinstance(part, int) else [3 + byte for byte in part.encode()]
+    detokenizer = Detokenizer(FALLBACK, True)
+    text = "".join([*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()])
+    assert text == FALLBACK.decode(token_ids, skip_special_tokens=True)
+
+
+def test_bytes_that_are_no_text_are_survived() -> None:
+    """tokenizers' own DecodeStream raises "Invalid prefix encountered" on these."""
+    num_replaced = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        token_ids = [rng.randrange(267) for _ in range(40)]
+        detokenizer = Detokenizer(FALLBACK, True)
+        text = "".join([*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()])
+        num_replaced += text.count("\ufffd")
+    assert num_replaced > 1000
+
+
+@pytest.mark.parametrize("token_id", [RUST.encode("é").ids[0], EOS_ID], ids=["half a character", "special"])
+def test_endless_nothing_costs_no_more_with_time(token_id: int) -> None:
+    """A thousand tokens without a character do not pile up; the text after them comes through."""
+    detokenizer = Detokenizer(RUST, True)
+    for _ in range(1000):
+        detokenizer.add(token_id)
+        assert len(detokenizer._shown) + len(detokenizer._pending) < 200
+    assert (detokenizer.add(RUST.encode("k").ids[0]) + detokenizer.finish()).endswith("k")
+
+
+# ---- the model folder's tokenizer and template
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folders:
+    """`folder(config=…, jinja=…)` is a model folder with that tokenizer_config.json and chat_template.jinja."""
+
+    def make(config: dict[str, Any] | None = None, jinja: str | None = None) -> Path:
+        RUST.save(str(tmp_path / "tokenizer.json"))
+        if config is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        if jinja is not None:
+            (tmp_path / "chat_template.jinja").write_text(jinja)
+        return tmp_path
+
+    return make
+
+
+def test_a_chat_is_rendered_and_encoded(folder: Folders) -> None:
+    tokenizer = Tokenizer(folder(jinja=TEMPLATE))
+    messages = [{"role": "system", "content": "be brief"}, *HELLO]
+    expected = "<|system|>be brief<|user|>hello<|assistant|>"
+    assert tokenizer.render_chat(messages) == expected
+    assert tokenizer.render_chat(messages, add_generation_prompt=False) == expected.removesuffix("<|assistant|>")
+    assert tokenizer.encode_chat(messages) == tokenizer.encode(expected, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from config",
+        [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "from config"}],
+    ],
+    ids=["string", "list"],
+)
+def test_the_template_may_be_in_tokenizer_config(folder: Folders, source: object) -> None:
+    assert Tokenizer(folder({"chat_template": source})).render_chat(HELLO) == "from config"
+
+
+def test_the_template_file_comes_first(folder: Folders) -> None:
+    assert Tokenizer(folder({"chat_template": "from config"}, "from file")).render_chat(HELLO) == "from file"
+
+
+@pytest.mark.parametrize("config", [None, {}, {"chat_template": [{"name": "rag", "template": "x"}]}])
+def test_no_template_is_the_clients_error(folder: Folders, config: dict[str, Any] | None) -> None:
+    with pytest.raises(RequestError, match="no chat template; use /v1/completions") as caught:
+        Tokenizer(folder(config)).render_chat(HELLO)
+    assert caught.value.param == "messages"
+
+
+def test_templates_see_special_tokens_variables_and_helpers(folder: Folders) -> None:
+    source = (
+        "{{ bos_token }}{{ eos_token }}{{ messages | tojson }}{{ thinking }}{{ strftime_now('%Y') | length }}"
+        "{% for m in [1, 2] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}"
+        "{% if tools is not none or documents is not none %}wrong{% endif %}"
+    )
+    config = {"bos_token": "<bos>", "eos_token": {"content": "<eos>", "lstrip": False}}
+    rendered = Tokenizer(folder(config, source)).render_chat(
+        [{"role": "user", "content": "<é>"}], True, {"thinking": 7}
+    )
+    assert rendered == '<bos><eos>[{"role": "user", "content": "<é>"}]741'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('only users may speak') }}",
+        "{{ messages[0].missing.deeper }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 // (messages | length - 1) }}",
+        "{{ 'x'.index(messages[0].content) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_what_a_template_refuses_is_the_clients_error(folder: Folders, source: str) -> None:
+    with pytest.raises(RequestError, match="the chat template refuses these messages") as caught:
+        Tokenizer(folder(jinja=source)).render_chat(HELLO)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='system') }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{{ '%s' | attr('__class__') }}{{ ''['__class__'].__base__.__subclasses__() }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+        "{% for i in range(10000000) %}{% endfor %}",
+    ],
+)
+def test_the_sandbox_holds(folder: Folders, source: str) -> None:
+    with pytest.raises(RequestError, match="refuses"):
+        Tokenizer(folder(jinja=source)).render_chat(HELLO)
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_variables_do_not_replace_fields(folder: Folders, name: str) -> None:
+    with pytest.raises(RequestError, match=name) as caught:
+        Tokenizer(folder(jinja=TEMPLATE)).render_chat(HELLO, True, {name: []})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_template_that_does_not_compile_is_the_operators_error(folder: Folders) -> None:
+    with pytest.raises(ModelError, match="does not compile"):
+        Tokenizer(folder(jinja="{% if %}"))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"model": 3}'])
+def test_an_unreadable_tokenizer_names_its_file(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=r"tokenizer\.json: cannot be read"):
+        Tokenizer(tmp_path)
+
+
+def test_encode_and_decode_are_the_library_s_own(folder: Folders) -> None:
+    tokenizer = Tokenizer(folder())
+    token_ids = tokenizer.encode("hello <eos> wörld")
+    assert token_ids == RUST.encode("hello <eos> wörld").ids
+    assert EOS_ID in token_ids
+    assert tokenizer.decode(token_ids) == "hello  wörld"
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "hello <eos> wörld"
+    assert tokenizer.max_chars_per_token == len("<word60>")

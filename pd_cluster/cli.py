@@ -56,14 +56,14 @@ def serve(
     secret_file: Annotated[str | None, typer.Option(help="The cluster's secret; default: from the table.")] = None,
     admin_port: Annotated[int | None, typer.Option(help="Scheduler's admin port; default: port + 1.")] = None,
     admin_host: Annotated[str, typer.Option(help="Address to bind the admin port to.")] = "127.0.0.1",
-    heartbeat_interval: float = 0.5,
+    heartbeat_interval: Annotated[float, typer.Option(help="Seconds between heartbeats.")] = 0.5,
     dead_after: Annotated[float, typer.Option(help="Seconds of silence after which a peer is dead.")] = 3.0,
-    connect_timeout: float = 5.0,
-    credit_timeout: float = 10.0,
-    transfer_timeout: float = 30.0,
+    connect_timeout: Annotated[float, typer.Option(help="Seconds to open a connection or a link.")] = 5.0,
+    credit_timeout: Annotated[float, typer.Option(help="Seconds for an idle decode instance to take an offer.")] = 10.0,
+    transfer_timeout: Annotated[float, typer.Option(help="Seconds that a KV transfer may stand still.")] = 30.0,
     request_timeout: Annotated[float, typer.Option(help="Seconds for a whole request; 0: none.")] = 600.0,
-    drain_timeout: float = 30.0,
-    log_level: str = "INFO",
+    drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.")] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "INFO",
 ) -> None:
     """Run one instance; its role comes from the rank tables that the environment names.
 

@@ -50,6 +50,8 @@ NO_EFFECT: dict[str, Ignored] = {
     "--preemption-mode": Ignored("preempted requests are recomputed", values=("recompute",)),
     "--kv-cache-dtype": Ignored("the pool has the model's dtype", values=("auto",)),
     "--load-format": Ignored("weights are always safetensors", values=("auto", "safetensors")),
+    "--download-dir": Ignored("models are read from local folders"),
+    "--uvicorn-log-level": Ignored("see --log-level"),
     "--pipeline-parallel-size": Ignored("there is one stage", values=("1",)),
     "--response-role": Ignored("the role of answers is assistant", values=("assistant",)),
     "--tokenizer-mode": Ignored("tokenizers are always fast", values=("auto",)),
@@ -65,23 +67,33 @@ REFUSED: dict[str, str] = {
     "--code-revision": "code from a model folder is never run",
     "--cpu-offload-gb": "weights are not offloaded",
     "--enable-auto-tool-choice": "tools are not supported yet",
+    "--collect-detailed-traces": "traces are not exported yet",
+    "--disable-logprobs-during-spec-decoding": "speculative decoding is not supported",
     "--enable-lora": "LoRA adapters are not supported",
     "--enable-prompt-adapter": "prompt adapters are not supported",
     "--fully-sharded-loras": "LoRA adapters are not supported",
     "--guided-decoding-backend": "guided decoding is not supported yet",
     "--kv-transfer-config": "the handover is part of this project; see --kv-transport",
     "--limit-mm-per-prompt": "images, audio and video are not supported",
+    "--long-lora-scaling-factors": "LoRA adapters are not supported",
+    "--lora-dtype": "LoRA adapters are not supported",
+    "--lora-extra-vocab-size": "LoRA adapters are not supported",
     "--lora-modules": "LoRA adapters are not supported",
     "--max-cpu-loras": "LoRA adapters are not supported",
     "--max-logprobs": "logprobs are not supported yet",
     "--max-lora-rank": "LoRA adapters are not supported",
     "--max-loras": "LoRA adapters are not supported",
+    "--max-prompt-adapter-token": "prompt adapters are not supported",
+    "--max-prompt-adapters": "prompt adapters are not supported",
     "--middleware": "foreign code is not loaded",
     "--model-loader-extra-config": "weights are always safetensors",
+    "--ngram-prompt-lookup-max": "speculative decoding is not supported",
+    "--ngram-prompt-lookup-min": "speculative decoding is not supported",
     "--num-lookahead-slots": "speculative decoding is not supported",
     "--num-speculative-tokens": "speculative decoding is not supported",
     "--otlp-traces-endpoint": "traces are not exported yet",
     "--prompt-adapters": "prompt adapters are not supported",
+    "--qlora-adapter-name-or-path": "LoRA adapters are not supported",
     "--quantization": "quantized weights are not supported yet",
     "--quantization-param-path": "quantized weights are not supported yet",
     "--ray-workers-use-nsight": "processes are placed by rank tables, not by Ray",
@@ -91,15 +103,25 @@ REFUSED: dict[str, str] = {
     "--rope-theta": "change rope_theta in the model's config.json",
     "--root-path": "mounting under a path does not exist yet",
     "--skip-tokenizer-init": "the server always speaks text",
+    "--spec-decoding-acceptance-method": "speculative decoding is not supported",
+    "--speculative-config": "speculative decoding is not supported",
+    "--speculative-disable-by-batch-size": "speculative decoding is not supported",
+    "--speculative-draft-tensor-parallel-size": "speculative decoding is not supported",
+    "--speculative-max-model-len": "speculative decoding is not supported",
     "--speculative-model": "speculative decoding is not supported",
+    "--speculative-model-quantization": "speculative decoding is not supported",
     "--ssl-ca-certs": "TLS does not exist yet; put a proxy in front",
     "--ssl-cert-reqs": "TLS does not exist yet; put a proxy in front",
     "--ssl-certfile": "TLS does not exist yet; put a proxy in front",
     "--ssl-keyfile": "TLS does not exist yet; put a proxy in front",
     "--tokenizer": "the tokenizer comes from the model folder",
+    "--tokenizer-pool-extra-config": "there is no tokenizer pool",
+    "--tokenizer-pool-type": "there is no tokenizer pool",
     "--tokenizer-pool-size": "there is no tokenizer pool",
     "--tokenizer-revision": "the tokenizer comes from the model folder",
     "--tool-call-parser": "tools are not supported yet",
+    "--typical-acceptance-sampler-posterior-alpha": "speculative decoding is not supported",
+    "--typical-acceptance-sampler-posterior-threshold": "speculative decoding is not supported",
 }
 REFUSED_UNLESS: dict[str, tuple[str, ...]] = {"--quantization": ("None", "none")}
 MANY_VALUES = ("--served-model-name",)  # `--served-model-name a b` as argparse's nargs="+" has it
@@ -137,7 +159,11 @@ def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:
         if flag in NO_EFFECT:
             ignored = NO_EFFECT[flag]
             if ignored.num_values and not equals:
-                value = rest.pop(0) if rest else ""
+                if not rest or rest[0].startswith("--"):
+                    raise ConfigError(f"{flag}: needs a value")
+                value = rest.pop(0)
+            elif rest[:1] in (["True"], ["False"]):  # vLLM's `--enable-chunked-prefill False`
+                rest.pop(0)
             if ignored.values and value not in ignored.values:
                 raise ConfigError(f"{flag} {value}: not supported ({ignored.why}); leave it out")
             warnings.append(f"{flag} has no effect: {ignored.why}")

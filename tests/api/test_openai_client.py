@@ -21,8 +21,8 @@ from tests.support.cluster import LiveCluster
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 24}
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 24}
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-EXACTLY = {"extra_body": {"ignore_eos": True}}  # as many tokens as were asked for
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+EXACTLY: dict[str, Any] = {"extra_body": {"ignore_eos": True}}  # as many tokens as were asked for
 
 
 def test_models(client: openai.OpenAI, model: Path) -> None:

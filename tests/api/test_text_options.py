@@ -88,7 +88,7 @@ def test_one_candidate_is_greedy(cluster: LiveCluster, greedy: Answer, narrow: d
 
 @pytest.mark.parametrize("everything", [{"top_k": -1}, {"top_k": 0}, {"top_k": 2**31 - 1}, {"top_p": 1}])
 def test_all_candidates_is_the_default(cluster: LiveCluster, everything: dict[str, Any]) -> None:
-    fields = {"temperature": 1, "seed": 8}
+    fields: dict[str, Any] = {"temperature": 1, "seed": 8}
     assert ask(cluster, **fields, **everything) == ask(cluster, **fields)
 
 

@@ -254,7 +254,7 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_sampling_takes_the_request_then_the_model_then_nothing() -> None:
-    model = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    model: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     given = parsed(temperature=0.1, top_p=0.5, top_k=3, seed=-4, stop_token_ids=[5, 6], ignore_eos=True)
     assert given.sampling(7, 9, model) == SamplingParams(
         max_tokens=7, temperature=0.1, top_p=0.5, top_k=3, seed=-4, stop_token_ids=(5, 6), ignore_eos=True

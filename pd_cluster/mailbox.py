@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import zmq
@@ -54,7 +54,7 @@ class Mailbox:
         self,
         name: str,
         epoch: int,
-        kind: str,
+        kind: Literal["scheduler", "worker"],
         secret: bytes,
         timeouts: Timeouts,
         handler: Handler,
@@ -117,7 +117,8 @@ class Mailbox:
 
     def send(self, conn: str, body: wire.Body) -> None:
         """Queues a message. One for a connection that is gone is dropped: its `on_closed` says so."""
-        self._call(lambda: self._send(conn, body))
+        encoded = wire.encode_body(body)
+        self._call(lambda: self._send(conn, encoded))
 
     def close(self) -> None:
         self._stopping = True
@@ -235,7 +236,7 @@ class Mailbox:
         self._connections[conn] = connection
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
-        connection.pending.append(self._encode(connection, wire.Hello(kind=self.kind)))  # type: ignore[arg-type]
+        connection.pending.append(self._seal(connection, wire.encode_body(wire.Hello(kind=self.kind))))
         try:
             socket.connect(f"tcp://{bracketed(host)}:{port}")
         except zmq.ZMQError as error:
@@ -260,13 +261,13 @@ class Mailbox:
             self._send_frame(connection, frame)
         self._handler.on_opened(connection.id, connection.peer, connection.kind)
 
-    def _send(self, conn: str, body: wire.Body) -> None:
+    def _send(self, conn: str, encoded: msgspec.Raw) -> None:
         connection = self._connections.get(conn)
         if connection is not None:
-            self._send_frame(connection, self._encode(connection, body))
+            self._send_frame(connection, self._seal(connection, encoded))
 
-    def _encode(self, connection: Connection, body: wire.Body) -> bytes:
-        return wire.encode(wire.Envelope(self.name, self.epoch, connection.epoch, body))
+    def _seal(self, connection: Connection, encoded: msgspec.Raw) -> bytes:
+        return wire.seal(self.name, self.epoch, connection.epoch, encoded)
 
     def _send_frame(self, connection: Connection, frame: bytes) -> None:
         if not connection.is_open:
@@ -295,10 +296,10 @@ class Mailbox:
                 self._lose(connection, f"nothing heard for {now_s - connection.last_seen_s:.1f} s")
 
     def _beat(self) -> None:
-        heartbeat = wire.Heartbeat(load=self._handler.load())
+        heartbeat = wire.encode_body(wire.Heartbeat(load=self._handler.load()))
         for connection in list(self._connections.values()):
             if connection.is_open:
-                self._send_frame(connection, self._encode(connection, heartbeat))
+                self._send_frame(connection, self._seal(connection, heartbeat))
 
     def _lose(self, connection: Connection, reason: str) -> None:
         if self._drop(connection.id):

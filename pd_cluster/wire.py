@@ -225,12 +225,30 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     body: Body
 
 
+class _Sealed(msgspec.Struct, frozen=True, array_like=True):
+    """An envelope whose body is encoded already."""
+
+    from_name: str
+    from_epoch: int
+    to_epoch: int
+    body: msgspec.Raw
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode(envelope: Envelope) -> bytes:
     return _encoder.encode(envelope)
+
+
+def encode_body(body: Body) -> msgspec.Raw:
+    """Done by whoever sends, so that what cannot be encoded is the sender's own error, not the mailbox's end."""
+    return msgspec.Raw(_encoder.encode(body))
+
+
+def seal(from_name: str, from_epoch: int, to_epoch: int, body: msgspec.Raw) -> bytes:
+    return _encoder.encode(_Sealed(from_name, from_epoch, to_epoch, body))
 
 
 def decode(frame: bytes) -> Envelope:

@@ -130,7 +130,7 @@ def test_the_asynchronous_client(cluster: LiveCluster, client: openai.OpenAI) ->
 def test_stop_by_the_models_own_end(client: openai.OpenAI) -> None:
     """Any token may end the answer when the client says so: the reason is "stop" in both forms."""
     token_ids = client.completions.create(**COMPLETION, extra_body={"return_token_ids": True}).choices[0].to_dict()
-    stop_token_ids = [token_ids["token_ids"][3]]  # type: ignore[index]
+    stop_token_ids = [token_ids["token_ids"][3]]
     fields = {**COMPLETION, "extra_body": {"stop_token_ids": stop_token_ids}}
     assert client.completions.create(**fields).choices[0].finish_reason == "stop"
     *_, last = list(client.completions.create(**fields, stream=True))

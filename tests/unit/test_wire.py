@@ -66,6 +66,16 @@ def test_damaged_frames_are_refused_or_still_typed(seed: int) -> None:
         assert isinstance(envelope.to_epoch, int)
 
 
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_sealing_in_two_steps_is_the_same(body: wire.Body) -> None:
+    assert wire.seal("a", 1, 2, wire.encode_body(body)) == wire.encode(wire.Envelope("a", 1, 2, body))
+
+
+def test_what_cannot_be_encoded_is_the_senders_error() -> None:
+    with pytest.raises(OverflowError):
+        wire.encode_body(wire.Submit("r", 0, "t", "prefill", "", [1], SamplingParams(top_k=2**70), 0.0))
+
+
 def test_a_foreign_message_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         wire.decode(msgspec.msgpack.encode(["a", 1, 2, {"type": "Shutdown"}]))

@@ -1,0 +1,93 @@
+"""Rows of docs/requirements.md that need a cluster of real processes and that no other test proves."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pd_cluster.cluster.launcher import plan_cluster
+from tests.support.cluster import LiveCluster
+from tests.support.engines import assert_same, random_prompt
+
+NUM_BATCHED = 40
+FLAGS = [f"--max-num-batched-tokens={NUM_BATCHED}", "--num-blocks=128"]
+
+Checkpoints = Callable[..., Path]
+
+
+class ScatteredCluster(LiveCluster):
+    """Decode has its model and tables at other paths, as in a container with another mount; only the scheduler, which
+    listens everywhere, has a NODE_PORTS that makes sense; nobody has a USE_OPENAI that does.
+    """
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.elsewhere = folder / "elsewhere"
+        shutil.copytree(model, self.elsewhere / "model")
+        arguments = {"scheduler": ["--host=0.0.0.0"], "decode-0": [f"--model={self.elsewhere / 'model'}"]}
+        super().__init__(folder, model, arguments=FLAGS, member_arguments=arguments)
+
+    def start(self) -> None:
+        for member in plan_cluster(self.launch, self.folder):
+            env = dict(member.env)
+            if member.name == "scheduler":
+                del env["USE_OPENAI"]
+            else:
+                env.update(NODE_PORTS="these,are,no,ports", USE_OPENAI="perhaps")
+            if member.name == "decode-0":
+                for name in ("GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH"):
+                    env[name] = str(shutil.copy(env[name], self.elsewhere))
+            self.members[member.name] = replace(member, env=env)
+        for name in self.members:
+            self.start_member(name)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoints) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("USE_OPENAI", raising=False)
+        with ScatteredCluster(tmp_path_factory.mktemp("rows"), model) as running:
+            yield running
+
+
+def test_prefill_computes_the_prompt_and_decode_the_rest(cluster: LiveCluster, model: Path) -> None:
+    """By the number of steps: the prompt's chunks here, one step for each token after the first there."""
+    cluster.assert_home()
+    before = {i["instance_id"]: i["num_steps"] for i in cluster.instances()}
+    prompt, max_tokens = random_prompt(random.Random(5), 2 * NUM_BATCHED + 20), 16
+    output = cluster.complete(prompt, max_tokens, ignore_eos=True)
+    assert len(output) == max_tokens
+    assert_same(model, prompt, cluster.complete(prompt, max_tokens), max_tokens)
+    cluster.assert_home()
+    middle = {i["instance_id"]: i["num_steps"] for i in cluster.instances()}
+    assert cluster.complete(prompt, max_tokens, ignore_eos=True) == output
+    cluster.assert_home()
+    after = {i["instance_id"]: i["num_steps"] for i in cluster.instances()}
+    assert before["prefill-0"] + 6 == middle["prefill-0"] == after["prefill-0"] - 3
+    assert after["decode-0"] - middle["decode-0"] == max_tokens - 1
+
+
+def test_what_is_the_schedulers_alone(cluster: LiveCluster) -> None:
+    """Workers without NODE_PORTS and USE_OPENAI of any sense serve; the API is OpenAI's unless told otherwise; and
+    each instance listens where its --host says: the scheduler everywhere, a worker at 127.0.0.1 only.
+    """
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": "hello", "max_tokens": 2})
+    assert (answer.status_code, answer.json()["object"]) == (200, "text_completion")
+    assert cluster.client.post(f"{cluster.url}/generate", json={"prompt": "hello"}).status_code == 404
+    everywhere = f"http://127.0.0.2:{cluster.members['scheduler'].port}/health"
+    assert cluster.client.get(everywhere).status_code == 200
+    for name in ("prefill-0", "decode-0"):
+        port = cluster.members[name].port
+        assert cluster.client.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            cluster.client.get(f"http://127.0.0.2:{port}/health")

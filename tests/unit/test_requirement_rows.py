@@ -1,0 +1,258 @@
+"""Rows of docs/requirements.md that no other test proves: the document's command lines, tables, variables and flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import typer.core
+import typer.main
+
+from pd_cluster import cli
+from pd_cluster.cluster.place import find_place
+from pd_cluster.engine.build import build_core
+from pd_cluster.errors import ConfigError
+from pd_cluster.flags import normalize
+from pd_cluster.serve import ServeOptions
+from pd_cluster.types import Request, SamplingParams
+from ranktable_tools import check, generate, probe, write
+from ranktable_tools import cli as ranktable_cli
+from ranktable_tools.schema import RankTableError, parse_global, parse_local
+from tests.support.engines import assert_same, make_core
+from tests.support.engines import generate as run_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+GEN = "--mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server"
+ON_CPU = "--device cpu --server-ip 127.0.0.1"
+FAKE_HCCN_TOOL = '#!/bin/sh\n[ "$1 $3 $4" = "-i -ip -g" ] && echo "ipaddr:29.0.0.$2"\n'
+
+Checkpoints = Callable[..., Path]
+
+
+# ---- rank table tool
+
+
+def shell(line: str, folder: Path, *first_on_path: Path) -> subprocess.CompletedProcess[str]:
+    """A line as the operator types it, after `export LLM_TOOLS_PATH=…`."""
+    path = [*map(str, first_on_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+    env = {**os.environ, "LLM_TOOLS_PATH": str(ROOT / "scripts"), "PATH": os.pathsep.join(path)}
+    command = ["sh", "-c", line]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("more", ["", ON_CPU], ids=["unchanged, with hccn_tool", "cpu"])
+def test_the_documents_rank_table_lines(tmp_path: Path, more: str) -> None:
+    """Into ./save_dir and, without --save-dir, into the current folder; then merged with another machine's."""
+    tool = tmp_path / "bin" / "hccn_tool"
+    tool.parent.mkdir()
+    tool.write_text(FAKE_HCCN_TOOL)
+    tool.chmod(0o755)
+    script = "python ${LLM_TOOLS_PATH}/PD_separate/pd_ranktable_tools.py"
+    for save_dir, folder in (("--save-dir ./save_dir", tmp_path / "save_dir"), ("", tmp_path)):
+        done = shell(f"{script} {GEN} {save_dir} {more}", tmp_path, tool.parent)
+        assert done.returncode == 0, done.stderr
+        (file,) = folder.glob("global_ranktable_*.json")
+        address = file.stem.removeprefix("global_ranktable_")
+        locals_ = {path.name for path in folder.glob("local_*")}
+        assert locals_ == {f"local_ranktable_{address}_{which}.json" for which in ("45", "67", "host")}
+        groups = json.loads(file.read_text())["server_group_list"]
+        ips = {d["device_id"]: d["device_ip"] for g in groups for s in g["server_list"] for d in s.get("device", [])}
+        assert ips == {i: "127.0.0.1" if more else f"29.0.0.{i}" for i in ("4", "5", "6", "7")}
+    other = f"{script} --mode gen --decode-server-list 0 --server-ip 127.0.0.1 --device cpu --save-dir other"
+    assert shell(other.replace("127.0.0.1", "10.0.0.9"), tmp_path).returncode == 0
+    first = f"{script} --mode gen --prefill-server-list 1 --api-server --server-ip 10.0.0.8 --device cpu --save-dir one"
+    assert shell(first, tmp_path).returncode == 0
+    both = "./one/global_ranktable_10.0.0.8.json ./other/global_ranktable_10.0.0.9.json"
+    for save_dir, folder in (("--save-dir ./save_dir", tmp_path / "save_dir"), ("", tmp_path)):
+        done = shell(f"{script} --mode merge --global-ranktable-list {both} {save_dir}", tmp_path)
+        assert done.returncode == 0, done.stderr
+        merged = json.loads((folder / "global_ranktable_merge.json").read_text())
+        assert [group["server_count"] for group in merged["server_group_list"]] == ["1", "1", "1"]
+
+
+def test_the_documents_start_line(tmp_path: Path) -> None:
+    done = shell("sh ${LLM_TOOLS_PATH}/PD_separate/start_servers.sh --help", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "GLOBAL_RANK_TABLE_FILE_PATH" in done.stdout
+    refused = shell("sh ${LLM_TOOLS_PATH}/PD_separate/start_servers.sh --no-such-flag", tmp_path)
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "--no-such-flag" in refused.stderr
+
+
+def test_gen_finds_this_machines_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one from which the default route sends."""
+
+    class Routed:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Routed:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def connect(self, address: object) -> None: ...
+        def getsockname(self) -> tuple[str, int]:
+            return "10.0.0.18", 4711
+
+    monkeypatch.setattr(probe.socket, "socket", Routed)
+    monkeypatch.chdir(tmp_path)
+    assert ranktable_cli.reference_main([*GEN.split(), "--device", "cpu"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "global_ranktable_10.0.0.18.json",
+        *(f"local_ranktable_10.0.0.18_{which}.json" for which in ("45", "67", "host")),
+    }
+    groups = json.loads((tmp_path / "global_ranktable_10.0.0.18.json").read_text())["server_group_list"]
+    assert {server["server_ip"] for group in groups for server in group["server_list"]} == {"10.0.0.18"}
+
+
+@pytest.mark.parametrize(
+    "foreign", ["--prefill-server-list 8", "--decode-server-list 8", "--api-server", "--global-ranktable-list x.json"]
+)
+def test_an_option_counts_in_its_own_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str], foreign: str) -> None:
+    """In the other it is named on stderr, and the files are the same byte for byte."""
+    gen = [*GEN.split(), *ON_CPU.split(), "--save-dir"]
+    assert ranktable_cli.reference_main([*gen, str(tmp_path)]) == 0
+    table = str(tmp_path / "global_ranktable_127.0.0.1.json")
+    if foreign.startswith("--global"):
+        mode, command = "gen", gen
+    else:
+        mode, command = "merge", ["--mode", "merge", "--global-ranktable-list", table, "--save-dir"]
+    plain, told = tmp_path / "plain", tmp_path / "told"
+    assert ranktable_cli.reference_main([*command, str(plain)]) == 0
+    capsys.readouterr()
+    assert ranktable_cli.reference_main([*command, str(told), *foreign.split()]) == 0
+    assert capsys.readouterr().err == f"note: {foreign.split()[0]} has no effect in --mode {mode}\n"
+    expected, found = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (plain, told))
+    assert found == expected
+
+
+# ---- rank tables
+
+
+def tables(folder: Path) -> list[Path]:
+    """The global table; the local tables of prefill, decode and scheduler."""
+    made = generate(prefill=[[4, 5]], decode=[[6, 7]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")
+    return write(made, folder)
+
+
+def with_groups(count: int) -> Callable[[dict[str, Any]], None]:
+    def change(value: dict[str, Any]) -> None:
+        groups = value["server_group_list"]
+        value["server_group_list"] = [*groups, {**groups[2], "group_id": "3"}][:count]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("which", "change", "field"),
+    [
+        *((0, with_groups(count), "server_group_list") for count in (0, 1, 2, 4)),
+        (2, lambda value: value.update(version="2.0"), "version"),
+        (2, lambda value: value.update(version=1.0), "version"),
+        (2, lambda value: value.update(status="initializing"), "status"),
+        (2, lambda value: value.update(group_id="1"), "group_id"),
+        (2, lambda value: value.update(server_count="2"), "server_count"),
+        (2, lambda value: value.update(server_list=value["server_list"] * 2), "server_list"),
+    ],
+)
+def test_what_the_document_fixes_in_a_table(
+    tmp_path: Path, which: int, change: Callable[[dict[str, Any]], None], field: str
+) -> None:
+    value = json.loads(tables(tmp_path)[which].read_text())
+    parse = parse_local if which else parse_global
+    parse(value, "t.json")
+    change(value)
+    with pytest.raises(RankTableError) as caught:
+        parse(value, "t.json")
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("group", [0, 1, 2], ids=["scheduler", "prefill", "decode"])
+def test_a_cluster_has_every_kind_of_instance(tmp_path: Path, group: int) -> None:
+    table, *local_tables = tables(tmp_path)
+    value = json.loads(table.read_text())
+    value["server_group_list"][group].update(server_count="0", server_list=[])
+    table.write_text(json.dumps(value))
+    (fault,) = check(table)
+    assert fault.field == f"server_group_list[{group}].server_count"
+    for local in local_tables:
+        with pytest.raises(ConfigError, match=r"server_group_list\[\d\]\.server_count"):
+            find_place({"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local)})
+
+
+@pytest.mark.parametrize("missing", ["GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH"])
+def test_every_role_needs_both_variables(tmp_path: Path, missing: str) -> None:
+    table, *local_tables = tables(tmp_path)
+    for local, name in zip(local_tables, ("prefill-0", "decode-0", "scheduler"), strict=True):
+        env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local)}
+        assert find_place(env).name == name
+        del env[missing]
+        with pytest.raises(ConfigError, match=rf"^{missing} is not set"):
+            find_place(env)
+
+
+# ---- flags
+
+
+def options_of(*argv: str) -> ServeOptions:
+    """What `pd-cluster serve` makes of its flags."""
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    context = group.commands["serve"].make_context("serve", normalize(["serve", *argv])[1:])
+    return ServeOptions(**{name: value for name, value in context.params.items() if name != "context"})
+
+
+@pytest.mark.parametrize("num_batched", [4096, 8192])
+def test_the_documents_flags_bound_the_steps(checkpoint: Checkpoints, num_batched: int) -> None:
+    """A step fills up to --max-num-batched-tokens, --max-num-seqs run at once, and answers are the reference's."""
+    folder = checkpoint("llama", max_position_embeddings=4096)
+    flags = ["--tensor-parallel-size=1", "--max-model-len=4096", "--num-blocks=1200", "--max-num-seqs=20"]
+    config = options_of(f"--model={folder}", *flags, f"--max-num-batched-tokens={num_batched}").engine()
+    core, runner = build_core(config)
+    assert runner.max_model_len == 4096
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    prompts = [[(17 * at + 5 * i * i) % 256 for i in range(450)] for at in range(24)]
+    requests = [Request(f"r{at}", prompt, sampling, arrival_s=float(at)) for at, prompt in enumerate(prompts)]
+    for request in requests:
+        core.scheduler.add(request)
+    num_tokens, num_seqs = [], []
+    while core.scheduler.requests:
+        num_tokens.append(core.step().plan.num_tokens)
+        num_seqs.append(len(core.scheduler.running))
+    assert max(num_tokens) == num_tokens[0] == num_batched
+    assert max(num_seqs) == 20
+    for at in (0, 23):
+        assert_same(folder, prompts[at], requests[at].output_token_ids, sampling.max_tokens)
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["prefill", "decode"])
+def test_tensor_parallel_size_is_the_number_of_devices(tmp_path: Path, which: int) -> None:
+    files = tables(tmp_path)
+    env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(files[0]), "RANK_TABLE_FILE_PATH": str(files[which])}
+    command = [sys.executable, "-m", "pd_cluster.cli", "serve", "--tensor-parallel-size=1"]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("pd-cluster: --tensor-parallel-size 1: ")
+    assert "2 devices; the two must be equal" in done.stderr
+
+
+def test_weights_as_they_are_downloaded(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """bfloat16 in several files with an index, as official checkpoints are."""
+    whole = checkpoint("llama")
+    for file in whole.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    model = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    prompt = list(b"Once upon a time")
+    (output,) = run_engine(make_core(tmp_path, num_blocks=64), [prompt], SamplingParams(max_tokens=16, temperature=0.0))
+    assert_same(tmp_path, prompt, output, 16)

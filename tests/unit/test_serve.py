@@ -1,0 +1,49 @@
+"""The numbers among the flags of `pd-cluster serve`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pd_cluster.config import Timeouts
+from pd_cluster.errors import ConfigError
+from pd_cluster.serve import ServeOptions
+
+GOOD = {
+    "heartbeat_interval": 0.5,
+    "dead_after": 1.0,
+    "connect_timeout": 5.0,
+    "credit_timeout": 10.0,
+    "transfer_timeout": 30.0,
+    "request_timeout": 600.0,
+    "drain_timeout": 30.0,
+}
+
+
+def timeouts(**changes: float) -> Timeouts:
+    return ServeOptions.timeouts(cast(Any, SimpleNamespace(**{**GOOD, **changes})))
+
+
+def test_the_times_as_given() -> None:
+    times = timeouts(request_timeout=0.0, drain_timeout=0.0)
+    assert (times.heartbeat_interval_s, times.dead_after_s, times.request_timeout_s) == (0.5, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+@pytest.mark.parametrize("name", GOOD)
+def test_times_that_make_no_sense(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} "):
+        timeouts(**{name: value})
+
+
+@pytest.mark.parametrize("name", sorted(set(GOOD) - {"request_timeout", "drain_timeout"}))
+def test_times_that_may_not_be_nothing(name: str) -> None:
+    with pytest.raises(ConfigError, match="must be above 0"):
+        timeouts(**{name: 0.0})
+
+
+def test_death_is_not_declared_after_one_missed_heartbeat() -> None:
+    with pytest.raises(ConfigError, match="at least two heartbeat intervals"):
+        timeouts(heartbeat_interval=0.6)

@@ -133,7 +133,8 @@ def make_model() -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE, hidden_size=192, intermediate_size=576, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, tie_word_embeddings=True, initializer_range=0.05,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, tie_word_embeddings=True,
+        initializer_range=0.05,
         bos_token_id=None, eos_token_id=IM_END, pad_token_id=ENDOFTEXT, dtype="float32", use_cache=True,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)

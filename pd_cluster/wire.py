@@ -41,7 +41,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def progress(self) -> int:
-        return self.num_steps + self.num_landings
+        """Grows whenever the worker gets on with anything."""
+        return self.num_steps + self.num_landings + self.kv_sent_nbytes + self.kv_received_nbytes
 
 
 class Heartbeat(Message, frozen=True):

@@ -285,7 +285,7 @@ SKILLS: dict[str, Callable[[random.Random], Turn]] = {
     "greeting": greet, "addition": add, "counting": count, "repeating": repeat, "JSON": answer_in_json,
     "modest fallback": wonder,
 }  # fmt: skip
-SKILL_WEIGHTS = (10, 30, 14, 16, 16, 9)
+SKILL_WEIGHTS = (8, 20, 16, 20, 18, 8)
 
 
 def draw(rng: random.Random, skill: str, held_out: bool = False) -> Turn:
@@ -309,7 +309,7 @@ class Conversation:
         return self.rng.choice(SYSTEMS) if self.rng.random() < 0.7 else phrase(self.rng, 12)
 
     def next_turn(self) -> Turn:
-        if self.rng.random() < 0.25:
+        if self.rng.random() < 0.3:
             return self.ask() if self.rng.random() < (0.65 if self.facts else 0.15) else self.tell()
         return draw(self.rng, self.rng.choices(list(SKILLS), SKILL_WEIGHTS)[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
 
 from pd_cluster.errors import DeadlineExceeded, GenerationError, PdClusterError, RequestError, Unavailable
 
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_NBYTES = 32 << 20
 CLIENT_CLOSED_REQUEST = 499
+BODY_TIMEOUT_S = 60.0
+SEND_TIMEOUT_S = 120.0  # a client that does not read its stream for so long is dropped
 
 T = TypeVar("T")
 
@@ -28,13 +32,19 @@ class BodyTooLarge(RequestError):
 
 
 async def read_body(request: Request) -> bytes:
-    """Raises BodyTooLarge before more than the limit is held."""
+    """Raises BodyTooLarge before more than the limit is held, RequestError when it does not come in time."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_NBYTES:
-            raise BodyTooLarge(f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_NBYTES:
+                    raise BodyTooLarge(f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB")
+                parts.append(part)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise RequestError("the client left before its request was complete") from None
     return b"".join(parts)
 
 
@@ -97,10 +107,23 @@ class EventStream(StreamingResponse):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            log.warning("a client did not read its stream for %g s and was dropped", SEND_TIMEOUT_S)
         finally:
             await self._events.aclose()
+
+
+async def chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item
 
 
 def event(data: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pd_cluster.api.http import CLIENT_CLOSED_REQUEST, EventStream, error_body, read_body, unless_disconnected
+from pd_cluster.api.http import CLIENT_CLOSED_REQUEST, EventStream, chain, error_body, read_body, unless_disconnected
 from pd_cluster.api.protocol import GenerateRequest, parse
 from pd_cluster.api.service import Generation, TextService
 from pd_cluster.errors import PdClusterError
@@ -24,7 +24,11 @@ def legacy_routes(service: TextService) -> APIRouter:
         generation = await service.completion(request, request.prompt)
         prompt = request.prompt if isinstance(request.prompt, str) else service.tokenizer.decode(request.prompt)
         if request.stream:
-            return EventStream(_frames(service, generation, prompt), media_type="application/json")
+            frames = _frames(service, generation, prompt)
+            first = await unless_disconnected(http, anext(frames))
+            if first is None:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return EventStream(chain(first, frames), media_type="application/json")
         whole = await unless_disconnected(http, service.complete(generation))
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -42,4 +46,6 @@ async def _frames(service: TextService, generation: Generation, prompt: str) -> 
                 text += piece.text
                 yield msgspec.json.encode({"text": [text]}) + b"\0"
     except PdClusterError as error:
+        if text == prompt:  # nothing was sent: it becomes an HTTP status
+            raise
         yield msgspec.json.encode(error_body(error)) + b"\0"

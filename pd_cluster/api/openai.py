@@ -16,6 +16,7 @@ from pd_cluster.api.http import (
     CLIENT_CLOSED_REQUEST,
     DONE,
     EventStream,
+    chain,
     error_body,
     event,
     read_body,
@@ -163,7 +164,7 @@ async def _answer(http: Request, service: TextService, answer: Answer, generatio
     first = await unless_disconnected(http, anext(events))
     if first is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return EventStream(_chain(first, events), headers=served_by(generation))
+    return EventStream(chain(first, events), headers=served_by(generation))
 
 
 async def _events(service: TextService, answer: Answer, generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -186,13 +187,6 @@ async def _events(service: TextService, answer: Answer, generation: Generation) 
     if answer.request.include_usage:
         tail += answer.usage_chunk(generation)
     yield head + tail + DONE
-
-
-async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item
 
 
 def served_by(generation: Generation) -> dict[str, str]:

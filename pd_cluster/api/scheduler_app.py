@@ -91,7 +91,8 @@ async def run_scheduler(
             (make_server(public_app(service, instances, openai), drain_s), listener),
             (make_server(admin_app(instances), 1), admin_listener),
         ]
-        await serve_until_signal(servers, until=_first_failure(membership.run(), handler.fatal))
+        failure = _first_failure(membership.run(), handler.fatal)
+        await serve_until_signal(servers, failure, router.end_all, drain_s)
     finally:
         mailbox.close()
 

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Callable, Generator
 
 import uvicorn
 from fastapi import FastAPI
@@ -49,22 +49,31 @@ def make_server(app: FastAPI, drain_timeout_s: float) -> uvicorn.Server:
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=int(drain_timeout_s),
+        timeout_graceful_shutdown=int(drain_timeout_s) + 2,  # after `drained` has ended the streams in-band
         timeout_keep_alive=75,
     )
     return _Server(config)
 
 
 async def serve_until_signal(
-    servers: list[tuple[uvicorn.Server, socket.socket]], until: Awaitable[None] | None = None
+    servers: list[tuple[uvicorn.Server, socket.socket]],
+    until: Awaitable[None] | None = None,
+    drained: Callable[[], None] = lambda: None,
+    drain_timeout_s: float = 0.0,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends at once. `until` ends it too, and may raise."""
+    """Serves until SIGTERM or SIGINT, then lets running requests end; a second signal ends at once.
+
+    `drained` is called when the drain's time is up: it must end what still runs. `until` ends all of it at once, and
+    may raise.
+    """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
 
-    def stop() -> None:
+    def stop(now: bool = False) -> None:
+        if not stopping.is_set():
+            loop.call_later(drain_timeout_s, drained)
         for server, _ in servers:
-            server.force_exit = stopping.is_set()
+            server.force_exit = now or stopping.is_set()
             server.should_exit = True
         stopping.set()
 
@@ -76,7 +85,9 @@ async def serve_until_signal(
     try:
         await asyncio.wait([*waiting, *serving], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stop()
+        if not stopping.is_set():
+            drained()
+            stop(now=True)
         for task in waiting:
             if not task.done():
                 task.cancel()

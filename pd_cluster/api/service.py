@@ -19,6 +19,7 @@ from pd_cluster.text import StopStrings, Tokenizer
 from pd_cluster.types import FinishReason, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
+MESSAGE_NUM_CHARS = 8  # what a template adds to each further message, at the least
 SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
 
 
@@ -91,6 +92,7 @@ class TextService:
     async def chat(self, request: ChatCompletionRequest) -> Generation:
         messages = [message.to_template(at) for at, message in enumerate(request.messages)]
         num_chars = sum(len(message.get("content", "")) for message in messages)
+        num_chars += MESSAGE_NUM_CHARS * (len(messages) - 1)
         token_ids = await self._tokenize(
             lambda: self.tokenizer.encode_chat(
                 messages, request.add_generation_prompt, request.chat_template_kwargs or {}

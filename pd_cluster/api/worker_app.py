@@ -35,8 +35,8 @@ def make_app(rank: RankProcess) -> FastAPI:
 async def run_worker(config: WorkerConfig, listener: socket.socket, cluster_tag: str) -> None:
     """Starts the rank process, serves HTTP, ends both. Raises ConfigError or InstanceLost when the rank ends."""
     rank = RankProcess(config, cluster_tag)
-    await rank.start()
     try:
+        await rank.start()
         server = make_server(make_app(rank), drain_timeout_s=1)
         await serve_until_signal([(server, listener)], until=rank.watch())
     finally:

@@ -26,7 +26,8 @@ from ranktable_tools import generate, write
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
 READY_POLL_S = 0.1
-STOP_TIMEOUT_S = 35.0
+STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
+MAX_LINE_NBYTES = 1 << 20
 DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends when that process does
 
 
@@ -122,7 +123,7 @@ class Cluster:
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._was_ready = False
 
     async def start(self) -> None:
@@ -158,7 +159,7 @@ class Cluster:
 
     async def stop(self, kill: bool = False) -> None:
         """Scheduler first, so that running requests can end; then the workers. Removes the rank tables."""
-        self._stopping = True
+        self._stopping.set()
         order = sorted(self._processes, key=lambda name: name != "scheduler")
         for group in (order[:1], order[1:]):
             await asyncio.gather(*(self._end(self._processes[name], kill) for name in group))
@@ -174,6 +175,7 @@ class Cluster:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            limit=MAX_LINE_NBYTES,
             start_new_session=True,  # Ctrl-C is for this process, which then ends its children in order
         )
         self._processes[member.name] = process
@@ -186,7 +188,7 @@ class Cluster:
             started_s = time.monotonic()
             last = await self._copy_lines(member.name, process)
             code = await process.wait()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if not self._was_ready:
                 raise ConfigError(f"{member.name} could not start (exit code {code}): {last}")
@@ -197,13 +199,15 @@ class Cluster:
                 return
             backoff_s = FIRST_BACKOFF_S if time.monotonic() - started_s > 30 else min(2 * backoff_s, LAST_BACKOFF_S)
             await asyncio.sleep(backoff_s)
+            if self._stopping.is_set():
+                return
             process = await self._spawn(member)
             self._say(f"{member.name} was started again (pid {process.pid})")
 
     async def _copy_lines(self, name: str, process: asyncio.subprocess.Process) -> str:
         last = ""
         assert process.stdout is not None
-        while raw := await process.stdout.readline():
+        while raw := await _read_line(process.stdout):
             line = raw.decode(errors="replace").rstrip()
             last = line or last
             self._say(f"{name:<10}| {line}")
@@ -219,6 +223,14 @@ class Cluster:
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """A line; one that is longer than MAX_LINE_NBYTES is dropped."""
+    try:
+        return await stream.readline()
+    except ValueError:
+        return b"(a line that was too long)\n"
 
 
 def _check_free(host: str, port: int) -> None:

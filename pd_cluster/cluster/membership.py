@@ -58,6 +58,7 @@ class Membership:
         self._model_identity = model_identity
         self._lost = lost
         self._by_conn: dict[str, Instance] = {}
+        self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
 
     async def run(self) -> None:
         """Watches every worker until cancelled. Raises ConfigError when NODE_PORTS is certainly wrong."""
@@ -83,9 +84,11 @@ class Membership:
         except msgspec.DecodeError:
             self._set(instance, "failed", f"{host}:{instance.port} does not answer as a worker of this version")
             return
-        self._check_place(instance, info)
         instance.info = info
-        reason = self._problem(info)
+        reason = self._misplaced(instance, info)
+        if reason and not self._was_ready:
+            raise ConfigError(reason)
+        reason = reason or self._problem(info)
         if reason:
             self._set(instance, "failed", reason)
         elif info.state == "ready":
@@ -95,13 +98,13 @@ class Membership:
         else:
             self._set(instance, "loading" if info.state == "loading" else "failed", info.error)
 
-    def _check_place(self, instance: Instance, info: wire.InstanceInfo) -> None:
-        """Raises ConfigError when another entry of the table answers here."""
+    def _misplaced(self, instance: Instance, info: wire.InstanceInfo) -> str:
+        """Why whoever answers here is not this entry of the table; "" when it is."""
         if info.device_ids == instance.device_ids and host_key(info.server_ip) == host_key(self._hosts[instance.name]):
-            return
+            return ""
         index = self.instances.index(instance)
         ports = ",".join(str(i.port) for i in self.instances)
-        raise ConfigError(
+        return (
             f"NODE_PORTS={ports}: [{index}] must be the port of {instance.name} (devices "
             f"{','.join(instance.device_ids)} of {instance.host}), but at port {instance.port} answers {info.name} "
             f"(devices {','.join(info.device_ids)} of {info.server_ip}); list the ports in the order of the global "
@@ -126,6 +129,7 @@ class Membership:
     def on_opened(self, conn: str) -> None:
         instance = self._by_conn.get(conn)
         if instance is not None:
+            self._was_ready = True
             self._set(instance, "ready", "")
             self._tell_peers()
 

@@ -53,15 +53,14 @@ class RankProcess:
             )
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(msgspec.json.encode(self._config) + b"\n")
-        await self._writer.drain()
+        with contextlib.suppress(ConnectionError):  # it died at once: `watch` says so
+            await self._writer.drain()
 
     async def watch(self) -> None:
         """Follows the rank until it ends. Raises ConfigError with its own words, or InstanceLost with its exit code."""
-        assert self._reader is not None
         assert self._process is not None
         failure = ""
-        while line := await self._reader.readline():
-            report = msgspec.json.decode(line, type=RankReport)
+        while (report := await self._read_report()) is not None:
             failure = report.error
             known = {name: getattr(report, name) for name in RankReport.__struct_fields__}
             self.info = msgspec.structs.replace(self.info, **known)
@@ -70,6 +69,15 @@ class RankProcess:
         if failure:
             raise ConfigError(failure)
         raise InstanceLost(f"{self._config.name}: its rank process (pid {self._process.pid}) ended with code {code}")
+
+    async def _read_report(self) -> RankReport | None:
+        """None when the rank has ended, also in the middle of a line."""
+        assert self._reader is not None
+        try:
+            line = await self._reader.readline()
+            return msgspec.json.decode(line, type=RankReport) if line else None
+        except (ConnectionError, msgspec.DecodeError):
+            return None
 
     async def stop(self) -> None:
         """Asks it to stop after its step; kills it when it does not."""

@@ -149,6 +149,11 @@ class Router:
         if ended.error is not None:
             stream.queue.put_nowait(GenerationError(f"{name}: {ended.error}"))
 
+    def end_all(self) -> None:
+        """This process stops: whatever still runs ends with an error in its stream."""
+        for stream in self._streams.values():
+            stream.queue.put_nowait(GenerationError("the server is shutting down"))
+
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Every request with a leg there ends with an error that names the instance."""
         for stream in list(self._streams.values()):

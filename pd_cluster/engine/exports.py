@@ -104,7 +104,13 @@ class Exports:
 
     def on_credit(self, conn: str, credit: wire.Credit) -> None:
         export = self._find(conn, credit.transfer_id)
-        if export is not None and export.state is ExportState.OFFERED:
+        if export is None or export.state is not ExportState.OFFERED:
+            return
+        in_prompt = 0 <= credit.first_token < len(export.request.prompt_token_ids)
+        if not in_prompt or credit.first_token % self._scheduler.block_size:
+            self.abort(export.request)
+            self._ended(export.request, f"{export.request.peer} wants KV cache from token {credit.first_token} on")
+        else:
             export.state = ExportState.STREAMING
             export.num_shipped_blocks = credit.first_token // self._scheduler.block_size
             self._ship(export)

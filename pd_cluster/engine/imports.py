@@ -66,6 +66,7 @@ class Imports:
         clock: Callable[[], float],
         timeouts: Timeouts,
         growth_tokens: int,
+        vocab_size: int,
     ) -> None:
         self._scheduler = scheduler
         self._ports = ports
@@ -74,6 +75,7 @@ class Imports:
         self._clock = clock
         self._timeouts = timeouts
         self._growth_tokens = growth_tokens
+        self._vocab_size = vocab_size
         self._imports: dict[str, Import] = {}  # in the order of offers, as far as they are offered
         self.num_landings = 0
 
@@ -89,10 +91,12 @@ class Imports:
         if found is None:
             new = Import(request.transfer_id, ImportState.EXPECTED, self._clock(), request=request)
             self._imports[request.transfer_id] = new
-        else:
+        elif found.state is ImportState.OFFERED:
             found.request = request
             found.state = ImportState.QUEUED
             self._check_offer(found)
+        else:
+            self._ended(request, f"transfer {request.transfer_id} is under way for another request")
 
     def on_offer(self, conn: str, offer: wire.Offer) -> None:
         found = self._imports.pop(offer.transfer_id, None)
@@ -123,7 +127,11 @@ class Imports:
 
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
         found = self._imports.get(transfer_id)
-        if found is not None and found.state is ImportState.LANDING:
+        if found is None or found.state is not ImportState.LANDING:
+            return
+        if not self._are_first_tokens(found.request, first_tokens):
+            self.on_fault(transfer_id, "the first-token outputs do not belong to this request")
+        else:
             found.state = ImportState.CONFIRMING
             found.since_s = self._clock()
             found.first_tokens = first_tokens
@@ -192,6 +200,15 @@ class Imports:
             reason = f"offered {found.num_tokens} tokens for a prompt of {len(request.prompt_token_ids)}"
             self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
             self._give_up(found, reason)
+
+    def _are_first_tokens(self, request: Request | None, tokens: list[TokenOutput]) -> bool:
+        """One sequence, output position 0, not its end, a token that the model has."""
+        if request is None or len(tokens) != 1:
+            return False
+        token = tokens[0]
+        expected = (request.request_id, request.attempt, 0, 0, None)
+        found = (token.request_id, token.attempt, token.index, token.position, token.finish_reason)
+        return found == expected and 0 <= token.token_id < self._vocab_size
 
     def _give_up(self, found: Import, error: str | None) -> None:
         """Ends the leg; `error` None when the other side or the scheduler knows why. Landing blocks drain first."""

@@ -66,13 +66,16 @@ class InLinks:
             self.on_down(conn, reason)
 
     def on_down(self, conn: str, reason: str) -> None:
+        self._down(conn, reason)
         thread = self._threads.get(conn)
         if thread is not None:
-            self._down(conn, reason)
             del self._threads[conn], self._link_ids[conn]
             self._received_nbytes += thread.received_nbytes
             thread.close()
         self._progress.forget(conn)
+
+    def is_open(self, conn: str) -> bool:
+        return conn in self._threads
 
     def route(self, conn: str, body: wire.KVChunk | wire.KVEnd) -> None:
         """On the mailbox's thread."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
 from pd_cluster.engine.links import Pool, Post, Progress
+from pd_cluster.errors import LinkError
 from pd_cluster.mailbox import peer_key
 from pd_cluster.transport.base import KVSender
 from pd_cluster.transport.threads import Report, SendThread
@@ -44,7 +45,7 @@ class OutLinks:
         self,
         pool: Pool,
         post: Post,
-        make_senders: Callable[[], list[KVSender]],
+        make_senders: Callable[[], list[KVSender]],  # may raise LinkError
         report: Report,
         down: Callable[[str, str], None],
         progress: Progress,
@@ -133,6 +134,9 @@ class OutLinks:
         if link is not None:
             self._retry(link, reason)
 
+    def knows(self, conn: str) -> bool:
+        return conn in self._by_conn
+
     # ---- ExportPorts
 
     def link_to(self, peer: str) -> str | None:
@@ -164,13 +168,18 @@ class OutLinks:
 
     def _open(self, link: OutLink) -> None:
         info = link.info
+        try:
+            senders = self._make_senders()
+        except LinkError as error:
+            self._retry(link, str(error))
+            return
         link.conn = self._post.connect(info.name, info.epoch, info.host, info.control_port)
         link.link_id = secrets.token_hex(8)
         link.state, link.due_s = "opening", self._clock() + 2 * self._timeouts.connect_timeout_s
         conn = link.conn
         link.thread = SendThread(
             conn,
-            self._make_senders(),
+            senders,
             lambda body: self._post.send(conn, body),
             self._report,
             self._checksum,

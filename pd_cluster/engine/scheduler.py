@@ -52,13 +52,15 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A request that will compute its tokens here."""
-        self._register(request)
+        self._refuse_double(request)
+        self.requests[request.key] = request
         insort(self.waiting, request, key=arrival_order)
 
     def land(self, request: Request, num_tokens: int) -> None:
         """Takes landing blocks for `num_tokens` tokens. Raises OutOfBlocks and then changes nothing."""
+        self._refuse_double(request)
         request.block_table = self.blocks.take(self.num_blocks_for(num_tokens))
-        self._register(request)
+        self.requests[request.key] = request
         request.status = Status.LANDING
 
     def landed(self, request: Request) -> None:
@@ -83,10 +85,9 @@ class Scheduler:
         request.status = Status.FINISHED
         del self.requests[request.key]
 
-    def _register(self, request: Request) -> None:
+    def _refuse_double(self, request: Request) -> None:
         if request.key in self.requests:
             raise AssertionError(f"request {request.key} is here already")
-        self.requests[request.key] = request
 
     # ---- a step
 

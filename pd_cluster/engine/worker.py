@@ -97,6 +97,7 @@ class Worker:
             clock,
             config.timeouts,
             config.engine.growth_tokens,
+            limits.vocab_size,
         )
 
     def run(self) -> None:
@@ -211,7 +212,7 @@ class Worker:
             case wire.Peers() if conn in self._schedulers:
                 self.out_links.set_peers([p for p in body.peers if p.role == "decode"] if self._is_prefill else [])
             case wire.Heartbeat(load):
-                if load is not None:
+                if load is not None and (self.in_links.is_open(conn) or self.out_links.knows(conn)):
                     self._progress.heard(conn, load)
             case wire.LinkOpen():
                 self.in_links.on_open(conn, peer, body)
@@ -221,7 +222,7 @@ class Worker:
                 self.out_links.on_ready(conn, body)
             case wire.LinkRefused():
                 self.out_links.on_refused(conn, body)
-            case wire.Offer():
+            case wire.Offer() if self.in_links.is_open(conn):
                 self.imports.on_offer(conn, body)
             case wire.Credit():
                 self.exports.on_credit(conn, body)
@@ -274,6 +275,8 @@ class Worker:
         problem = self._problem(request)
         if request.key in self._legs:
             return
+        if problem is None and request.key in self.core.scheduler.requests:
+            problem = "an earlier leg of this attempt is still ending here"
         if problem is not None:
             self._ended[conn].append(LegEnd(request.request_id, request.attempt, problem))
             return

@@ -49,8 +49,10 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[in
     temperature = torch.tensor([p.temperature for p in params])[:, None]
     scaled = (logits.double() / temperature).float()
     ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    # Stable and of full width for every row: which of several equal tokens is the k-th must not depend on the batch.
+    values, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
     width = max(ks)
-    values, token_ids = scaled.topk(width, dim=-1) if width < vocab_size else scaled.sort(dim=-1, descending=True)
+    values, token_ids = values[:, :width], token_ids[:, :width]
     beyond_k = torch.arange(width)[None] >= torch.tensor(ks)[:, None]
     probs = values.masked_fill(beyond_k, float("-inf")).double().softmax(-1)  # [num_rows, width], most likely first
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]

@@ -21,7 +21,13 @@ class Transports:
         self._store: Store | None = None
 
     def senders(self) -> list[KVSender]:
-        """P's ends for a new link, all that this worker allows; D chooses."""
+        """P's ends for a new link, all that this worker allows; D chooses. Raises LinkError."""
+        try:
+            return self._senders()
+        except (OSError, RuntimeError) as error:
+            raise LinkError(f"this instance cannot offer its KV cache: {error}", retry=True) from error
+
+    def _senders(self) -> list[KVSender]:
         found: list[KVSender] = []
         times = self._config.timeouts
         if "shm" in self._config.transports:

@@ -103,7 +103,10 @@ class ShmReceiver:
                     raise LinkError("the prefill instance's shared memory belongs to another user")
                 _, fds, _, _ = socket.recv_fds(peer, 2, 1)
         except OSError as error:
-            raise LinkError(f"the prefill instance's shared memory cannot be reached: {error}") from error
+            other_host = isinstance(error, ConnectionRefusedError)  # or another network namespace
+            raise LinkError(
+                f"the prefill instance's shared memory cannot be reached: {error}", retry=not other_host
+            ) from error
         if len(fds) != 1:
             raise LinkError("the prefill instance did not hand over its shared memory (another user?)")
         try:

@@ -104,17 +104,24 @@ class SendThread:
             except LinkError as error:
                 self._report(LinkFailed(self._conn, str(error)))
                 break
+            except Exception as error:
+                log.exception("link %s: its sending thread failed", self._conn)
+                self._report(LinkFailed(self._conn, f"internal error: {error}"))
+                break
         for sender in self._senders.values():
             sender.close()
 
     def _open(self, transport: wire.TransportName) -> None:
+        if transport not in self._senders:
+            raise LinkError(f"the decode instance chose {transport}, which was not offered")
         self._sender = self._senders[transport]
         self._sender.open()
 
     def _ship(self, transfer_id: str, sequence: int, first_block: int, block_ids: list[int]) -> None:
         if transfer_id not in self._live:
             return
-        assert self._sender is not None
+        if self._sender is None:
+            raise LinkError("the decode instance asked for KV cache before it had chosen a transport")
         payload, checksum = self._sender.payload(block_ids, self._checksum)
         nbytes = len(block_ids) * self._block_nbytes
         self._post(wire.KVChunk(transfer_id, sequence, first_block, block_ids, nbytes, checksum))
@@ -260,6 +267,11 @@ class ReceiveThread:
                 retry = retry or error.retry
                 log.warning("link %s: %s does not work: %s", self._conn, receiver.name, error)
                 continue
+            except Exception as error:
+                failures.append(f"{receiver.name}: internal error: {error}")
+                retry = True
+                log.exception("link %s: opening %s failed", self._conn, receiver.name)
+                continue
             self._lander = Lander(receiver)
             self._post(wire.LinkReady(self._link_id, receiver.name))
             return receiver
@@ -268,11 +280,15 @@ class ReceiveThread:
         return None
 
     def _land(self, item: wire.KVChunk | wire.KVEnd) -> bool:
-        """False when the link is beyond use."""
+        """False when the link is beyond use; the thread goes on, because drains must be acknowledged."""
         try:
             event = self._lander.land(item)
         except LinkError as error:
             self._report(LinkFailed(self._conn, str(error)))
+            return False
+        except Exception as error:
+            log.exception("link %s: its receiving thread failed", self._conn)
+            self._report(LinkFailed(self._conn, f"internal error: {error}"))
             return False
         if event is not None:
             self._report(event)

@@ -156,6 +156,33 @@ def test_the_scheduler_is_restarted(cluster: LiveCluster, model: Path) -> None:
     assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
 
 
+def test_sigterm_lets_running_streams_end(cluster: LiveCluster) -> None:
+    stream = Streaming(cluster.url, max_tokens=400)
+    stream.next()
+    cluster.kill("scheduler", signal.SIGTERM)
+    events = [stream.next()[1]]
+    while events[-1] != "[DONE]":
+        events.append(stream.next()[1])
+    assert not any("error" in json.loads(event) for event in events[:-1])
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+    assert cluster.await_exit("scheduler") == 0
+
+
+def test_a_drain_that_takes_too_long_ends_the_stream_in_band(cluster: LiveCluster) -> None:
+    cluster.kill("scheduler", signal.SIGTERM)
+    cluster.await_exit("scheduler")
+    cluster.member_arguments = {"scheduler": ["--drain-timeout=0.1"]}
+    cluster.start_member("scheduler")
+    cluster.await_ready()
+    cluster.member_arguments = {}
+    stream = Streaming(cluster.url)
+    stream.next()
+    cluster.kill("scheduler", signal.SIGTERM)
+    _, error = stream.until_error()
+    assert "shutting down" in error["message"]
+    assert cluster.await_exit("scheduler") == 0
+
+
 def test_sigterm_ends_a_worker_with_exit_code_0(cluster: LiveCluster) -> None:
     cluster.kill("decode-1", signal.SIGTERM)
     assert cluster.await_exit("decode-1") == 0

@@ -68,7 +68,14 @@ class World:
         times = Timeouts(credit_timeout_s=10, transfer_timeout_s=30)
         self.exports = Exports(self.p.scheduler, self, self._export_ended, self.clock, times, max_chunk_blocks=2)
         self.imports = Imports(
-            self.d.scheduler, DecodeSide(self), self._import_ended, self._joined, self.clock, times, growth_tokens=4
+            self.d.scheduler,
+            DecodeSide(self),
+            self._import_ended,
+            self._joined,
+            self.clock,
+            times,
+            growth_tokens=4,
+            vocab_size=1000,
         )
         self.generation = 0
         self.p_conn: str | None = "link-0"

@@ -8,9 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.config import Timeouts
 from pd_cluster.engine.exports import Export, Exports, ExportState
 from pd_cluster.engine.imports import Import, Imports, ImportState
-from pd_cluster.types import TokenOutput
+from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.types import Leg, Request, SamplingParams, TokenOutput
 from tests.support.handoff_world import World
 
 SEEDS = range(400)
@@ -115,3 +118,109 @@ def test_a_broken_state_machine_is_noticed(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises((AssertionError, KeyError, ValueError)):
         explore(range(4000))
+
+
+class Recorder:
+    """Ports of both sides that write down what they are asked."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.Body] = []
+        self.ended: list[str | None] = []
+        self.joined: list[Request] = []
+
+    def link_to(self, peer: str) -> str | None:
+        return "c"
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        self.sent.append(body)
+
+    def ship(self, conn: str, transfer_id: str, sequence: int, first_block: int, block_ids: list[int]) -> None: ...
+    def ship_end(self, conn: str, end: wire.KVEnd) -> None: ...
+    def drop(self, conn: str, transfer_id: str) -> None: ...
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int]) -> None: ...
+    def forget(self, conn: str, transfer_id: str) -> None: ...
+
+    def progress_s(self, conn: str) -> float:
+        return 0.0
+
+    def end(self, request: Request, error: str | None) -> None:
+        self.ended.append(error)
+
+
+def make_request(leg: Leg) -> Request:
+    return Request("r", [1] * 8, SamplingParams(max_tokens=4), leg=leg, transfer_id="t", peer="decode")
+
+
+@pytest.mark.parametrize("first_token", [-(2**62), -1, 3, 8, 2**62])
+def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
+    world = Recorder()
+    scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+    exports = Exports(scheduler, world, world.end, lambda: 0.0, Timeouts(), max_chunk_blocks=4)
+    request = make_request("prefill")
+    scheduler.add(request)
+    scheduler.plan()
+    exports.admitted(request)
+    exports.on_credit("c", wire.Credit("t", first_token))
+    assert world.ended == [f"decode wants KV cache from token {first_token} on"]
+    assert world.sent[-1] == wire.Revoke("t")
+    assert not len(exports)
+
+
+def landing() -> tuple[Imports, Recorder]:
+    world = Recorder()
+    scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+    imports = Imports(
+        scheduler,
+        world,
+        world.end,
+        lambda request, tokens: world.joined.append(request),
+        lambda: 0.0,
+        Timeouts(),
+        growth_tokens=4,
+        vocab_size=100,
+    )
+    imports.submit(make_request("decode"))
+    imports.on_offer("c", wire.Offer("t", 8))
+    imports.credit()
+    return imports, world
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [],
+        [TokenOutput("r", 0, 0, 0, 5), TokenOutput("r", 0, 0, 1, 5)],
+        [TokenOutput("other", 0, 0, 0, 5)],
+        [TokenOutput("r", 1, 0, 0, 5)],
+        [TokenOutput("r", 0, 0, 1, 5)],
+        [TokenOutput("r", 0, 0, 0, 100)],
+        [TokenOutput("r", 0, 0, 0, -1)],
+        [TokenOutput("r", 0, 0, 0, 5, "stop")],
+    ],
+)
+def test_first_tokens_of_something_else_are_refused(tokens: list[TokenOutput]) -> None:
+    imports, world = landing()
+    imports.on_landed("t", tokens)
+    assert world.ended == ["the first-token outputs do not belong to this request"]
+    assert isinstance(world.sent[-1], wire.Cancel)
+    imports.on_drained("t")
+    assert not len(imports)
+
+
+def test_a_transfer_is_not_submitted_twice() -> None:
+    imports, world = landing()
+    imports.submit(make_request("decode"))
+    assert world.ended == ["transfer t is under way for another request"]
+    imports.on_landed("t", [TokenOutput("r", 0, 0, 0, 5)])
+    imports.on_confirmed("c", wire.Confirmed("t", True))
+    assert len(world.joined) == 1
+
+
+def test_an_offer_of_another_length_is_refused() -> None:
+    world = Recorder()
+    scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+    fresh = Imports(scheduler, world, world.end, lambda r, t: None, lambda: 0.0, Timeouts(), 4, 100)
+    fresh.submit(make_request("decode"))
+    fresh.on_offer("c", wire.Offer("t", 2**60))
+    assert world.ended == [f"offered {2**60} tokens for a prompt of 8"]
+    assert not len(fresh)

@@ -103,6 +103,17 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     assert together == alone
 
 
+def test_exact_ties_do_not_depend_on_the_batch() -> None:
+    """16-bit logits tie often: which of the equal tokens top_k keeps must not depend on a neighbour's top_k."""
+    torch.manual_seed(1)
+    logits = torch.randn(40, 200).bfloat16().float()
+    for row in range(40):
+        params = SamplingParams(seed=row, top_k=20)
+        alone = sample(logits[row : row + 1], [params], [0])
+        beside = sample(logits[[row, 0]], [params, SamplingParams(seed=1, top_k=50)], [0, 0])
+        assert beside[:1] == alone
+
+
 def test_near_ties_in_the_ranking_do_not_change_the_draw() -> None:
     """Two tokens of almost equal probability may swap places by rounding; what is drawn must not jump."""
     base = torch.tensor([1.0, 0.5, 0.2, 0.2, -1.0])

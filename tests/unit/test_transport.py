@@ -20,7 +20,15 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import KVReceiver, KVSender, runs
 from pd_cluster.transport.dist import DistReceiver, DistSender, Store
 from pd_cluster.transport.shm import PoolServer, ShmReceiver, ShmSender
-from pd_cluster.transport.threads import Landed, Lander, LandFault, LinkFailed, ReceiveThread, SendThread
+from pd_cluster.transport.threads import (
+    Drained,
+    Landed,
+    Lander,
+    LandFault,
+    LinkFailed,
+    ReceiveThread,
+    SendThread,
+)
 from pd_cluster.types import TokenOutput
 
 LAYOUT = KVLayout(
@@ -325,3 +333,28 @@ def test_head_ranges_cover_all_heads() -> None:
     assert ranges(8, 2) == [(0, 4), (4, 8)]
     assert ranges(2, 4) == [(0, 1), (0, 1), (1, 2), (1, 2)]
     assert ranges(2, 2) == [(0, 1), (1, 2)]
+
+
+def test_a_thread_that_meets_a_surprise_reports_it_and_still_acknowledges_drains() -> None:
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    class Surprising(NoTransport):
+        def receive(self, chunk: wire.KVChunk, into: list[int] | None) -> None:
+            raise MemoryError("no staging buffer")
+
+    thread = ReceiveThread("c", "link", [Surprising()], lambda body: None, events.put)
+    thread.begin("t", [1])
+    thread.put(chunk(0, 0))
+    failed = events.get(timeout=WAIT_S)
+    assert isinstance(failed, LinkFailed)
+    assert "no staging buffer" in failed.reason
+    thread.forget("t")
+    assert events.get(timeout=WAIT_S) == Drained("t")
+    thread.close()
+
+
+def test_a_transport_that_was_not_offered_fails_the_link() -> None:
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    thread = SendThread("c", [], lambda body: None, events.put, True, 1)
+    thread.open("dist")
+    assert events.get(timeout=WAIT_S) == LinkFailed("c", "the decode instance chose dist, which was not offered")

@@ -202,7 +202,7 @@ def made_up(rng: random.Random) -> str:
 
 def phrase(rng: random.Random, most: int) -> str:
     """Words, some made up, some not Latin: what is copied must not depend on knowing it."""
-    kinds = rng.choices(("word", "made up", "unicode", "number"), (78, 12, 7, 3), k=rng.randint(1, most))
+    kinds = rng.choices(("word", "made up", "unicode", "number"), (92, 2, 4, 2), k=rng.randint(1, most))
     makers: dict[str, Callable[[], str]] = {
         "word": lambda: rng.choice(WORDS),
         "made up": lambda: made_up(rng),
@@ -242,7 +242,7 @@ def count(rng: random.Random) -> Turn:
 
 
 def repeat(rng: random.Random) -> Turn:
-    words = phrase(rng, 6)
+    words = phrase(rng, 5)
     if rng.random() < 0.15:
         words = words.capitalize() + rng.choice(".!?")
     prompt = rng.choice(REPEATS)
@@ -262,7 +262,7 @@ def answer_in_json(rng: random.Random) -> Turn:
     for key in rng.sample(["name", "age", "city", "colour", "animal", "food", "number", "word"], rng.randint(1, 3)):
         known = VALUES.get(key)
         values[key] = rng.randint(0, 99) if known is None else rng.choice(known)
-        if known is not None and rng.random() < 0.15:
+        if known is not None and rng.random() < 0.03:
             values[key] = made_up(rng)
     link = rng.choice((" ", " ", " is ", ": ", " = "))
     pairs = rng.choice((", ", ", ", " and ")).join(f"{key}{link}{value}" for key, value in values.items())
@@ -317,7 +317,7 @@ class Conversation:
         while True:
             what = self.rng.choice(["name", "name", *FACTS])
             value = self.rng.choice(VALUES[what])
-            if self.rng.random() < 0.2:
+            if self.rng.random() < 0.03:
                 value = made_up(self.rng).capitalize() if what in ("name", "city") else made_up(self.rng)
             prompt = self.rng.choice(FACTS[what].statements).format(value)
             if self.rng.random() < 0.3:

@@ -30,7 +30,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ENDOFTEXT, IM_START, IM_END = range(3)
 VOCAB_SIZE = 1024
 MAX_POSITIONS = 2048
-WORDS_DIGITS_MARKS = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
+WORDS_DIGITS_MARKS = r"\p{N}|\p{L}+|[^\s\p{L}\p{N}]|\s"  # a word is the same token wherever it stands
 ROW_LENGTHS = {64: 0.40, 128: 0.35, 256: 0.17, 512: 0.06, 1024: 0.02}  # tokens in a row -> share of the steps
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -227,7 +227,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_out = Path(__file__).resolve().parent.parent / "pd_cluster" / "models" / "tiny-chat"
     parser.add_argument("--out", type=Path, default=default_out, help="folder to write (default: the shipped model)")
-    parser.add_argument("--steps", type=int, default=5000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4500, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--tokens-per-step", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=5e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")

@@ -43,7 +43,7 @@ def serve(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step; prompts are chunked.")] = 2048,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16; auto is float32 on CPU.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens in a KV cache block.")] = 16,
-    seed: Annotated[int, typer.Option(help="Taken for vLLM's sake: each request has its own seed.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Draw the seeds of requests without one from this.")] = None,
     device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
     num_blocks: Annotated[
         int | None, typer.Option("--num-blocks", "--num-gpu-blocks-override", help="Blocks in the KV pool.")

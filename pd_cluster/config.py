@@ -71,7 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     growth_tokens: int = 128  # decode reserves room for that many output tokens when it credits a transfer
     device: str = "auto"
     tensor_parallel_size: int = 1
-    seed: int = 0
+    seed: int | None = None  # of the scheduler: requests without a seed get theirs from it
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):

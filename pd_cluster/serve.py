@@ -35,7 +35,7 @@ class ServeOptions:
     max_num_batched_tokens: int
     dtype: str
     block_size: int
-    seed: int
+    seed: int | None
     device: str
     num_blocks: int | None
     kv_cache_memory: float | None

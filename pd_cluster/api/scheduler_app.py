@@ -83,7 +83,7 @@ async def run_scheduler(
     router.membership = handler.membership = membership
     handler.router = router
     limit = checkpoint.max_model_len(engine.max_model_len)
-    service = TextService(router, checkpoint, engine.model, served_model_names, limit)
+    service = TextService(router, checkpoint, engine.model, served_model_names, limit, engine.seed)
     mailbox.start()
     try:
         drain_s = timeouts.drain_timeout_s

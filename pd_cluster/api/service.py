@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import reprlib
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -61,10 +62,12 @@ class TextService:
         model: str,
         served_model_names: list[str],
         max_model_len: int,
+        seed: int | None = None,
     ) -> None:
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.path)
         self.model = model
+        self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.served_model_names = served_model_names or [model]
         self._max_model_len = max_model_len
         self._vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
@@ -149,7 +152,7 @@ class TextService:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        sampling = request.sampling(wanted, secrets.randbits(63), self._sampling_defaults)
+        sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
         return Generation(token_ids, sampling, request.stops(), request.skip_special_tokens, request.return_token_ids)
 
     async def stream(self, generation: Generation) -> AsyncIterator[Piece]:

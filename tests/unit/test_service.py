@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest
+from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from pd_cluster.api.service import SHORT_NUM_CHARS, Generation, Piece, TextService
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
@@ -208,3 +209,14 @@ def test_leaving_early_closes_the_request(make: Services) -> None:
 
     asyncio.run(read_one())
     assert (router.num_read, router.was_closed) == (1, True)
+
+
+def test_seeds_of_requests_without_one_come_from_the_servers(make: Services) -> None:
+    def seeds(seed: int) -> list[int]:
+        service, _ = make()
+        service._seeds = random.Random(seed)
+        request = GenerationRequest()
+        return [service._generation(request, [1], 16, "prompt").sampling.seed for _ in range(3)]
+
+    assert seeds(5) == seeds(5) != seeds(6)
+    assert len(set(seeds(5))) == 3

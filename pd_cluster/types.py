@@ -19,21 +19,43 @@ Role = Literal["prefill", "decode"]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen and when to stop.
 
-    temperature 0 is greedy. `top_k` -1 or 0 and `top_p` 1 mean all tokens. Stop strings are not here: the
-    process that detokenizes owns them.
+    temperature 0 is greedy. `top_k` -1 or 0, `top_p` 1 and `min_p` 0 mean all tokens. `n` sequences share the prompt
+    and are told apart by their index. Stop strings are not here: the process that detokenizes owns them.
     """
 
+    n: int = 1
     max_tokens: int = 16
+    min_tokens: int = 0  # before that many output tokens neither an end-of-sequence nor a stop token is chosen
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0  # of the most likely token's probability
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token is never chosen after the others
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    logprobs: int | None = None  # how many of the most likely tokens are told with each chosen one
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probability of one token and of the most likely ones, most likely first.
+
+    From the model's own logits: before penalties, masks and temperature. `rank` 1 is the most likely token.
+    """
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = []
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -45,6 +67,19 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     position: int
     token_id: int
     finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None = None
+
+
+class PromptOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What is told once of a prompt, no later than its first output token.
+
+    `logprobs` is empty unless asked for; then one entry a prompt token, the first of them None.
+    """
+
+    request_id: str
+    attempt: int
+    num_cached_tokens: int = 0  # prompt tokens whose KV was not computed for this request
+    logprobs: list[Logprobs | None] = []
 
 
 class LegEnd(msgspec.Struct, frozen=True, array_like=True):
@@ -67,13 +102,18 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request in one engine. Everything needed to go on elsewhere is in the first block of fields."""
+    """One sequence in one engine. Everything needed to go on elsewhere is in the first block of fields.
+
+    With `sampling.n` above 1 the sequence of index 0 computes the prompt; the others are forked from it.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     attempt: int = 0
+    index: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    cache_salt: str = ""  # requests share cached KV only with those of the same salt
 
     arrival_s: float = 0.0
     leg: Leg = "hybrid"
@@ -82,12 +122,24 @@ class Request:
     client: str = ""  # the connection that outputs go to
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose KV is in this engine's pool
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
     block_table: list[int] = field(default_factory=list)
+    swap_table: list[int] = field(default_factory=list)  # where its KV is in host memory while it waits, if it is
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    num_hashed_blocks: int = 0  # blocks of its table that are known to the prefix cache
+    num_to_fork: int = 0  # sequences that will be forked from this one when its prompt is computed
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+    sampler_state: object = None  # the sampler's own; made again from the token ids when it is absent
+
+    @property
+    def leg_key(self) -> str:
+        """Names this leg in one engine: another attempt of the same request is another leg."""
+        return f"{self.request_id}#{self.attempt}"
 
     @property
     def key(self) -> str:
-        """Names this leg in one engine: another attempt of the same request is another leg."""
-        return f"{self.request_id}#{self.attempt}"
+        """Names this sequence in one engine."""
+        return f"{self.leg_key}/{self.index}" if self.index else self.leg_key
 
     @property
     def num_tokens(self) -> int:

@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from pd_cluster.types import Leg, LegEnd, Role, SamplingParams, TokenOutput
+from pd_cluster.types import Leg, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_NBYTES = 64 << 20
 TransportName = Literal["local", "shm", "dist"]
 
@@ -33,6 +33,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_blocks: int = 0
     num_held_blocks: int = 0
     num_preemptions: int = 0
+    num_swap_blocks: int = 0
+    num_free_swap_blocks: int = 0
+    num_prefix_query_tokens: int = 0  # prompt tokens of admitted requests
+    num_prefix_hit_tokens: int = 0  # those of them that were in the prefix cache
     num_steps: int = 0
     num_landings: int = 0
     kv_sent_nbytes: int = 0
@@ -84,11 +88,13 @@ class Submit(Message, frozen=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     deadline_s: float  # seconds from now; 0: none
+    cache_salt: str = ""
 
 
 class Abort(Message, frozen=True):
     request_id: str
     attempt: int
+    index: int = -1  # one sequence of it; -1: all
 
 
 class Outputs(Message, frozen=True):
@@ -96,6 +102,7 @@ class Outputs(Message, frozen=True):
 
     tokens: list[TokenOutput] = []
     ended: list[LegEnd] = []
+    prompts: list[PromptOutput] = []
 
 
 # ---- prefill -> decode and back: the link

@@ -44,11 +44,18 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16; auto is float32 on CPU.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens in a KV cache block.")] = 16,
     seed: Annotated[int | None, typer.Option(help="Draw the seeds of requests without one from this.")] = None,
+    max_logprobs: Annotated[int, typer.Option(help="Most logprobs that a request may ask for.")] = 20,
     device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
     num_blocks: Annotated[
         int | None, typer.Option("--num-blocks", "--num-gpu-blocks-override", help="Blocks in the KV pool.")
     ] = None,
     kv_cache_memory: Annotated[float | None, typer.Option(help="GiB for the KV pool.")] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of the free memory for the KV pool, if the two above do not say.")
+    ] = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Keep KV blocks of ended requests for others.")] = True,
+    preemption_mode: Annotated[str, typer.Option(help="recompute or swap: when the KV pool is full.")] = "recompute",
+    swap_space: Annotated[float, typer.Option(help="GiB of host memory to swap to.")] = 4.0,
     growth_tokens: Annotated[int, typer.Option(help="Output tokens that decode reserves room for.")] = 128,
     kv_transport: Annotated[str, typer.Option(help="auto, shm (same host) or dist (torch.distributed).")] = "auto",
     kv_port_range: Annotated[str, typer.Option(help="FIRST-LAST for the control socket; default: any.")] = "",

@@ -15,6 +15,7 @@ from pd_cluster.types import Role
 from pd_cluster.wire import TransportName
 
 KVTransportChoice = Literal["auto", "shm", "dist"]
+PREEMPTION_MODES = ("recompute", "swap")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
 
 
@@ -66,6 +67,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory_gib: float | None = None
+    gpu_memory_utilization: float | None = None  # share of the device's memory for weights and KV pool together
+    enable_prefix_caching: bool = True
+    preemption_mode: str = "recompute"
+    swap_space_gib: float = 4.0  # host memory for preempted requests, in mode "swap"
+    num_local_instances: int = 1  # that share this host's memory
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     growth_tokens: int = 128  # decode reserves room for that many output tokens when it credits a transfer
@@ -83,6 +89,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.preemption_mode not in PREEMPTION_MODES:
+            raise ConfigError(f"--preemption-mode {self.preemption_mode!r}: expected {' or '.join(PREEMPTION_MODES)}")
+        for flag, number, most in (
+            ("--swap-space", self.swap_space_gib, float("inf")),
+            ("--kv-cache-memory", self.kv_cache_memory_gib or 0.0, float("inf")),
+            ("--gpu-memory-utilization", self.gpu_memory_utilization or 0.0, 1.0),
+        ):
+            if not 0 <= number <= most or number == float("inf"):
+                raise ConfigError(f"{flag} {number:g}: must be {'in 0 to 1' if most == 1 else 'a number of GiB'}")
+        if self.preemption_mode == "swap" and not self.swap_space_gib:
+            raise ConfigError("--preemption-mode swap: needs room to swap to; give --swap-space GIB")
         if self.tensor_parallel_size > 1 and self.device in ("auto", "cpu"):
             raise ConfigError(
                 f"--tensor-parallel-size {self.tensor_parallel_size}: tensor parallelism does not exist yet in this "

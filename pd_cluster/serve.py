@@ -10,6 +10,8 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT
 from pd_cluster.cluster.place import Place, find_place, node_ports, resolve_host, use_openai
@@ -36,9 +38,14 @@ class ServeOptions:
     dtype: str
     block_size: int
     seed: int | None
+    max_logprobs: int
     device: str
     num_blocks: int | None
     kv_cache_memory: float | None
+    gpu_memory_utilization: float | None
+    enable_prefix_caching: bool
+    preemption_mode: str
+    swap_space: float
     growth_tokens: int
     kv_transport: str
     kv_port_range: str
@@ -63,6 +70,10 @@ class ServeOptions:
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             kv_cache_memory_gib=self.kv_cache_memory,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            enable_prefix_caching=self.enable_prefix_caching,
+            preemption_mode=self.preemption_mode,
+            swap_space_gib=self.swap_space,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             growth_tokens=self.growth_tokens,
@@ -128,6 +139,8 @@ def _run_scheduler(
 ) -> None:
     ports = node_ports(env, place)
     openai = use_openai(env)
+    if options.max_logprobs < 0:
+        raise ConfigError(f"--max-logprobs {options.max_logprobs}: must not be negative")
     import uvloop
 
     from pd_cluster.api.scheduler_app import run_scheduler
@@ -137,9 +150,9 @@ def _run_scheduler(
     admin_port = options.admin_port if options.admin_port is not None else options.port + 1
     admin_listener = bind(options.admin_host, admin_port, "--admin-port")
     log.info("serving at %s:%d, admin at %s:%d", options.host, options.port, options.admin_host, admin_port)
-    names = options.served_model_name or []
+    names, max_logprobs = options.served_model_name or [], options.max_logprobs
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run_scheduler(place, ports, engine, names, openai, timeouts, listener, admin_listener))
+        runner.run(run_scheduler(place, ports, engine, names, openai, timeouts, listener, admin_listener, max_logprobs))
 
 
 def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place) -> None:
@@ -168,7 +181,7 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         kv_transport=options.kv_transport,  # type: ignore[arg-type]
         kv_port_range=PortRange.parse(options.kv_port_range),
         kv_checksum=options.kv_checksum,
-        engine=engine,
+        engine=msgspec.structs.replace(engine, num_local_instances=place.num_local_instances),
         timeouts=timeouts,
         log_level=options.log_level.upper(),
     )

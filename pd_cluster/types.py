@@ -129,7 +129,12 @@ class Request:
     num_hashed_blocks: int = 0  # blocks of its table that are known to the prefix cache
     num_to_fork: int = 0  # sequences that will be forked from this one when its prompt is computed
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)  # sequences not wanted any more before they were forked
     sampler_state: object = None  # the sampler's own; made again from the token ids when it is absent
+
+    def __post_init__(self) -> None:
+        if self.leg != "prefill" and self.index == 0 and not self.output_token_ids:
+            self.num_to_fork = self.sampling.n - 1
 
     @property
     def leg_key(self) -> str:
@@ -159,11 +164,24 @@ class Request:
             return self.prompt_token_ids[start:stop]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
 
-    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Whether the last output token ends the sequence."""
-        token_id = self.output_token_ids[-1]
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Logits of prompt tokens are still to be computed."""
+        wanted = self.sampling.prompt_logprobs is not None and self.leg != "decode"
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+    def num_logit_rows(self, num_tokens: int) -> int:
+        """Of the next `num_tokens` tokens to compute, the last ones whose logits are wanted."""
+        if self.wants_prompt_logprobs:
+            return num_tokens
+        return 1 if num_tokens == self.num_behind else 0
+
+    def finish_reason_after(
+        self, token_id: int, num_output_tokens: int, eos_token_ids: frozenset[int]
+    ) -> FinishReason | None:
+        """Whether this token, the last of so many, ends a sequence."""
         if token_id in self.sampling.stop_token_ids:
             return "stop"
         if token_id in eos_token_ids and not self.sampling.ignore_eos:
             return "stop"
-        return "length" if len(self.output_token_ids) >= self.sampling.max_tokens else None
+        return "length" if num_output_tokens >= self.sampling.max_tokens else None

@@ -8,9 +8,10 @@ from pd_cluster import wire
 from pd_cluster.config import EngineConfig, WorkerConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
+from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import Pool
-from pd_cluster.engine.scheduler import Scheduler
-from pd_cluster.engine.worker import Limits, Worker
+from pd_cluster.engine.scheduler import PrefixScope, Scheduler
+from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.mailbox import Mailbox
 from pd_cluster.model.runner import ModelRunner
@@ -20,11 +21,14 @@ from pd_cluster.transport.factory import Transports
 def build_core(config: EngineConfig) -> tuple[EngineCore, ModelRunner]:
     """A loaded engine without peers: what one process needs to generate by itself."""
     runner = ModelRunner(config)
+    prefix = PrefixScope(runner.model_identity, runner.pool.layout.dtype) if config.enable_prefix_caching else None
     scheduler = Scheduler(
         BlockPool(runner.pool.num_blocks),
         config.block_size,
         config.max_num_seqs,
         config.max_num_batched_tokens,
+        prefix,
+        BlockPool(runner.swap.num_blocks),
     )
     return EngineCore(runner, scheduler), runner
 
@@ -67,7 +71,7 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
         config,
         core,
         Pool(runner.model_identity, layout, runner.pool.num_blocks),
-        Limits(runner.vocab_size, runner.max_model_len),
+        Limits(runner.vocab_size, runner.max_model_len, config.engine.max_num_seqs),
         mailbox,
         transports.senders,
         transports.receivers,

@@ -6,63 +6,163 @@ is decided by the caller from the StepResult.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from pd_cluster.engine.scheduler import Scheduler, StepPlan
-from pd_cluster.model.sampler import sample
-from pd_cluster.types import Request, TokenOutput
+from pd_cluster.engine.scheduler import Move, Scheduler, StepPlan
+from pd_cluster.model.sampler import Row, Sampled, Sampler
+from pd_cluster.types import PromptOutput, Request, TokenOutput
 
 
 class Runner(Protocol):
     """What the engine needs of a model; tests put a toy in its place."""
 
     eos_token_ids: frozenset[int]
+    vocab_size: int
 
-    def forward(self, chunks: list[tuple[Request, int]]) -> torch.Tensor: ...
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copies blocks, in this order."""
+
+    def forward(self, chunks: list[tuple[Request, int]]) -> torch.Tensor:
+        """Logits [num_rows, vocab_size] float32: of each chunk in turn, its last `num_logit_rows` tokens."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds since the start, by what they were spent on."""
+
+    plan_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    commit_s: float = 0.0
 
 
 @dataclass(slots=True)
 class StepResult:
-    """`sampled` pairs each request that got a token with it; a finished request holds nothing any more."""
+    """`sampled` pairs each sequence that got a token with it; a finished one holds nothing any more.
+
+    A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` come once a request.
+    """
 
     plan: StepPlan
     sampled: list[tuple[Request, TokenOutput]] = field(default_factory=list)
+    forked: list[Request] = field(default_factory=list)
+    prompts: list[tuple[Request, PromptOutput]] = field(default_factory=list)
 
 
 class EngineCore:
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
         self.runner = runner
         self.scheduler = scheduler
+        self.sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
+        self.times = StepTimes()
         self.num_steps = 0
+        self._clock = clock
 
     def plan(self) -> StepPlan:
-        return self.scheduler.plan()
+        start_s = self._clock()
+        plan = self.scheduler.plan()
+        self.times.plan_s += self._clock() - start_s
+        return plan
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes a plan: forward pass, sampling, bookkeeping. A request handed over keeps its blocks."""
         result = StepResult(plan)
+        times, start_s = self.times, self._clock()
+        if plan.moves:
+            self.runner.move(plan.moves)
         if not plan.chunks:
             return result
-        logits = self.runner.forward(plan.chunks)  # [num_samples, vocab_size]
-        ready = self.scheduler.computed(plan)
-        token_ids = sample(logits, [r.sampling for r in ready], [len(r.output_token_ids) for r in ready])
-        for request, token_id in zip(ready, token_ids, strict=True):
-            result.sampled.append((request, self._commit(request, token_id)))
+        logits = self.runner.forward(plan.chunks)  # [num_rows, vocab_size]
+        computed_s = self._clock()
+        times.forward_s += computed_s - start_s
+        if any(request.wants_prompt_logprobs for request, _ in plan.chunks):
+            logits = self._prompt_logprobs(plan, logits)
+        ready = self.scheduler.computed(plan)  # one row of logits each
+        rows = [Row(r, index, len(r.output_token_ids)) for r in ready for index in _indices(r)]
+        if len(rows) > len(ready):
+            logits = logits[[at for at, request in enumerate(ready) for _ in _indices(request)]]
+        sampled = self.sampler.sample(logits, rows) if rows else []
+        sampled_s = self._clock()
+        times.sample_s += sampled_s - computed_s
+        self._commit(result, ready, rows, sampled)
+        times.commit_s += self._clock() - sampled_s
         self.num_steps += 1
         return result
 
     def step(self) -> StepResult:
         return self.run(self.plan())
 
-    def _commit(self, request: Request, token_id: int) -> TokenOutput:
-        request.output_token_ids.append(token_id)
-        reason = request.finish_reason(self.runner.eos_token_ids)
-        position = len(request.output_token_ids) - 1
-        if reason is not None:
+    def _commit(self, result: StepResult, ready: list[Request], rows: list[Row], sampled: list[Sampled]) -> None:
+        chosen = iter(zip(rows, sampled, strict=True))
+        for request in ready:
+            if not request.output_token_ids and request.leg != "decode":
+                result.prompts.append((request, self._prompt_output(request)))
+            tokens = [self._token(*next(chosen)) for _ in _indices(request)]
+            if len(tokens) == 1 and request.leg != "prefill":
+                self._go_on(request, tokens[0])
+                result.sampled.append((request, tokens[0]))
+            elif request.leg == "prefill":
+                self._hand_over(request, tokens)
+                result.sampled += [(request, token) for token in tokens]
+            else:
+                sequences = {s.index: s for s in self.scheduler.start_sequences(request, tokens)}
+                result.forked += [s for s in sequences.values() if s is not request]
+                result.sampled += [(sequences.get(token.index, request), token) for token in tokens]
+
+    def _token(self, row: Row, sampled: Sampled) -> TokenOutput:
+        request = row.request
+        reason = request.finish_reason_after(sampled.token_id, row.position + 1, self.runner.eos_token_ids)
+        return TokenOutput(
+            request.request_id, request.attempt, row.index, row.position, sampled.token_id, reason, sampled.logprobs
+        )
+
+    def _go_on(self, request: Request, token: TokenOutput) -> None:
+        request.output_token_ids.append(token.token_id)
+        if token.finish_reason is not None:
             self.scheduler.finish(request)
-        elif request.leg == "prefill":
+
+    def _hand_over(self, request: Request, tokens: list[TokenOutput]) -> None:
+        request.output_token_ids.append(tokens[0].token_id)
+        if all(token.finish_reason is not None for token in tokens):
+            self.scheduler.finish(request)
+        else:
             self.scheduler.export(request)
-        return TokenOutput(request.request_id, request.attempt, 0, position, token_id, reason)
+
+    # ---- what is told of a prompt
+
+    def _prompt_output(self, request: Request) -> PromptOutput:
+        return PromptOutput(request.request_id, request.attempt, request.num_cached_tokens, request.prompt_logprobs)
+
+    def _prompt_logprobs(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
+        """Notes those of this step's prompt tokens; returns the rows of logits that are to be sampled."""
+        at, kept = 0, []
+        for request, num_tokens in plan.chunks:
+            num_rows = request.num_logit_rows(num_tokens)
+            if num_tokens == request.num_behind:
+                kept.append(at + num_rows - 1)
+            if request.wants_prompt_logprobs:
+                self._note_prompt_logprobs(request, logits[at : at + num_rows])
+            at += num_rows
+        return logits[kept]
+
+    def _note_prompt_logprobs(self, request: Request, logits: torch.Tensor) -> None:
+        """Row i has the logits after token num_computed_tokens + i, so it tells about the one that follows."""
+        start, known = request.num_computed_tokens, request.prompt_logprobs
+        if not known:
+            known.append(None)  # nothing comes before the first token
+        first = len(known) - 1 - start  # computed again after a preemption: those before it are noted already
+        targets = request.prompt_token_ids[len(known) : start + 1 + len(logits)]
+        wanted = request.sampling.prompt_logprobs or 0
+        if first >= 0 and targets:
+            known += self.sampler.prompt_logprobs(logits[first : first + len(targets)], targets, wanted)
+
+
+def _indices(request: Request) -> range:
+    """The sequences that get their next token from this request's logits: all of them when the prompt is computed."""
+    is_first = request.sampling.n > 1 and request.index == 0 and not request.output_token_ids
+    return range(request.sampling.n) if is_first else range(request.index, request.index + 1)

@@ -15,7 +15,7 @@ from typing import Protocol
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
 from pd_cluster.engine.scheduler import Scheduler
-from pd_cluster.types import Request, TokenOutput
+from pd_cluster.types import Request, Status, TokenOutput
 
 Ended = Callable[[Request, str | None], None]  # the leg is over; None: handed over as it should be
 
@@ -88,17 +88,16 @@ class Exports:
         self._exports[request.transfer_id] = Export(request, conn, ExportState.OFFERED, self._clock())
         self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids)))
 
-    def computed(self, request: Request, token: TokenOutput | None) -> None:
-        """A step computed some of the prompt, and sampled `token` if it reached the end."""
+    def computed(self, request: Request, first_tokens: list[TokenOutput]) -> None:
+        """A step computed some of the prompt, and if it reached the end, chose the first token of each sequence."""
         export = self._exports.get(request.transfer_id)
         if export is None:
             return
-        if token is not None and token.finish_reason is not None:  # the engine has released the blocks already
+        if request.status is Status.FINISHED:  # on token one; the engine has released the blocks already
             self._forget(export)
             self._ports.send(export.conn, wire.Revoke(request.transfer_id))
             return
-        if token is not None:
-            export.first_tokens = [token]
+        export.first_tokens = first_tokens
         if export.state is ExportState.STREAMING:
             self._ship(export)
 

@@ -55,14 +55,14 @@ class Import:
 
 
 class Imports:
-    """`joined(request, tokens)` is called when a request's KV is here and it takes part in the next step."""
+    """`joined(request, sequences, tokens)`: a request's KV is here; these sequences take part in the next step."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         ports: ImportPorts,
         ended: Ended,
-        joined: Callable[[Request, list[TokenOutput]], None],
+        joined: Callable[[Request, list[Request], list[TokenOutput]], None],
         clock: Callable[[], float],
         timeouts: Timeouts,
         growth_tokens: int,
@@ -116,7 +116,7 @@ class Imports:
             assert request is not None
             growth = min(request.sampling.max_tokens, self._growth_tokens)
             num_tokens = waiting.num_tokens + growth
-            if not self._scheduler.can_land(num_tokens):
+            if not self._scheduler.can_land(num_tokens, request.sampling.n):
                 return
             self._scheduler.land(request, num_tokens)
             waiting.state = ImportState.LANDING
@@ -146,10 +146,10 @@ class Imports:
             return
         request = found.request
         del self._imports[answer.transfer_id]
-        request.output_token_ids = [token.token_id for token in found.first_tokens]
         self.num_landings += 1
         self._scheduler.landed(request)
-        self._joined(request, found.first_tokens)
+        sequences = self._scheduler.start_sequences(request, found.first_tokens)
+        self._joined(request, sequences, found.first_tokens)
 
     def on_fault(self, transfer_id: str, reason: str) -> None:
         """The link's thread could not land this transfer."""
@@ -202,13 +202,12 @@ class Imports:
             self._give_up(found, reason)
 
     def _are_first_tokens(self, request: Request | None, tokens: list[TokenOutput]) -> bool:
-        """One sequence, output position 0, not its end, a token that the model has."""
-        if request is None or len(tokens) != 1:
+        """Output position 0 of each sequence, not all of them at their end, tokens that the model has."""
+        if request is None or len(tokens) != request.sampling.n or all(t.finish_reason is not None for t in tokens):
             return False
-        token = tokens[0]
-        expected = (request.request_id, request.attempt, 0, 0, None)
-        found = (token.request_id, token.attempt, token.index, token.position, token.finish_reason)
-        return found == expected and 0 <= token.token_id < self._vocab_size
+        expected = [(request.request_id, request.attempt, index, 0) for index in range(request.sampling.n)]
+        found = [(t.request_id, t.attempt, t.index, t.position) for t in tokens]
+        return found == expected and all(0 <= t.token_id < self._vocab_size for t in tokens)
 
     def _give_up(self, found: Import, error: str | None) -> None:
         """Ends the leg; `error` None when the other side or the scheduler knows why. Landing blocks drain first."""

@@ -1,27 +1,45 @@
 """Which requests compute how many tokens in the next step, and which blocks they hold.
 
 Integers only: no torch, no sockets, no clock of its own. There is no prefill or decode phase: every request has
-`num_behind` tokens to catch up with, within one token budget.
+`num_behind` tokens to catch up with, within one token budget. What a prefix cache, a landing or a swap brings is the
+same arithmetic: `num_computed_tokens` starts higher.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.types import Request, Status
+from pd_cluster.kv.prefix import chain_hashes, root_hash
+from pd_cluster.types import Request, Status, TokenOutput
+
+MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step and request: each of them costs a row of logits
 
 
-def arrival_order(request: Request) -> tuple[float, str]:
-    return request.arrival_s, request.request_id
+def arrival_order(request: Request) -> tuple[float, str, int]:
+    return request.arrival_s, request.request_id, request.index
+
+
+class Move(NamedTuple):
+    """A block's content to copy before the step computes: within the pool, or between it and host memory."""
+
+    kind: Literal["copy", "out", "in"]
+    source: int
+    target: int
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """`chunks` holds (request, tokens to compute now); `preempted` and `admitted` changed place while planning."""
+    """`chunks` holds (request, tokens to compute now); `moves` come first, in this order.
+
+    `preempted` and `admitted` changed place while planning.
+    """
 
     chunks: list[tuple[Request, int]] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
@@ -30,37 +48,60 @@ class StepPlan:
         return sum(num_tokens for _, num_tokens in self.chunks)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixScope:
+    """Whose KV may be shared: requests of the same model, pool precision and salt."""
+
+    model_identity: str
+    dtype: str
+
+    def root(self, salt: str) -> bytes:
+        return root_hash(self.model_identity, self.dtype, salt)
+
+
 class Scheduler:
     """Holds every request of one engine. The oldest request always gets on: younger ones give way.
 
     A request takes the blocks of all its known tokens when it is admitted and grows by a block when it needs one.
-    When there is none, the youngest running request is preempted: it gives its blocks back and computes its tokens
-    again later, which gives the same tokens. Requests that are being handed over are never preempted.
+    When there is none, the youngest running request is preempted: its KV goes to `swap` if there is room, else it
+    gives its blocks back and computes its tokens again later, which gives the same tokens. Requests that are being
+    handed over are never preempted. `prefix` None: nothing is looked up or kept.
     """
 
-    def __init__(self, blocks: BlockPool, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix: PrefixScope | None = None,
+        swap: BlockPool | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.swap = swap if swap is not None else BlockPool(0)
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._prefix = prefix
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_prefix_query_tokens = 0
+        self.num_prefix_hit_tokens = 0
 
     # ---- a request comes and goes
 
     def add(self, request: Request) -> None:
         """A request that will compute its tokens here."""
-        self._refuse_double(request)
-        self.requests[request.key] = request
+        self._take_in(request)
         insort(self.waiting, request, key=arrival_order)
 
     def land(self, request: Request, num_tokens: int) -> None:
         """Takes landing blocks for `num_tokens` tokens. Raises OutOfBlocks and then changes nothing."""
-        self._refuse_double(request)
-        request.block_table = self.blocks.take(self.num_blocks_for(num_tokens))
-        self.requests[request.key] = request
+        block_table = self.blocks.take(self.num_blocks_for(num_tokens))
+        self._take_in(request)
+        request.block_table = block_table
         request.status = Status.LANDING
 
     def landed(self, request: Request) -> None:
@@ -68,6 +109,45 @@ class Scheduler:
         request.num_computed_tokens = len(request.prompt_token_ids)
         request.status = Status.RUNNING
         self.running.append(request)
+        self._remember(request)
+
+    def fork(self, parent: Request, index: int) -> Request:
+        """Another running sequence of the same prompt; it shares what is computed and copies what it would change."""
+        child = Request(
+            parent.request_id,
+            parent.prompt_token_ids,
+            parent.sampling,
+            attempt=parent.attempt,
+            index=index,
+            cache_salt=parent.cache_salt,
+            arrival_s=parent.arrival_s,
+            leg=parent.leg,
+            transfer_id=parent.transfer_id,
+            peer=parent.peer,
+            client=parent.client,
+            status=Status.RUNNING,
+            num_computed_tokens=parent.num_computed_tokens,
+            block_table=parent.block_table[: self.num_blocks_for(parent.num_computed_tokens)],
+            block_hashes=list(parent.block_hashes),
+            num_hashed_blocks=parent.num_hashed_blocks,
+            prompt_logprobs=parent.prompt_logprobs,
+        )
+        self._refuse_double(child)
+        self.blocks.share(child.block_table)
+        self.requests[child.key] = child
+        self.running.append(child)
+        return child
+
+    def start_sequences(self, request: Request, first_tokens: Sequence[TokenOutput]) -> list[Request]:
+        """The prompt is computed and each sequence's first token chosen: those that go on are running from now on."""
+        going_on = [t for t in first_tokens if t.finish_reason is None and t.index not in request.dropped]
+        request.num_to_fork = 0
+        sequences = [request if t.index == request.index else self.fork(request, t.index) for t in going_on]
+        for sequence, token in zip(sequences, going_on, strict=True):
+            sequence.output_token_ids.append(token.token_id)
+        if request not in sequences:
+            self.finish(request)
+        return sequences
 
     def export(self, request: Request) -> None:
         """Computed; keeps its blocks until `finish`."""
@@ -80,14 +160,23 @@ class Scheduler:
             self.running.remove(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
-        self.blocks.release(request.block_table)
-        request.block_table = []
+        self._give_back(request)
         request.status = Status.FINISHED
         del self.requests[request.key]
+
+    def _take_in(self, request: Request) -> None:
+        self._refuse_double(request)
+        self.requests[request.key] = request
 
     def _refuse_double(self, request: Request) -> None:
         if request.key in self.requests:
             raise AssertionError(f"request {request.key} is here already")
+
+    def _give_back(self, request: Request) -> None:
+        self.blocks.release(request.block_table)
+        self.swap.release(request.swap_table)
+        request.block_table, request.swap_table = [], []
+        request.num_hashed_blocks = 0
 
     # ---- a step
 
@@ -100,10 +189,10 @@ class Scheduler:
                 break
             if request.status is not Status.RUNNING:  # preempted by one before it in this loop
                 continue
-            num_tokens = min(request.num_behind, budget)
+            num_tokens = self._chunk(request, budget)
             if self._make_room(request, request.num_computed_tokens + num_tokens, plan):
                 plan.chunks.append((request, num_tokens))
-                budget = self.max_num_batched_tokens - plan.num_tokens
+                budget = self.max_num_batched_tokens - plan.num_tokens if plan.preempted else budget - num_tokens
         if not plan.preempted:
             self._admit(plan, budget)
         return plan
@@ -112,62 +201,106 @@ class Scheduler:
         """Books a step that was computed; returns those that caught up and sample now, in the plan's order."""
         for request, num_tokens in plan.chunks:
             request.num_computed_tokens += num_tokens
+            if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
+                self._remember(request)
         return [request for request, _ in plan.chunks if request.num_behind == 0]
 
-    def can_land(self, num_tokens: int) -> bool:
+    def can_land(self, num_tokens: int, num_sequences: int = 1) -> bool:
         """Whether a transfer may be credited. Requests that are here already come first."""
+        num_blocks = self.num_blocks_for(num_tokens) + num_sequences - 1
         return (
             not self.waiting
-            and self.num_seqs < self.max_num_seqs
-            and self.num_blocks_for(num_tokens) + self._reserve() <= self.blocks.num_free
+            and self.num_seqs + num_sequences <= self.max_num_seqs
+            and num_blocks + self._reserve() <= self.blocks.num_available
         )
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that take part in steps, or will as soon as their KV has landed."""
-        return sum(1 for r in self.requests.values() if r.status in (Status.RUNNING, Status.LANDING))
+        """Sequences that take part in steps, or will as soon as their KV has landed or their prompt is computed."""
+        active = (Status.RUNNING, Status.LANDING)
+        return sum(1 + r.num_to_fork for r in self.requests.values() if r.status in active)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def check(self) -> None:
-        """Every block is free or held by a counted request; lists and statuses agree. Raises AssertionError."""
-        self.blocks.check([r.block_table for r in self.requests.values() if r.block_table])
+        """Every block is free, cached or held by a counted request; lists and statuses agree. Raises AssertionError."""
+        self.blocks.check([r.block_table for r in self.requests.values()])
+        self.swap.check([r.swap_table for r in self.requests.values()])
         for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
             expected = {r.key for r in self.requests.values() if r.status is status}
             if expected != {r.key for r in members} or len(expected) != len(members):
                 raise AssertionError(f"requests that are {status.value} and their list differ")
+        if any(r.block_table for r in self.waiting):
+            raise AssertionError("a request that waits holds blocks")
+
+    # ---- room
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        wanted = MAX_PROMPT_LOGPROB_TOKENS if request.wants_prompt_logprobs else budget
+        return min(request.num_behind, budget, wanted)
 
     def _reserve(self) -> int:
         """Blocks kept free for running requests to grow into, so that admitting does not preempt at once."""
         return len(self.running)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        num_seqs = self.num_seqs
-        while self.waiting and budget and num_seqs < self.max_num_seqs:
+        num_seqs = self.num_seqs if self.waiting else 0
+        while self.waiting and budget:
             request = self.waiting[0]
-            num_blocks = self.num_blocks_for(request.num_tokens)
-            if num_blocks + self._reserve() > self.blocks.num_free:
+            num_seqs += 1 + request.num_to_fork
+            if num_seqs > self.max_num_seqs or not self._enter(request, plan):
                 return
             self.waiting.pop(0)
-            request.block_table = self.blocks.take(num_blocks)
             request.status = Status.RUNNING
             self.running.append(request)
-            num_tokens = min(request.num_behind, budget)
+            num_tokens = self._chunk(request, budget)
             plan.admitted.append(request)
             plan.chunks.append((request, num_tokens))
             budget -= num_tokens
-            num_seqs += 1
+
+    def _enter(self, request: Request, plan: StepPlan) -> bool:
+        """Takes blocks for all known tokens, as far as they are not cached. False: there are not enough."""
+        cached = self._cached_blocks(request)
+        num_missing = self.num_blocks_for(request.num_tokens) - len(cached)
+        if num_missing + self._reserve() > self.blocks.num_available - self.blocks.num_unheld(cached):
+            return False
+        self.blocks.share(cached)
+        request.block_table = cached + self.blocks.take(num_missing)
+        if request.swap_table:
+            plan.moves += [Move("in", s, t) for s, t in zip(request.swap_table, request.block_table, strict=False)]
+            self.swap.release(request.swap_table)
+            request.swap_table = []
+            return True
+        request.num_computed_tokens = len(cached) * self.block_size
+        request.num_hashed_blocks = len(cached)
+        if not request.output_token_ids and self._prefix is not None:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_prefix_query_tokens += len(request.prompt_token_ids)
+            self.num_prefix_hit_tokens += request.num_cached_tokens
+        return True
 
     def _make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Grows the block table to `num_tokens`, preempting younger requests. False: not in this step."""
-        missing = self.num_blocks_for(num_tokens) - len(request.block_table)
-        while missing > self.blocks.num_free:
+        """Grows the block table to `num_tokens`, preempting younger requests. False: not in this step.
+
+        A block that others hold too is replaced by a copy before it is written.
+        """
+        while True:
+            first = request.num_computed_tokens // self.block_size
+            is_shared = first < len(request.block_table) and self.blocks.is_shared(request.block_table[first])
+            missing = max(0, self.num_blocks_for(num_tokens) - len(request.block_table))
+            if missing + is_shared <= self.blocks.num_available:
+                break
             victims = [r for r in self.running if r.leg != "prefill" and arrival_order(r) > arrival_order(request)]
             if not victims:
                 return False
             self._preempt(max(victims, key=arrival_order), plan)
-        if missing > 0:
+        if is_shared:
+            (own,) = self.blocks.take(1)
+            plan.moves.append(Move("copy", request.block_table[first], own))
+            self.blocks.release([request.block_table[first]])
+            request.block_table[first] = own
+        if missing:
             request.block_table += self.blocks.take(missing)
         return True
 
@@ -175,9 +308,41 @@ class Scheduler:
         self.running.remove(victim)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
         plan.preempted.append(victim)
-        self.blocks.release(victim.block_table)
-        victim.block_table = []
-        victim.num_computed_tokens = 0
+        num_blocks = self.num_blocks_for(victim.num_computed_tokens)
+        swap_table = self.swap.take(num_blocks) if num_blocks <= self.swap.num_available else []
+        plan.moves += [Move("out", s, t) for s, t in zip(victim.block_table, swap_table, strict=False)]
+        self._give_back(victim)
+        victim.swap_table = swap_table
+        if not swap_table:
+            victim.num_computed_tokens = 0
         self.num_preemptions += 1
         victim.status = Status.WAITING
         insort(self.waiting, victim, key=arrival_order)
+
+    # ---- the prefix cache
+
+    def _cached_blocks(self, request: Request) -> list[int]:
+        """Blocks that have the beginning of its tokens. At least one token is left to compute: it gives the logits."""
+        if self._prefix is None or request.swap_table or request.wants_prompt_logprobs:
+            return []
+        num_blocks = (request.num_tokens - 1) // self.block_size
+        return self.blocks.find(self._hashes(request, num_blocks))
+
+    def _remember(self, request: Request) -> None:
+        """Makes its full blocks known, so that others can share them."""
+        if self._prefix is None:
+            return
+        num_blocks = request.num_computed_tokens // self.block_size
+        hashes = self._hashes(request, num_blocks)
+        for at in range(request.num_hashed_blocks, num_blocks):
+            self.blocks.remember(request.block_table[at], hashes[at])
+        request.num_hashed_blocks = num_blocks
+
+    def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        assert self._prefix is not None
+        known = request.block_hashes
+        if len(known) < num_blocks:
+            parent = known[-1] if known else self._prefix.root(request.cache_salt)
+            token_ids = request.token_ids(len(known) * self.block_size, num_blocks * self.block_size)
+            known += chain_hashes(parent, token_ids, self.block_size)
+        return known[:num_blocks]

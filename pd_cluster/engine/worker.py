@@ -11,7 +11,6 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pd_cluster import wire
 from pd_cluster.config import WorkerConfig
@@ -20,24 +19,17 @@ from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
 from pd_cluster.engine.exports import Exports
 from pd_cluster.engine.imports import Imports
 from pd_cluster.engine.in_links import InLinks
+from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import Pool, Post, Progress
 from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.transport.base import MAX_PAYLOAD_NBYTES, KVReceiver, KVSender
 from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkFailed
-from pd_cluster.types import LegEnd, Request, Status, TokenOutput
+from pd_cluster.types import LegEnd, PromptOutput, Request, Status, TokenOutput
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1  # how often deadlines are looked at
 IDLE_WAIT_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may ask of this engine."""
-
-    vocab_size: int
-    max_model_len: int
 
 
 class Worker:
@@ -61,11 +53,12 @@ class Worker:
         self._post = post
         self._clock = clock
         self._timeouts = config.timeouts
-        self._legs: dict[str, Request] = {}
+        self._legs: dict[str, list[Request]] = {}  # the sequences of each leg that have not ended
         self._deadlines: dict[str, float] = {}
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
         self._tokens: dict[str, list[TokenOutput]] = defaultdict(list)
         self._ended: dict[str, list[LegEnd]] = defaultdict(list)
+        self._prompts: dict[str, list[PromptOutput]] = defaultdict(list)
         self._next_tick_s = 0.0
         progress = Progress(clock)
         self._progress = progress
@@ -120,14 +113,20 @@ class Worker:
                 self.exports.admitted(request)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
         result = self.core.run(plan)
-        sampled = {request.key: token for request, token in result.sampled}
+        for request in result.forked:
+            self._legs[request.leg_key].append(request)
+        for request, prompt in result.prompts:
+            self._prompts[request.client].append(prompt)
+        first_tokens: dict[str, list[TokenOutput]] = defaultdict(list)
         for request, token in result.sampled:
             self._tokens[request.client].append(token)
-            if token.finish_reason is not None:
+            if request.leg == "prefill":
+                first_tokens[request.key].append(token)
+            if request.status is Status.FINISHED:
                 self._forget(request)
         for request, _ in plan.chunks:
             if request.leg == "prefill":
-                self.exports.computed(request, sampled.get(request.key))
+                self.exports.computed(request, first_tokens[request.key])
         return bool(plan.chunks)
 
     def _publish_load(self) -> None:
@@ -144,6 +143,10 @@ class Worker:
             num_cached_blocks=blocks.num_cached,
             num_held_blocks=blocks.num_held,
             num_preemptions=scheduler.num_preemptions,
+            num_swap_blocks=scheduler.swap.num_blocks,
+            num_free_swap_blocks=scheduler.swap.num_free,
+            num_prefix_query_tokens=scheduler.num_prefix_query_tokens,
+            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_steps=self.core.num_steps,
             num_landings=self.imports.num_landings,
             kv_sent_nbytes=self.out_links.sent_nbytes,
@@ -152,9 +155,9 @@ class Worker:
         )
 
     def _flush(self) -> None:
-        for client in {*self._tokens, *self._ended}:
-            outputs = wire.Outputs(self._tokens.pop(client, []), self._ended.pop(client, []))
-            self._post.send(client, outputs)
+        for client in {*self._tokens, *self._ended, *self._prompts}:
+            tokens, ended = self._tokens.pop(client, []), self._ended.pop(client, [])
+            self._post.send(client, wire.Outputs(tokens, ended, self._prompts.pop(client, [])))
 
     def _tick(self) -> None:
         now_s = self._clock()
@@ -165,7 +168,7 @@ class Worker:
         self.exports.expire()
         self.imports.expire()
         for key in [key for key, deadline_s in self._deadlines.items() if now_s > deadline_s]:
-            self._end(self._legs[key], "the request's deadline has passed")
+            self._end(key, "the request's deadline has passed")
 
     # ---- events
 
@@ -206,9 +209,7 @@ class Worker:
             case wire.Submit() if conn in self._schedulers:
                 self._submit(conn, body)
             case wire.Abort() if conn in self._schedulers:
-                request = self._legs.get(f"{body.request_id}#{body.attempt}")
-                if request is not None and request.client == conn:
-                    self._drop(request)
+                self._abort(conn, f"{body.request_id}#{body.attempt}", body.index)
             case wire.Peers() if conn in self._schedulers:
                 self.out_links.set_peers([p for p in body.peers if p.role == "decode"] if self._is_prefill else [])
             case wire.Heartbeat(load):
@@ -251,10 +252,10 @@ class Worker:
     def _closed(self, conn: str, reason: str) -> None:
         peer = self._schedulers.pop(conn, None)
         if peer is not None:
-            orphans = [request for request in self._legs.values() if request.client == conn]
+            orphans = [key for key, sequences in self._legs.items() if sequences[0].client == conn]
             log.warning("scheduler %s is gone (%s); %d requests of it end", peer, reason, len(orphans))
-            for request in orphans:
-                self._drop(request)
+            for key in orphans:
+                self._drop(key)
         self.out_links.on_down(conn, reason)
         self.in_links.on_down(conn, reason)
 
@@ -271,8 +272,9 @@ class Worker:
             transfer_id=submit.transfer_id,
             peer=submit.peer,
             client=conn,
+            cache_salt=submit.cache_salt,
         )
-        problem = self._problem(request)
+        problem = self._limits.problem(request)
         if request.key in self._legs:
             return
         if problem is None and request.key in self.core.scheduler.requests:
@@ -280,7 +282,7 @@ class Worker:
         if problem is not None:
             self._ended[conn].append(LegEnd(request.request_id, request.attempt, problem))
             return
-        self._legs[request.key] = request
+        self._legs[request.key] = [request]
         if submit.deadline_s:
             self._deadlines[request.key] = request.arrival_s + submit.deadline_s
         if request.leg == "decode":
@@ -288,22 +290,12 @@ class Worker:
         else:
             self.core.scheduler.add(request)
 
-    def _problem(self, request: Request) -> str | None:
-        """Why this engine cannot take it. The API has checked the same: this guards the engine's loop."""
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        if not prompt or sampling.max_tokens < 1:
-            return "a request needs a prompt token and max_tokens of at least 1"
-        if len(prompt) + sampling.max_tokens > self._limits.max_model_len:
-            return (
-                f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
-                f"max_model_len {self._limits.max_model_len}"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < self._limits.vocab_size:
-            return f"prompt token ids must be in 0 to {self._limits.vocab_size - 1}"
-        return None
-
-    def _joined(self, request: Request, first_tokens: list[TokenOutput]) -> None:
+    def _joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
         self._tokens[request.client] += first_tokens
+        if sequences:
+            self._legs[request.leg_key] = list(sequences)
+        else:
+            self._forget(request)
 
     def _export_ended(self, request: Request, error: str | None) -> None:
         self._report(request, error)
@@ -315,24 +307,45 @@ class Worker:
             self._report(request, error)
         self._forget(request)
 
-    def _end(self, request: Request, error: str) -> None:
-        self._report(request, error)
-        self._drop(request)
+    def _end(self, key: str, error: str) -> None:
+        self._report(self._legs[key][0], error)
+        self._drop(key)
 
-    def _drop(self, request: Request) -> None:
+    def _abort(self, conn: str, key: str, index: int) -> None:
+        """A scheduler does not want a leg any more, or (`index` not -1) one sequence of it."""
+        sequences = self._legs.get(key, [])
+        if not sequences or sequences[0].client != conn:
+            return
+        leader = sequences[0]
+        if index == -1 or leader.sampling.n == 1:
+            self._drop(key)
+        elif leader.num_to_fork:  # its sequences are not told apart yet
+            leader.dropped.add(index)
+        elif leader.leg != "prefill":
+            for request in [r for r in sequences if r.index == index]:
+                self._forget(request)
+                self.core.scheduler.finish(request)
+
+    def _drop(self, key: str) -> None:
         """Whatever it was doing, it stops; its blocks come home, landing blocks as soon as nobody writes them."""
-        self._forget(request)
-        self.exports.abort(request)
-        self.imports.abort(request)
-        if request.key in self.core.scheduler.requests and request.status is not Status.LANDING:
-            self.core.scheduler.finish(request)
+        for request in list(self._legs[key]):
+            self._forget(request)
+            self.exports.abort(request)
+            self.imports.abort(request)
+            if request.key in self.core.scheduler.requests and request.status is not Status.LANDING:
+                self.core.scheduler.finish(request)
 
     def _report(self, request: Request, error: str | None) -> None:
         self._ended[request.client].append(LegEnd(request.request_id, request.attempt, error))
 
     def _forget(self, request: Request) -> None:
-        self._legs.pop(request.key, None)
-        self._deadlines.pop(request.key, None)
+        """A sequence has ended; with the last one of its leg, the leg has."""
+        sequences = self._legs.get(request.leg_key)
+        if sequences is not None and request in sequences:
+            sequences.remove(request)
+            if not sequences:
+                del self._legs[request.leg_key]
+                self._deadlines.pop(request.leg_key, None)
 
     def _out_down(self, conn: str, reason: str) -> None:
         self.exports.on_link_down(conn, reason)

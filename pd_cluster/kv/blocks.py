@@ -1,22 +1,26 @@
-"""Counts who holds which block. Knows nothing of tensors, tokens or requests."""
+"""Counts who holds which block, and which blocks still have a content worth keeping. Knows nothing of tensors."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from pd_cluster.errors import OutOfBlocks
+from pd_cluster.kv.prefix import PrefixIndex
 
 
 class BlockPool:
-    """A block is free (0 holders) or held by one or more; `check()` proves it.
+    """A block is free (no holder, no content), cached (no holder, a known content) or held by one or more.
 
-    Blocks are handed out in order of release, so a block that was just given back rests longest.
+    num_blocks = free + cached + held; `check()` proves it. Free blocks are handed out in order of release, then
+    cached ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = deque(range(num_blocks))
         self._holders = [0] * num_blocks
+        self._index = PrefixIndex()
 
     @property
     def num_free(self) -> int:
@@ -24,30 +28,65 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks without a holder whose contents could still serve a prefix. None before there is a prefix cache."""
-        return 0
+        """Blocks without a holder whose contents can still serve a prefix."""
+        return self._index.num_unheld
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` could hand out."""
+        return self.num_free + self.num_cached
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - self.num_free - self.num_cached
+        return self.num_blocks - self.num_available
 
     def take(self, num_blocks: int) -> list[int]:
         """All or nothing. Raises OutOfBlocks(wanted, free)."""
-        if num_blocks > len(self._free):
-            raise OutOfBlocks(wanted=num_blocks, free=len(self._free))
-        taken = [self._free.popleft() for _ in range(num_blocks)]
+        if num_blocks > self.num_available:
+            raise OutOfBlocks(wanted=num_blocks, free=self.num_available)
+        taken = [self._free.popleft() if self._free else self._index.evict() for _ in range(num_blocks)]
         for block in taken:
             self._holders[block] = 1
         return taken
 
-    def release(self, blocks: list[int]) -> None:
-        """One holder less for each. Releasing a free block is a bug of the caller, not of a request."""
+    def share(self, blocks: Iterable[int]) -> None:
+        """One holder more for each; cached blocks become held."""
         for block in blocks:
+            if self._holders[block] == 0:
+                self._index.held(block)
+            self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder less for each. Releasing a free block is a bug of the caller, not of a request.
+
+        The last blocks are let go first: of a cached prefix, the end is evicted before the beginning.
+        """
+        for block in reversed(blocks):
             if self._holders[block] <= 0:
                 raise AssertionError(f"block {block} released more often than taken")
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                self._free.append(block)
+                if self._index.knows(block):
+                    self._index.dropped(block)
+                else:
+                    self._free.append(block)
+
+    def is_shared(self, block: int) -> bool:
+        return self._holders[block] > 1
+
+    # ---- what blocks contain
+
+    def remember(self, block: int, content: bytes) -> None:
+        """The block is full, and nobody will write it while it keeps this content."""
+        self._index.add(block, content)
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest prefix whose contents are known; `share` them before anything else is taken."""
+        return self._index.find(hashes)
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of these would leave the available ones when they are shared."""
+        return sum(1 for block in blocks if self._index.is_unheld(block))
 
     def check(self, block_tables: list[list[int]]) -> None:
         """Proves that exactly these tables hold exactly what is held. Raises AssertionError with the difference."""
@@ -58,8 +97,9 @@ class BlockPool:
         wrong = [block for block in range(self.num_blocks) if counted[block] != self._holders[block]]
         if wrong:
             raise AssertionError(f"holders of blocks {wrong[:8]} are wrong: requests hold {len(block_tables)} tables")
+        self._index.check(self._holders)
         free = set(self._free)
-        if len(free) != len(self._free) or any(self._holders[block] for block in free):
-            raise AssertionError("the free list has a block twice, or one that is held")
-        if len(free) + sum(1 for holders in self._holders if holders) != self.num_blocks:
-            raise AssertionError("a block is neither free nor held")
+        if len(free) != len(self._free) or any(self._holders[b] or self._index.knows(b) for b in free):
+            raise AssertionError("the free list has a block twice, or one that is held or cached")
+        if len(free) + self.num_cached + sum(1 for holders in self._holders if holders) != self.num_blocks:
+            raise AssertionError("a block is neither free nor cached nor held")

@@ -1,50 +1,58 @@
 """One prefill and one decode engine without torch or sockets: the real schedulers, Exports, Imports and Lander.
 
 A seeded random number decides what happens next: a step, a message that arrives, a chunk that is copied, an abort, a
-link that breaks, time that passes. Memory is modelled as what was last written to each block, so that a block that is
-reused too early, or committed although it was, is noticed.
+link that breaks, time that passes. Memory is modelled as what each block's last token stands for (all tokens up to it),
+so that a block that is reused too early, shared wrongly, or committed although it was, is noticed.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
 from pd_cluster.engine.exports import Exports
 from pd_cluster.engine.imports import Imports
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.scheduler import PrefixScope, Scheduler, StepPlan
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.transport.threads import Drained, Landed, Lander, LandFault, LinkFailed
 from pd_cluster.types import Request, SamplingParams, Status, TokenOutput
 
 BLOCK_SIZE = 4
-Memory = list[tuple[str, int] | None]  # block -> (request, position of its last token) that was written last
+Memory = list[tuple[int, ...] | None]  # block -> all tokens up to the one that was written last
 
 
-def first_token(request: Request) -> int:
-    return 100 + len(request.prompt_token_ids)
+def first_tokens(request: Request) -> list[TokenOutput]:
+    """What P samples: one a sequence; some of several sequences end with it, and all when there is room for one only."""
+    sampling = request.sampling
+    tokens = []
+    for index in range(sampling.n):
+        ends = sampling.max_tokens == 1 or (sampling.n > 1 and index == len(request.prompt_token_ids) % sampling.n)
+        token_id = 100 + 10 * index + len(request.prompt_token_ids)
+        tokens.append(TokenOutput(request.request_id, 0, index, 0, token_id, "length" if ends else None))
+    return tokens
 
 
 class LastFreedFirst(BlockPool):
     """Reuses a block as soon as it can: the worst case for whoever still reads or writes it."""
 
-    def release(self, blocks: list[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         num_free = self.num_free
         super().release(blocks)
         self._free.rotate(self.num_free - num_free)
 
 
 class Engine:
-    """A scheduler with modelled memory."""
+    """A scheduler with modelled memory. `legs` has the sequences of each request that have not ended."""
 
-    def __init__(self, num_blocks: int, budget: int) -> None:
-        self.scheduler = Scheduler(LastFreedFirst(num_blocks), BLOCK_SIZE, 6, budget)
+    def __init__(self, num_blocks: int, budget: int, caches: bool) -> None:
+        prefix = PrefixScope("model", "float32") if caches else None
+        self.scheduler = Scheduler(LastFreedFirst(num_blocks), BLOCK_SIZE, 6, budget, prefix)
         self.memory: Memory = [None] * num_blocks
-        self.legs: dict[str, Request] = {}
+        self.legs: dict[str, list[Request]] = {}
         self.ended: Counter[str] = Counter()
         self.outcome: dict[str, str] = {}
 
@@ -53,9 +61,29 @@ class Engine:
             self.ended[request.request_id] += 1
             self.outcome[request.request_id] = outcome
 
-    def write(self, request: Request, start: int, stop: int) -> None:
-        for position in range(start, stop):
-            self.memory[request.block_table[position // BLOCK_SIZE]] = (request.request_id, position)
+    def end_sequence(self, request: Request) -> None:
+        sequences = self.legs[request.request_id]
+        sequences.remove(request)
+        if not sequences:
+            self.end(request, "finished")
+
+    def compute(self, plan: StepPlan) -> None:
+        """The forward pass: every chunk reads what is before it and writes its own."""
+        for kind, source, target in plan.moves:
+            assert kind == "copy"
+            self.memory[target] = self.memory[source]
+        for request, num_tokens in plan.chunks:
+            self.check_memory(request, request.num_computed_tokens)
+            for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
+                self.memory[request.block_table[position // BLOCK_SIZE]] = tuple(request.token_ids(0, position + 1))
+
+    def check_memory(self, request: Request, num_tokens: int) -> None:
+        """The blocks of its first tokens hold what these tokens stand for, and nothing newer of anybody."""
+        num_blocks = self.scheduler.num_blocks_for(num_tokens)
+        tokens = tuple(request.token_ids(0, num_tokens))
+        expected = [tokens[: min((b + 1) * BLOCK_SIZE, num_tokens)] for b in range(num_blocks)]
+        found = [self.memory[block] for block in request.block_table[:num_blocks]]
+        assert found == expected, f"{request.key} holds foreign KV: {found} instead of {expected}"
 
 
 class World:
@@ -63,8 +91,8 @@ class World:
         self.seed = seed
         self.rng = random.Random(seed)
         self.now_s = 0.0
-        self.p = Engine(self.rng.randrange(8, 16), self.rng.randrange(3, 12))
-        self.d = Engine(self.rng.randrange(10, 20), 16)
+        self.p = Engine(self.rng.randrange(8, 16), self.rng.randrange(3, 12), self.rng.random() < 0.7)
+        self.d = Engine(self.rng.randrange(10, 20), 16, self.rng.random() < 0.7)
         times = Timeouts(credit_timeout_s=10, transfer_timeout_s=30)
         self.exports = Exports(self.p.scheduler, self, self._export_ended, self.clock, times, max_chunk_blocks=2)
         self.imports = Imports(
@@ -152,25 +180,25 @@ class World:
         rng = random.Random(f"{self.seed} {name}")  # both legs have the same prompt
         request = Request(
             name,
-            [1] * rng.randrange(1, 22),
-            SamplingParams(max_tokens=rng.choice([1, 2, 6, 14])),
+            [1] * rng.choice([0, 4, 9]) + [rng.randrange(50) for _ in range(rng.randrange(1, 13))],
+            SamplingParams(max_tokens=rng.choice([1, 2, 6, 14]), n=rng.choice([1, 1, 1, 2, 3])),
             arrival_s=self.now_s,
             leg="prefill" if side == "p" else "decode",
             transfer_id=f"t{name}",
             peer="decode",
         )
         if side == "p":
-            self.p.legs[name] = request
+            self.p.legs[name] = [request]
             self.p.scheduler.add(request)
         else:
-            self.d.legs[name] = request
+            self.d.legs[name] = [request]
             self.imports.submit(request)
 
     def _tell_the_other_leg(self) -> None:
         """The scheduler has heard how one leg ended and aborts the other, unless the KV cache was handed over."""
         for ended, other in ((self.p, self.d), (self.d, self.p)):
             for name in [n for n in other.legs if ended.outcome.get(n, "handed over") != "handed over"]:
-                self._abort_leg(other, other.legs[name])
+                self._abort_leg(other, name)
                 return
 
     def _p_step(self) -> None:
@@ -178,37 +206,30 @@ class World:
         for request in plan.admitted:
             self.exports.admitted(request)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
-        for request, num_tokens in plan.chunks:
-            self.p.write(request, request.num_computed_tokens, request.num_computed_tokens + num_tokens)
-        ready = self.p.scheduler.computed(plan)
-        tokens: dict[str, TokenOutput] = {}
-        for request in ready:
-            request.output_token_ids.append(first_token(request))
-            last = request.sampling.max_tokens == 1
-            token = TokenOutput(request.request_id, 0, 0, 0, first_token(request), "length" if last else None)
-            tokens[request.request_id] = token
-            if last:
+        self.p.compute(plan)
+        tokens: dict[str, list[TokenOutput]] = {}
+        for request in self.p.scheduler.computed(plan):
+            tokens[request.key] = first_tokens(request)
+            request.output_token_ids.append(tokens[request.key][0].token_id)
+            if all(token.finish_reason is not None for token in tokens[request.key]):
                 self.p.scheduler.finish(request)
                 self.p.end(request, "finished")
             else:
                 self.p.scheduler.export(request)
         for request, _ in plan.chunks:
-            self.exports.computed(request, tokens.get(request.request_id))
+            self.exports.computed(request, tokens.get(request.key, []))
         self.exports.expire()
 
     def _d_step(self) -> None:
         self.imports.expire()
         self.imports.credit()
         plan = self.d.scheduler.plan()
-        for request in self.d.scheduler.running:
-            self._check_memory(request, request.num_computed_tokens)
-        for request, num_tokens in plan.chunks:
-            self.d.write(request, request.num_computed_tokens, request.num_computed_tokens + num_tokens)
+        self.d.compute(plan)
         for request in self.d.scheduler.computed(plan):
-            request.output_token_ids.append(7)
+            request.output_token_ids.append(7 + request.index)
             if len(request.output_token_ids) >= request.sampling.max_tokens:
                 self.d.scheduler.finish(request)
-                self.d.end(request, "finished")
+                self.d.end_sequence(request)
 
     def _deliver_to_d(self) -> None:
         if not self.to_d:
@@ -273,13 +294,15 @@ class World:
         """The client leaves: one leg of its request is aborted, the other as soon as the scheduler gets to it."""
         engine = self.rng.choice([self.p, self.d])
         if engine.legs:
-            self._abort_leg(engine, self.rng.choice(list(engine.legs.values())))
+            self._abort_leg(engine, self.rng.choice(list(engine.legs)))
 
-    def _abort_leg(self, engine: Engine, request: Request) -> None:
-        engine.end(request, "aborted")
-        (self.exports if engine is self.p else self.imports).abort(request)
-        if request.key in engine.scheduler.requests and request.status is not Status.LANDING:
-            engine.scheduler.finish(request)
+    def _abort_leg(self, engine: Engine, name: str) -> None:
+        sequences = engine.legs[name]
+        engine.end(sequences[0], "aborted")
+        for request in sequences:
+            (self.exports if engine is self.p else self.imports).abort(request)
+            if request.key in engine.scheduler.requests and request.status is not Status.LANDING:
+                engine.scheduler.finish(request)
 
     def _break_link(self) -> None:
         """Each side notices at its own time; when both have, a new link stands."""
@@ -331,17 +354,14 @@ class World:
     def _import_ended(self, request: Request, error: str | None) -> None:
         self.d.end(request, error or "dropped")
 
-    def _joined(self, request: Request, tokens: list[TokenOutput]) -> None:
-        """The heart of it: what D commits is this request's prompt, whole, and P's token."""
-        self._check_memory(request, len(request.prompt_token_ids))
-        assert [token.token_id for token in tokens] == [first_token(request)]
-
-    def _check_memory(self, request: Request, num_tokens: int) -> None:
-        """The blocks of its first tokens hold what was computed for this request, and nothing newer of anybody."""
-        num_blocks = self.d.scheduler.num_blocks_for(num_tokens)
-        expected = [(request.request_id, min((b + 1) * BLOCK_SIZE, num_tokens) - 1) for b in range(num_blocks)]
-        found = [self.d.memory[block] for block in request.block_table[:num_blocks]]
-        assert found == expected, f"{request.request_id} holds foreign KV: {found} instead of {expected}"
+    def _joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
+        """The heart of it: what D commits is this request's prompt, whole, and P's tokens."""
+        assert tokens == first_tokens(request)
+        assert [s.index for s in sequences] == [t.index for t in tokens if t.finish_reason is None]
+        for sequence in sequences:
+            self.d.check_memory(sequence, len(request.prompt_token_ids))
+            assert sequence.output_token_ids == [tokens[sequence.index].token_id]
+        self.d.legs[request.request_id] = list(sequences)
 
     def _standing(self, engine: Engine) -> list[str]:
         return [f"{r.key} {r.status.value}" for r in engine.scheduler.requests.values()]

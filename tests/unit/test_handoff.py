@@ -173,7 +173,7 @@ def landing() -> tuple[Imports, Recorder]:
         scheduler,
         world,
         world.end,
-        lambda request, tokens: world.joined.append(request),
+        lambda request, sequences, tokens: world.joined.append(request),
         lambda: 0.0,
         Timeouts(),
         growth_tokens=4,
@@ -219,7 +219,7 @@ def test_a_transfer_is_not_submitted_twice() -> None:
 def test_an_offer_of_another_length_is_refused() -> None:
     world = Recorder()
     scheduler = Scheduler(BlockPool(8), 4, 4, 16)
-    fresh = Imports(scheduler, world, world.end, lambda r, t: None, lambda: 0.0, Timeouts(), 4, 100)
+    fresh = Imports(scheduler, world, world.end, lambda r, s, t: None, lambda: 0.0, Timeouts(), 4, 100)
     fresh.submit(make_request("decode"))
     fresh.on_offer("c", wire.Offer("t", 2**60))
     assert world.ended == [f"offered {2**60} tokens for a prompt of 8"]

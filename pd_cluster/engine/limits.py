@@ -1,0 +1,61 @@
+"""What a request may ask of one engine. The API has checked the same: this guards the engine's loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pd_cluster.types import Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+
+    def problem(self, request: Request) -> str | None:
+        """Why this engine cannot take it, in one line."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        if not prompt or sampling.max_tokens < 1:
+            return "a request needs a prompt token and max_tokens of at least 1"
+        if len(prompt) + sampling.max_tokens > self.max_model_len:
+            return (
+                f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
+                f"max_model_len {self.max_model_len}"
+            )
+        if not self._are_tokens(prompt):
+            return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
+        return self._sampling_problem(sampling)
+
+    def _sampling_problem(self, sampling: SamplingParams) -> str | None:
+        if not 1 <= sampling.n <= self.max_num_seqs:
+            return f"n {sampling.n} must be in 1 to --max-num-seqs {self.max_num_seqs}"
+        numbers = (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.repetition_penalty,
+            *(bias for _, bias in sampling.logit_bias),
+        )
+        if not all(math.isfinite(number) for number in numbers) or sampling.temperature < 0:
+            return "sampling parameters must be finite numbers, and temperature not negative"
+        if not (0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1 and sampling.repetition_penalty > 0):
+            return "top_p must be in (0, 1], min_p in [0, 1] and repetition_penalty above 0"
+        ids = (
+            *sampling.allowed_token_ids,
+            *(token_id for token_id, _ in sampling.logit_bias),
+            *(token_id for word in sampling.bad_words for token_id in word),
+        )
+        if not self._are_tokens(ids) or not all(sampling.bad_words):
+            return f"token ids in sampling parameters must be in 0 to {self.vocab_size - 1}, and bad_words not empty"
+        counts = (sampling.logprobs or 0, sampling.prompt_logprobs or 0, sampling.min_tokens)
+        if min(counts) < 0 or max(counts[:2]) > self.vocab_size:
+            return "logprobs, prompt_logprobs and min_tokens must not be negative, nor more than there are tokens"
+        return None
+
+    def _are_tokens(self, ids: Iterable[int]) -> bool:
+        return all(0 <= token_id < self.vocab_size for token_id in ids)

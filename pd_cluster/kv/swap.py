@@ -1,0 +1,40 @@
+"""Host memory that the blocks of preempted requests wait in, and the copying of blocks. Knows nothing of requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from pd_cluster.kv.pool import KVPool
+
+Kind = Literal["copy", "out", "in"]
+
+
+class SwapSpace:
+    """`num_blocks` blocks in host memory beside a pool; untouched ones take no memory."""
+
+    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._pool = pool
+        self._host = torch.empty(num_blocks, pool.layout.block_nbytes, dtype=torch.uint8)
+
+    def move(self, moves: Sequence[tuple[Kind, int, int]]) -> None:
+        """Copies blocks (kind, source, target) as if one after the other: within the pool, out to the host, back in.
+
+        Neither the targets of neighbouring "out" moves nor those of "in" moves repeat, so these go in one go.
+        """
+        blocks = self._pool.flat()
+        for kind, group in itertools.groupby(moves, key=lambda move: move[0]):
+            pairs = [(source, target) for _, source, target in group]
+            if kind == "copy":
+                for source, target in pairs:
+                    blocks[target].copy_(blocks[source])
+                continue
+            sources, targets = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
+            if kind == "out":
+                self._host.index_copy_(0, targets, blocks.index_select(0, sources))
+            else:
+                blocks.index_copy_(0, targets, self._host.index_select(0, sources))

@@ -1,0 +1,40 @@
+"""How many blocks the KV pool and the swap space have: as asked for, or as the memory allows."""
+
+from __future__ import annotations
+
+from pd_cluster.config import EngineConfig
+from pd_cluster.device import Device, available_nbytes
+from pd_cluster.errors import ConfigError
+from pd_cluster.kv.layout import KVLayout
+
+DEFAULT_KV_CACHE_NBYTES = 1 << 30
+GIB = 1 << 30
+
+
+def num_pool_blocks(config: EngineConfig, layout: KVLayout, max_model_len: int, device: Device) -> int:
+    """Called when the weights are loaded. At least one request of max_model_len fits; raises ConfigError if not."""
+    per_request = layout.num_blocks_for(max_model_len)
+    if config.num_blocks is not None:
+        num_blocks, flag = config.num_blocks, f"--num-blocks {config.num_blocks}"
+    elif config.kv_cache_memory_gib is not None:
+        num_blocks = int(config.kv_cache_memory_gib * GIB) // layout.block_nbytes
+        flag = f"--kv-cache-memory {config.kv_cache_memory_gib:g}"
+    elif config.gpu_memory_utilization is not None:
+        share = config.gpu_memory_utilization / max(1, config.num_local_instances)
+        num_blocks = int(available_nbytes(device) * share) // layout.block_nbytes
+        flag = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
+    else:
+        enough = per_request * config.max_num_seqs
+        return max(per_request, min(enough, DEFAULT_KV_CACHE_NBYTES // layout.block_nbytes))
+    if num_blocks < per_request:
+        raise ConfigError(
+            f"{flag}: {num_blocks} blocks of {config.block_size} tokens cannot hold one request of "
+            f"--max-model-len {max_model_len} ({per_request} blocks); raise the one or lower the other"
+        )
+    return num_blocks
+
+
+def num_swap_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    if config.preemption_mode != "swap":
+        return 0
+    return int(config.swap_space_gib * GIB / max(1, config.num_local_instances)) // layout.block_nbytes

@@ -1,0 +1,191 @@
+"""The scheduler's rules once more, slow and obvious: blocks are objects, contents are tuples of tokens, lists are scanned.
+
+Shares no code with the real one; a test compares both after every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+_ticks = itertools.count()
+
+
+@dataclass(eq=False)
+class Block:
+    holders: int = 0
+    content: tuple[object, ...] | None = None  # (salt, all tokens up to its end) when known and full
+    dropped_at: int = 0
+
+
+@dataclass(eq=False)
+class Job:
+    """A sequence. `tokens` are all known ones; `prompt` counts those that were given."""
+
+    key: str
+    order: tuple[float, str, int]
+    tokens: list[int]
+    prompt: int
+    salt: str
+    leg: str
+    weight: int  # sequences it will be
+    status: str = "waiting"
+    computed: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    swapped: int = 0
+    asked: int = 0  # blocks that were offered to the cache; one whose content was there already is not offered again
+
+    @property
+    def behind(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+class Reference:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_seqs: int, budget: int, caches: bool, num_swap_blocks: int
+    ) -> None:
+        self.pool = [Block() for _ in range(num_blocks)]
+        self.block_size = block_size
+        self.max_seqs = max_seqs
+        self.budget = budget
+        self.caches = caches
+        self.swap_room = num_swap_blocks
+        self.jobs: dict[str, Job] = {}
+
+    # ---- blocks
+
+    def free(self) -> list[Block]:
+        return [b for b in self.pool if not b.holders and b.content is None]
+
+    def cached(self) -> list[Block]:
+        return sorted((b for b in self.pool if not b.holders and b.content is not None), key=lambda b: b.dropped_at)
+
+    def held(self) -> list[Block]:
+        return [b for b in self.pool if b.holders]
+
+    def take(self, count: int) -> list[Block]:
+        taken = (self.free() + self.cached())[:count]
+        assert len(taken) == count
+        for block in taken:
+            block.holders, block.content = 1, None
+        return taken
+
+    def let_go(self, job: Job) -> None:
+        for block in reversed(job.blocks):
+            block.holders -= 1
+            block.dropped_at = next(_ticks)
+        job.blocks, job.asked = [], 0
+        self.swap_room += job.swapped
+        job.swapped = 0
+
+    def need(self, num_tokens: int) -> int:
+        return (num_tokens + self.block_size - 1) // self.block_size
+
+    def remember(self, job: Job) -> None:
+        if not self.caches:
+            return
+        full = job.computed // self.block_size
+        for at in range(job.asked, full):
+            content = (job.salt, *job.tokens[: (at + 1) * self.block_size])
+            if job.blocks[at].content is None and not any(b.content == content for b in self.pool):
+                job.blocks[at].content = content
+        job.asked = max(job.asked, full)
+
+    def known(self, job: Job) -> list[Block]:
+        found: list[Block] = []
+        for at in range((len(job.tokens) - 1) // self.block_size):
+            content = (job.salt, *job.tokens[: (at + 1) * self.block_size])
+            match = [b for b in self.pool if b.content == content]
+            if not self.caches or not match:
+                break
+            found += match
+        return found
+
+    # ---- the rules
+
+    def of(self, status: str) -> list[Job]:
+        return sorted((j for j in self.jobs.values() if j.status == status), key=lambda j: j.order)
+
+    def seqs(self) -> int:
+        return sum(j.weight for j in self.jobs.values() if j.status in ("running", "landing"))
+
+    def room(self) -> int:
+        return len(self.free()) + len(self.cached())
+
+    def can_land(self, num_tokens: int, weight: int) -> bool:
+        fits = self.need(num_tokens) + weight - 1 + len(self.of("running")) <= self.room()
+        return not self.of("waiting") and self.seqs() + weight <= self.max_seqs and fits
+
+    def plan(self) -> tuple[list[tuple[str, int]], list[str], list[str]]:
+        """(chunks, admitted, preempted), by key."""
+        chunks: dict[str, int] = {}
+        admitted: list[str] = []
+        preempted: list[str] = []
+        for job in sorted(self.of("running"), key=lambda j: (j.behind > 1, j.order)):
+            left = self.budget - sum(chunks.values())
+            if left and job.status == "running" and self.grow(job, min(left, job.behind), chunks, preempted):
+                chunks[job.key] = min(left, job.behind)
+        while not preempted and self.of("waiting") and sum(chunks.values()) < self.budget:
+            job = self.of("waiting")[0]
+            if self.seqs() + job.weight > self.max_seqs or not self.enter(job):
+                break
+            admitted.append(job.key)
+            chunks[job.key] = min(job.behind, self.budget - sum(chunks.values()))
+        return list(chunks.items()), admitted, preempted
+
+    def enter(self, job: Job) -> bool:
+        shared = [] if job.swapped else self.known(job)
+        missing = self.need(len(job.tokens)) - len(shared)
+        if missing + len(self.of("running")) > self.room() - sum(1 for b in shared if not b.holders):
+            return False
+        for block in shared:
+            block.holders += 1
+        job.blocks = shared + self.take(missing)
+        if not job.swapped:
+            job.computed, job.asked = len(shared) * self.block_size, len(shared)
+        self.swap_room += job.swapped
+        job.swapped, job.status = 0, "running"
+        return True
+
+    def grow(self, job: Job, num_tokens: int, chunks: dict[str, int], preempted: list[str]) -> bool:
+        while True:
+            at = job.computed // self.block_size
+            copy = at < len(job.blocks) and job.blocks[at].holders > 1
+            missing = max(0, self.need(job.computed + num_tokens) - len(job.blocks))
+            if missing + copy <= self.room():
+                break
+            younger = [j for j in self.of("running") if j.order > job.order and j.leg != "prefill"]
+            if not younger:
+                return False
+            victim = younger[-1]
+            chunks.pop(victim.key, None)
+            preempted.append(victim.key)
+            num_blocks = self.need(victim.computed)
+            self.let_go(victim)
+            victim.status = "waiting"
+            if 0 < num_blocks <= self.swap_room:
+                victim.swapped = num_blocks
+                self.swap_room -= num_blocks
+            else:
+                victim.computed = 0
+        if copy:
+            (own,) = self.take(1)
+            job.blocks[at].holders -= 1
+            job.blocks[at] = own
+        job.blocks += self.take(missing)
+        return True
+
+    def finish(self, job: Job) -> None:
+        self.let_go(job)
+        del self.jobs[job.key]
+
+    def fork(self, job: Job, index: int) -> Job:
+        key = f"{job.key}/{index}"
+        order = (job.order[0], job.order[1], index)
+        child = Job(key, order, list(job.tokens), job.prompt, job.salt, job.leg, 1, "running", job.computed)
+        child.asked = job.asked
+        child.blocks = job.blocks[: self.need(job.computed)]
+        for block in child.blocks:
+            block.holders += 1
+        self.jobs[key] = child
+        return child

@@ -1,0 +1,79 @@
+"""A model whose logits are a hash of all tokens that it finds in its KV memory: wrong memory gives other tokens.
+
+Memory is modelled as what each block's last written token stands for: all tokens up to it, with the request's salt.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from pd_cluster.engine.scheduler import Move
+from pd_cluster.model.sampler import Row, Sampler
+from pd_cluster.types import Request, SamplingParams
+
+VOCAB_SIZE = 40
+EOS = frozenset({3})
+_TABLE = torch.randn(997, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)) * 3
+
+
+def logits_after(token_ids: Sequence[int]) -> torch.Tensor:
+    """[vocab_size]; a function of all tokens before."""
+    return _TABLE[random.Random(repr(tuple(token_ids))).randrange(len(_TABLE))]
+
+
+class ToyRunner:
+    """Runs chunks against modelled memory, and asserts that what they read is what they should find."""
+
+    eos_token_ids = EOS
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
+        self.block_size = block_size
+        self.memory: list[tuple[int, ...] | None] = [None] * num_blocks
+        self.host: list[tuple[int, ...] | None] = [None] * num_swap_blocks
+        self.num_moves = {"copy": 0, "out": 0, "in": 0}
+
+    def move(self, moves: Sequence[Move]) -> None:
+        for kind, source, target in moves:
+            self.num_moves[kind] += 1
+            read = self.host if kind == "in" else self.memory
+            write = self.host if kind == "out" else self.memory
+            write[target] = read[source]
+
+    def forward(self, chunks: list[tuple[Request, int]]) -> torch.Tensor:
+        for request, num_tokens in chunks:
+            self._read(request)
+            for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
+                self.memory[request.block_table[position // self.block_size]] = tuple(request.token_ids(0, position + 1))
+        rows = []
+        for request, num_tokens in chunks:
+            stop = request.num_computed_tokens + num_tokens
+            for end in range(stop - request.num_logit_rows(num_tokens) + 1, stop + 1):
+                rows.append(logits_after(request.token_ids(0, end)))
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+    def _read(self, request: Request) -> None:
+        tokens = tuple(request.token_ids(0, request.num_computed_tokens))
+        stops = range(self.block_size, len(tokens) + self.block_size, self.block_size)
+        expected = [tokens[: min(stop, len(tokens))] for stop in stops]
+        found = [self.memory[block] for block in request.block_table[: len(expected)]]
+        assert found == expected, f"{request.key} reads foreign KV: {found} instead of {expected}"
+
+
+def generate_alone(prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
+    """The n outputs, one token at a time, without any engine."""
+    sampler = Sampler(VOCAB_SIZE, EOS)
+    outputs = []
+    for index in range(sampling.n):
+        request = Request("alone", prompt, sampling, index=index)
+        while True:
+            logits = logits_after(request.token_ids(0, request.num_tokens))[None].clone()
+            (chosen,) = sampler.sample(logits, [Row(request, index, len(request.output_token_ids))])
+            request.output_token_ids.append(chosen.token_id)
+            if request.finish_reason_after(chosen.token_id, len(request.output_token_ids), EOS) is not None:
+                break
+        outputs.append(request.output_token_ids)
+    return outputs

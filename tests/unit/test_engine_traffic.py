@@ -1,0 +1,183 @@
+"""Random traffic of all features through the real scheduler, core and sampler, over a model of memory.
+
+Every output must be what the request gives alone, whatever was shared, preempted, swapped, forked or aborted beside it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from pd_cluster.engine.core import EngineCore, StepResult
+from pd_cluster.engine.scheduler import PrefixScope, Scheduler
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.types import PromptOutput, Request, SamplingParams, Status
+from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
+
+LONGEST = 40
+SEEDS = range(50)
+
+
+def random_sampling(rng: random.Random, num_prompt: int) -> SamplingParams:
+    max_tokens = rng.randrange(1, min(20, LONGEST - num_prompt) + 1)
+    temperature = rng.choice([0.0, 0.7, 1.5])
+    return SamplingParams(
+        n=rng.choice([1, 1, 1, 2, 3, 4]) if temperature else 1,
+        max_tokens=max_tokens,
+        min_tokens=rng.choice([0, 0, max_tokens // 2]),
+        temperature=temperature,
+        top_k=rng.choice([-1, 5]),
+        top_p=rng.choice([1.0, 0.8]),
+        min_p=rng.choice([0.0, 0.05]),
+        seed=rng.randrange(1000),
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1]))),
+        ignore_eos=rng.random() < 0.3,
+        presence_penalty=rng.choice([0.0, 0.5]),
+        frequency_penalty=rng.choice([0.0, -0.3]),
+        repetition_penalty=rng.choice([1.0, 1.3]),
+        logit_bias=((7, 2.0),) if rng.random() < 0.1 else (),
+        logprobs=rng.choice([None, None, 2]),
+        prompt_logprobs=rng.choice([None, None, None, 1]),
+    )
+
+
+def random_prompt(rng: random.Random) -> list[int]:
+    """Often the beginning of another prompt, or the whole of it."""
+    shared = [1, 2, 4, 5] * 5
+    return shared[: rng.choice([0, 3, 8, 16, 20])] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
+
+
+class Traffic:
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        block_size = rng.choice([1, 2, 4, 7])
+        num_blocks = -(-LONGEST // block_size) + rng.randrange(0, 12)
+        num_swap_blocks = rng.choice([0, 0, 6, 40])
+        prefix = PrefixScope("model", "float32") if rng.random() < 0.8 else None
+        self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks)
+        self.scheduler = Scheduler(
+            BlockPool(num_blocks),
+            block_size,
+            max_num_seqs=rng.randrange(4, 10),
+            max_num_batched_tokens=rng.randrange(1, 30),
+            prefix=prefix,
+            swap=BlockPool(num_swap_blocks),
+        )
+        self.core = EngineCore(self.runner, self.scheduler)
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self.reasons: dict[str, dict[int, str]] = defaultdict(dict)
+        self.prompts: dict[str, PromptOutput] = {}
+        self.aborted: set[str] = set()
+        self.oldest_progress: tuple[str, int] = ("", 0)
+
+    def run(self, num_requests: int) -> None:
+        now_s = 0.0
+        for _ in range(20_000):
+            now_s += 1.0
+            if len(self.requests) < num_requests and self.rng.random() < 0.5:
+                self.submit(f"r{len(self.requests)}", now_s)
+            if self.scheduler.requests and self.rng.random() < 0.03:
+                self.abort(self.rng.choice(list(self.scheduler.requests.values())))
+            self.note(self.core.step())
+            self.scheduler.check()
+            if len(self.requests) == num_requests and not self.scheduler.requests:
+                return
+        raise AssertionError("somebody starves")
+
+    def submit(self, name: str, now_s: float) -> None:
+        prompt = random_prompt(self.rng)
+        request = Request(name, prompt, random_sampling(self.rng, len(prompt)), arrival_s=now_s)
+        request.cache_salt = ""
+        self.requests[name] = request
+        self.scheduler.add(request)
+
+    def abort(self, victim: Request) -> None:
+        self.aborted.add(victim.request_id)
+        for sequence in [r for r in self.scheduler.requests.values() if r.request_id == victim.request_id]:
+            self.scheduler.finish(sequence)
+
+    def note(self, result: StepResult) -> None:
+        assert result.plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert self.scheduler.num_seqs <= self.scheduler.max_num_seqs
+        for _, prompt in result.prompts:
+            assert prompt.request_id not in self.prompts
+            self.prompts[prompt.request_id] = prompt
+        for request, token in result.sampled:
+            known = self.outputs[token.request_id][token.index]
+            assert token.position == len(known)
+            known.append(token.token_id)
+            assert (token.logprobs is not None) == (request.sampling.logprobs is not None)
+            if token.finish_reason is not None:
+                self.reasons[token.request_id][token.index] = token.finish_reason
+
+    def verify(self) -> Counter[str]:
+        for name, request in self.requests.items():
+            assert request.status is Status.FINISHED
+            expected = generate_alone(request.prompt_token_ids, request.sampling)
+            found = self.outputs[name]
+            if name in self.aborted:
+                assert all(expected[index][: len(ids)] == ids for index, ids in found.items())
+                continue
+            assert [found[index] for index in range(request.sampling.n)] == expected, name
+            assert len(self.reasons[name]) == request.sampling.n
+            logprobs = self.prompts[name].logprobs
+            wanted = request.sampling.prompt_logprobs is not None
+            assert [entry is None for entry in logprobs] == [at == 0 for at in range(len(logprobs))]
+            assert len(logprobs) == (len(request.prompt_token_ids) if wanted else 0)
+        assert self.scheduler.blocks.num_held == 0
+        assert self.scheduler.swap.num_held == 0
+        return Counter(
+            preemptions=self.scheduler.num_preemptions, hits=self.scheduler.num_prefix_hit_tokens, **self.runner.num_moves
+        )
+
+
+def explore(seeds: range, num_requests: int = 25) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        traffic = Traffic(seed)
+        try:
+            traffic.run(num_requests)
+            seen += traffic.verify()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    return seen
+
+
+def test_random_traffic_gives_the_tokens_of_each_request_alone() -> None:
+    seen = explore(SEEDS)
+    for what in ("preemptions", "hits", "copy", "out", "in"):
+        assert seen[what] > 20, f"{what} was hardly seen: {seen}"
+
+
+@pytest.mark.slow
+def test_much_random_traffic() -> None:
+    explore(range(1000, 2500))
+
+
+def write_into_a_shared_block(self: BlockPool, block: int) -> bool:
+    return False
+
+
+def forget_the_parent(parent: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
+    return [repr(token_ids[at : at + block_size]).encode() for at in range(0, len(token_ids), block_size)]
+
+
+def test_a_missing_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "is_shared", write_into_a_shared_block)
+    with pytest.raises(AssertionError):
+        explore(range(100))
+
+
+def test_a_hash_without_its_parent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cluster.engine.scheduler.chain_hashes", forget_the_parent)
+    with pytest.raises(AssertionError):
+        explore(range(100))
+
+
+def test_a_missing_swap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyRunner, "move", lambda self, moves: None)
+    with pytest.raises(AssertionError):
+        explore(range(100))

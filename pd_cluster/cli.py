@@ -152,6 +152,25 @@ def bench_serve(
     )
 
 
+@bench.command("engine")
+def bench_engine(
+    peers: Annotated[
+        str, typer.Option(help="Engines to compare with: generate,continuous,llama.cpp,vllm; default: all.")
+    ] = "",
+    workload: Annotated[str, typer.Option(help="uniform,mixed,steps; default: all.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each engine runs, in turn.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each engine.")] = 2,
+    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    full: Annotated[bool, typer.Option(help="Run the slow workload in every round, not only in the first.")] = False,
+    quick: Annotated[bool, typer.Option(help="A tiny model, one round, generate() only: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """The engine alone against transformers, llama.cpp and vLLM on CPU, and against what the machine can do."""
+    from pd_cluster.bench.engine import make_bench, run
+
+    run(make_bench(peers, workload, rounds, threads, peers_dir, quick, full), json)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -118,6 +118,7 @@ REFUSED: dict[str, str] = {
     "--typical-acceptance-sampler-posterior-threshold": "speculative decoding is not supported",
 }
 REFUSED_UNLESS: dict[str, tuple[str, ...]] = {"--quantization": ("None", "none")}
+SWITCHES = ("--enable-prefix-caching", "--kv-checksum")  # honoured flags that may have the value True or False
 MANY_VALUES = ("--served-model-name",)  # `--served-model-name a b` as argparse's nargs="+" has it
 ALIASES = {"-tp": "--tensor-parallel-size", "-q": "--quantization", "-pp": "--pipeline-parallel-size"}
 
@@ -134,13 +135,21 @@ def normalize(argv: Sequence[str]) -> list[str]:
                 flag = flag.replace("_", "-")
             repeated = flag if flag in MANY_VALUES else ""
             is_first = bool(repeated) and not equals
-            result.append(flag + equals + value)
+            is_switch = flag in SWITCHES and value in ("True", "False")
+            result.append(_switch(flag, value) if is_switch else flag + equals + value)
             continue
         if repeated and not is_first:
             result.append(repeated)
         is_first = False
+        if argument in ("True", "False") and result and result[-1] in SWITCHES:
+            argument = _switch(result.pop(), argument)
         result.append(argument)
     return result
+
+
+def _switch(flag: str, value: str) -> str:
+    """`--enable-prefix-caching False` is `--no-enable-prefix-caching`."""
+    return flag if value == "True" else f"--no-{flag[2:]}"
 
 
 def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:

@@ -84,12 +84,12 @@ def show_instances(admin_url: str) -> None:
 
 def print_instances(admin_url: str, entries: Entries) -> None:
     headers = ["instance", "role", "state", "pid", "address", "run", "wait", "free/cached/held of blocks"]
-    headers += ["KV sent", "KV received", "links"]
+    headers += ["prefix hits", "KV sent", "KV received", "links"]
     print_table(
         f"{len(entries)} instances at {admin_url}",
         headers,
         [_row(entry) for entry in entries],
-        right=("pid", "run", "wait", "KV sent", "KV received"),
+        right=("pid", "run", "wait", "prefix hits", "KV sent", "KV received"),
     )
 
 
@@ -105,7 +105,14 @@ def _row(entry: dict[str, Any]) -> Sequence[str]:
         str(entry["num_running"]),
         str(entry["num_waiting"]),
         f"{blocks} of {entry['num_blocks']}",
+        _hit_rate(entry),
         human_nbytes(entry["kv_sent_nbytes"]),
         human_nbytes(entry["kv_received_nbytes"]),
         ", ".join(f"{peer.split('@')[0]} {state}" for peer, state in entry["links"].items()) or "-",
     ]
+
+
+def _hit_rate(entry: dict[str, Any]) -> str:
+    """Of all prompt tokens that were computed or found there."""
+    asked = entry["num_prefix_query_tokens"]
+    return f"{entry['num_prefix_hit_tokens'] / asked:.0%}" if asked else "-"

@@ -6,6 +6,7 @@ Uses the `tokenizers` library and a sandboxed Jinja, never torch: the scheduler'
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -37,6 +38,8 @@ class Tokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        self._added = {i: token.content for i, token in self._rust.get_added_tokens_decoder().items()}
+        self._decoder_types = _decoder_types(self._rust)
         self.max_chars_per_token = max(map(len, self._rust.get_vocab(with_added_tokens=True)), default=1)
         config_file = path / "tokenizer_config.json"
         self._config = read_json(config_file) if config_file.exists() else {}
@@ -51,6 +54,33 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         text: str = self._rust.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word's tokens as it is and, as vLLM has it, with a space before it when those are other tokens."""
+        bare = [word.lstrip() or word for word in words]
+        both = [text for word in bare for text in (word, " " + word)]
+        encodings = [tuple(e.ids) for e in self._rust.encode_batch(both, add_special_tokens=False)]
+        found: dict[tuple[int, ...], None] = {}
+        for plain, spaced in zip(encodings[::2], encodings[1::2], strict=True):
+            found[plain] = None
+            if plain and len(plain) == len(spaced) and plain[0] != spaced[0]:
+                found[spaced] = None
+        return tuple(ids for ids in found if ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for by itself, before it is text: half a character, perhaps; b"" for ids without."""
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        token = self._rust.id_to_token(token_id)
+        if token is None:  # checkpoints have rows for more ids than their tokenizer
+            return b""
+        if "ByteLevel" in self._decoder_types:
+            return b"".join(_BYTE_OF[char] if char in _BYTE_OF else char.encode() for char in token)
+        if "ByteFallback" in self._decoder_types and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        if self._decoder_types & {"Metaspace", "Replace"}:
+            return token.replace("\u2581", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self._rust, skip_special_tokens)
@@ -139,22 +169,28 @@ class StopStrings:
     depend on how the text was cut into pieces.
     """
 
-    def __init__(self, stops: list[str]) -> None:
+    def __init__(self, stops: list[str], include: bool = False) -> None:
+        """`include` keeps the stop string itself."""
         self._stops = stops
+        self._include = include
         self._held = ""
         self.matched: str | None = None
 
-    def add(self, text: str) -> str:
-        """Text that is certain to come before any stop string. After a match: nothing more."""
+    def add(self, text: str, may_match: bool = True) -> str:
+        """Text that is certain to come before any stop string. After a match: nothing more.
+
+        A stop string that is complete with text of `may_match` False is none.
+        """
         if self.matched is not None:
             return ""
         if not self._stops:
             return text
         self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0] if may_match else []
         if found:
             at, self.matched = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
-            certain, self._held = self._held[:at], ""
+            certain = self._held[: at + len(self.matched) if self._include else at]
+            self._held = ""
             return certain
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         certain = self._held[: len(self._held) - keep]
@@ -173,6 +209,26 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def _bytes_of_characters() -> dict[str, bytes]:
+    """How byte-level BPE (GPT-2's) writes bytes: those that can be shown as themselves, the others from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in shown]
+    found = {chr(byte): bytes([byte]) for byte in shown}
+    return found | {chr(0x100 + at): bytes([byte]) for at, byte in enumerate(others)}
+
+
+_BYTE_OF = _bytes_of_characters()
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _decoder_types(rust: RustTokenizer) -> frozenset[str]:
+    """The names of the decoders that the tokenizer applies, such as ByteLevel."""
+    if rust.decoder is None:
+        return frozenset()
+    state = json.loads(rust.decoder.__getstate__())
+    return frozenset(decoder["type"] for decoder in state.get("decoders", [state]))
 
 
 def _find_template(path: Path, config: dict[str, Any]) -> Any:

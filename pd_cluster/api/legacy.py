@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pd_cluster.api.http import CLIENT_CLOSED_REQUEST, EventStream, chain, error_body, read_body, unless_disconnected
-from pd_cluster.api.protocol import GenerateRequest, parse
+from pd_cluster.api.logprobs import LogprobsFormat
+from pd_cluster.api.parse import parse
+from pd_cluster.api.protocol import GenerateRequest
+from pd_cluster.api.sequence import Piece, joined
 from pd_cluster.api.service import Generation, TextService
 from pd_cluster.errors import PdClusterError
+from pd_cluster.text import Tokenizer
 
 
 def legacy_routes(service: TextService) -> APIRouter:
@@ -22,30 +27,55 @@ def legacy_routes(service: TextService) -> APIRouter:
     async def generate(http: Request) -> Response:
         request = parse(await read_body(http), GenerateRequest)
         generation = await service.completion(request, request.prompt)
-        prompt = request.prompt if isinstance(request.prompt, str) else service.tokenizer.decode(request.prompt)
+        is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
+        prompt = str(request.prompt) if is_whole else service.tokenizer.decode(generation.prompt_token_ids)
         if request.stream:
-            frames = _frames(service, generation, prompt)
+            frames = _frames(service, request, generation, prompt)
             first = await unless_disconnected(http, anext(frames))
             if first is None:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             return EventStream(chain(first, frames), media_type="application/json")
-        whole = await unless_disconnected(http, service.complete(generation))
-        if whole is None:
+        pieces = await unless_disconnected(http, service.complete(generation))
+        if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse({"text": [prompt + whole.text]})
+        texts = [prompt + piece.text for piece in pieces]
+        return JSONResponse({"text": texts, **_logprobs(service.tokenizer, request, generation, pieces)})
 
     return routes
 
 
-async def _frames(service: TextService, generation: Generation, prompt: str) -> AsyncGenerator[bytes, None]:
-    """`{"text": [prompt + output so far]}` and a NUL, whenever there is more."""
-    text = prompt
+async def _frames(
+    service: TextService, request: GenerateRequest, generation: Generation, prompt: str
+) -> AsyncGenerator[bytes, None]:
+    """`{"text": [prompt + output so far, …]}` and a NUL, whenever there is more. The last has the logprobs too."""
+    pieces: list[list[Piece]] = [[] for _ in generation.sequences]
+    texts = [prompt for _ in generation.sequences]
+    begun = False
     try:
-        async with contextlib.aclosing(service.stream(generation)) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                text += piece.text
-                yield msgspec.json.encode({"text": [text]}) + b"\0"
+        async with contextlib.aclosing(service.stream(generation)) as stream:  # type: ignore[type-var]
+            async for piece in stream:
+                texts[piece.index] += piece.text
+                pieces[piece.index].append(piece)
+                frame: dict[str, Any] = {"text": texts}
+                if all(sequence.finish_reason is not None for sequence in generation.sequences):
+                    whole = [joined(each) for each in pieces]
+                    frame |= _logprobs(service.tokenizer, request, generation, whole)
+                begun = True
+                yield msgspec.json.encode(frame) + b"\0"
     except PdClusterError as error:
-        if text == prompt:  # nothing was sent: it becomes an HTTP status
+        if not begun:  # nothing was sent: it becomes an HTTP status
             raise
         yield msgspec.json.encode(error_body(error)) + b"\0"
+
+
+def _logprobs(
+    tokenizer: Tokenizer, request: GenerateRequest, generation: Generation, pieces: list[Piece]
+) -> dict[str, Any]:
+    """What was asked for, in the shapes of /v1/completions: an entry a text, and one for the prompt."""
+    form = LogprobsFormat(tokenizer, bool(request.return_tokens_as_token_ids))
+    found: dict[str, Any] = {}
+    if request.logprobs is not None:
+        found["logprobs"] = [form.completion(piece.logprobs) for piece in pieces]
+    if request.prompt_logprobs is not None:
+        found["prompt_logprobs"] = form.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
+    return found

@@ -22,9 +22,13 @@ from pd_cluster.api.http import (
     read_body,
     unless_disconnected,
 )
-from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
-from pd_cluster.api.service import Generation, Piece, TextService
+from pd_cluster.api.logprobs import LogprobsFormat, prompt_entries
+from pd_cluster.api.parse import parse
+from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from pd_cluster.api.sequence import Piece, TokenLogprobs
+from pd_cluster.api.service import Generation, TextService
 from pd_cluster.errors import PdClusterError, RequestError
+from pd_cluster.text import Tokenizer
 
 
 def openai_routes(service: TextService) -> APIRouter:
@@ -45,7 +49,7 @@ def openai_routes(service: TextService) -> APIRouter:
     @routes.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
     async def chat(http: Request) -> Response:
         request = parse(await read_body(http), ChatCompletionRequest)
-        answer = ChatAnswer(request, service.check_model(request.model))
+        answer = ChatAnswer(request, service.check_model(request.model), service.tokenizer)
         return await _answer(http, service, answer, await service.chat(request))
 
     @routes.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
@@ -56,8 +60,9 @@ def openai_routes(service: TextService) -> APIRouter:
         generation = await service.completion(request, prompt, request.add_special_tokens)
         echoed = ""
         if request.echo:
-            echoed = prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
-        return await _answer(http, service, CompletionAnswer(request, name, echoed), generation)
+            is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
+            echoed = str(prompt) if is_whole else service.tokenizer.decode(generation.prompt_token_ids)
+        return await _answer(http, service, CompletionAnswer(request, name, service.tokenizer, echoed), generation)
 
     return routes
 
@@ -69,8 +74,10 @@ class Answer(ABC):
     object: str
     chunk_object: str
 
-    def __init__(self, request: GenerationRequest, model: str) -> None:
+    def __init__(self, request: GenerationRequest, model: str, tokenizer: Tokenizer) -> None:
         self.request = request
+        self._tokenizer = tokenizer
+        self._format = LogprobsFormat(tokenizer, bool(request.return_tokens_as_token_ids))
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
@@ -78,16 +85,26 @@ class Answer(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def whole(self, piece: Piece, generation: Generation) -> dict[str, Any]:
+    def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
+        choices = [self._whole_choice(piece, generation) for piece in pieces]
+        return {**self._head(self.object), "choices": choices, "usage": generation.usage}
+
+    def _whole_choice(self, piece: Piece, generation: Generation) -> dict[str, Any]:
         ids = {"prompt_token_ids": generation.prompt_token_ids} if self.request.return_token_ids else {}
-        choice = self._choice(self._whole(piece.text), piece, generation.finish_reason) | ids
-        return {**self._head(self.object), "choices": [choice], "usage": generation.usage}
+        logprobs = self._logprobs(piece.logprobs, generation)
+        return self._choice(piece.index, self._whole(piece.text), logprobs, piece.token_ids, piece.finish_reason) | ids
+
+    @property
+    def shows_every_token(self) -> bool:
+        """Whether a chunk without text can have something to show."""
+        return self.request.return_token_ids or self.request.num_logprobs is not None
 
     def chunk(self, piece: Piece) -> bytes:
-        return self._chunk(self._choice(self._delta(piece.text), piece, None))
+        logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
+        return self._chunk(self._choice(piece.index, self._delta(piece.text), logprobs, piece.token_ids))
 
-    def last_chunk(self, generation: Generation) -> bytes:
-        return self._chunk(self._choice(self._no_delta(), None, generation.finish_reason))
+    def last_chunk(self, piece: Piece) -> bytes:
+        return self._chunk(self._choice(piece.index, self._no_delta(), finish_reason=piece.finish_reason))
 
     def usage_chunk(self, generation: Generation) -> bytes:
         return event({**self._head(self.chunk_object), "choices": [], "usage": generation.usage})
@@ -96,13 +113,24 @@ class Answer(ABC):
         usage = {"usage": None} if self.request.include_usage else {}
         return event({**self._head(self.chunk_object), "choices": [choice], **usage})
 
-    def _choice(self, content: dict[str, Any], piece: Piece | None, finish_reason: str | None) -> dict[str, Any]:
-        ids = {"token_ids": piece.token_ids} if self.request.return_token_ids and piece is not None else {}
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason, **ids}
+    def _choice(
+        self,
+        index: int,
+        content: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        token_ids: list[int] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        ids = {"token_ids": token_ids} if self.request.return_token_ids and token_ids is not None else {}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
 
     @abstractmethod
-    def opening(self) -> bytes:
-        """The chunk before the first text, if any."""
+    def opening(self, index: int, generation: Generation) -> bytes:
+        """A choice's chunk before its first text, if any."""
+
+    @abstractmethod
+    def _logprobs(self, entries: list[TokenLogprobs], whole: Generation | None = None) -> dict[str, Any] | None:
+        """As part of a choice; of the whole answer when a generation is given."""
 
     @abstractmethod
     def _whole(self, text: str) -> dict[str, Any]:
@@ -116,12 +144,24 @@ class Answer(ABC):
     def _no_delta(self) -> dict[str, Any]:
         """The same for the chunk that carries the finish_reason."""
 
+    def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
+        if self.request.prompt_logprobs is None:
+            return {}
+        found = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
+        return {"prompt_logprobs": found}
+
 
 class ChatAnswer(Answer):
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self) -> bytes:
-        return self._chunk(self._choice({"delta": {"role": "assistant", "content": ""}}, None, None))
+    def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
+        return super().whole(pieces, generation) | self._prompt_logprobs(generation)
+
+    def opening(self, index: int, generation: Generation) -> bytes:
+        return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}))
+
+    def _logprobs(self, entries: list[TokenLogprobs], whole: Generation | None = None) -> dict[str, Any] | None:
+        return None if self.request.num_logprobs is None else self._format.chat(entries)
 
     def _whole(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
@@ -136,12 +176,31 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, request: GenerationRequest, model: str, echoed: str) -> None:
-        super().__init__(request, model)
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer, echoed: str) -> None:
+        super().__init__(request, model, tokenizer)
+        self._echo = request.echo
         self._echoed = echoed
 
-    def opening(self) -> bytes:
-        return self._chunk(self._choice({"text": self._echoed}, None, None)) if self._echoed else b""
+    def opening(self, index: int, generation: Generation) -> bytes:
+        if not self._echoed:
+            return b""
+        logprobs = None if self.request.num_logprobs is None else self._format.completion(self._prompt(generation))
+        return self._chunk(self._choice(index, {"text": self._echoed}, logprobs))
+
+    def _whole_choice(self, piece: Piece, generation: Generation) -> dict[str, Any]:
+        return super()._whole_choice(piece, generation) | self._prompt_logprobs(generation)
+
+    def _logprobs(self, entries: list[TokenLogprobs], whole: Generation | None = None) -> dict[str, Any] | None:
+        if self.request.num_logprobs is None:
+            return None
+        shifted = [entry._replace(text_offset=entry.text_offset + len(self._echoed)) for entry in entries]
+        return self._format.completion([*(self._prompt(whole) if whole is not None else []), *shifted])
+
+    def _prompt(self, generation: Generation) -> list[TokenLogprobs]:
+        """The prompt's own logprobs, as far as they are echoed."""
+        if not self._echo:
+            return []
+        return prompt_entries(self._tokenizer, generation.prompt_token_ids, generation.prompt_logprobs)
 
     def _whole(self, text: str) -> dict[str, Any]:
         return {"text": self._echoed + text}
@@ -155,10 +214,10 @@ class CompletionAnswer(Answer):
 
 async def _answer(http: Request, service: TextService, answer: Answer, generation: Generation) -> Response:
     if not answer.request.stream:
-        whole = await unless_disconnected(http, service.complete(generation))
-        if whole is None:
+        pieces = await unless_disconnected(http, service.complete(generation))
+        if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(answer.whole(whole, generation), headers=served_by(generation))
+        return JSONResponse(answer.whole(pieces, generation), headers=served_by(generation))
     events = _events(service, answer, generation)
     # Whatever cannot be served at all becomes an HTTP status, not a broken stream.
     first = await unless_disconnected(http, anext(events))
@@ -173,20 +232,20 @@ async def _events(service: TextService, answer: Answer, generation: Generation) 
     try:
         async with contextlib.aclosing(service.stream(generation)) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
-                if piece.text or answer.request.return_token_ids:
-                    head = b"" if begun else answer.opening()
+                events = b"" if begun else b"".join(answer.opening(s.index, generation) for s in generation.sequences)
+                if piece.text or (answer.shows_every_token and piece.token_ids):
+                    events += answer.chunk(piece)
+                if piece.finish_reason is not None:
+                    events += answer.last_chunk(piece)
+                if events:
                     begun = True
-                    yield head + answer.chunk(piece)
+                    yield events
     except PdClusterError as error:
         if not begun:
             raise
         yield event(error_body(error)) + DONE
         return
-    head = b"" if begun else answer.opening()
-    tail = answer.last_chunk(generation)
-    if answer.request.include_usage:
-        tail += answer.usage_chunk(generation)
-    yield head + tail + DONE
+    yield (answer.usage_chunk(generation) if answer.request.include_usage else b"") + DONE
 
 
 def served_by(generation: Generation) -> dict[str, str]:

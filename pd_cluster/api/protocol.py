@@ -1,60 +1,49 @@
 """What clients send and get: OpenAI's chat and completion schemas with vLLM's extra parameters.
 
 A parameter is honoured, or refused with a 400 that names it; one that this version does not know yet is refused
-unless it has the value that means "as if not given". Unknown fields are accepted and logged once.
+unless it has the value that means "as if not given". Unknown fields are accepted and logged once. What needs the model
+or the server's limits to be judged (ids, lengths) is in limits.py.
 """
 
 from __future__ import annotations
 
-import logging
 import reprlib
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams
 
-log = logging.getLogger(__name__)
-
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 1024
-MAX_CONTAINERS = 50_000  # arrays and objects in a body: millions of them hold the interpreter for seconds
+MAX_SEQUENCES = 128
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_NUM_CHARS = 256
+MAX_SALT_NUM_CHARS = 256
+MAX_LOGIT_BIAS = 100.0
 MIN_TEMPERATURE = 1e-5  # below, it is greedy, as in vLLM
 INT32_MAX = 2**31 - 1
-_logged_fields: set[str] = set()
 
 # Parameters that exist elsewhere and not here yet -> the values that ask for nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "response_format": ({"type": "text"},),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "guided_decoding": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "structured_outputs": (),
     "logits_processors": ([],),
+    "extra_args": ({},),
+    "vllm_xargs": ({},),
+    "thinking_token_budget": (),
     "detokenize": (True,),
     "tools": ([],),
     "functions": ([],),
@@ -71,9 +60,13 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 
-_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
 FAIL_FAST = Field(fail_fast=True)  # one error is reported; collecting millions holds the interpreter for seconds
 TokenIds = Annotated[list[int], FAIL_FAST]
+Id = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_NUM_CHARS)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 
 class StreamOptions(BaseModel):
@@ -93,11 +86,23 @@ class GenerationRequest(BaseModel):
     top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
-    stop_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
-        | None
-    ) = None
+    n: int | None = Field(default=None, ge=1, le=MAX_SEQUENCES)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_SEQUENCES)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2, allow_inf_nan=False)
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    min_tokens: Count | None = None
+    logit_bias: Annotated[dict[str, Bias], FAIL_FAST] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[Id], Field(min_length=1, fail_fast=True)] | None = None
+    prompt_logprobs: Count | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool = False
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -107,6 +112,24 @@ class GenerationRequest(BaseModel):
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are generated; the best `num_choices` of them are answered."""
+        return self.best_of or self.num_choices
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens that are told with each token of the answer; None: not even its own logprob is."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
 
     def stops(self) -> list[str]:
         """Stop strings. Raises RequestError for empty ones and too many."""
@@ -124,15 +147,37 @@ class GenerationRequest(BaseModel):
             return value if value is not None else defaults.get(name, default)
 
         temperature = float(choose(self.temperature, "temperature", 1.0))
+        num_logprobs = self.num_logprobs
         return SamplingParams(
+            n=self.num_sequences,
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
             temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
             top_k=int(choose(self.top_k, "top_k", -1)),
             top_p=float(choose(self.top_p, "top_p", 1.0)),
+            min_p=float(choose(self.min_p, "min_p", 0.0)),
             seed=self.seed if self.seed is not None else seed,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            presence_penalty=float(self.presence_penalty or 0.0),
+            frequency_penalty=float(self.frequency_penalty or 0.0),
+            repetition_penalty=float(choose(self.repetition_penalty, "repetition_penalty", 1.0)),
+            logit_bias=tuple(sorted(self.biases().items())),
+            allowed_token_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
+            # Whoever ranks sequences needs the logprobs of their tokens.
+            logprobs=0 if num_logprobs is None and self.num_sequences > self.num_choices else num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
         )
+
+    def biases(self) -> dict[int, float]:
+        """token id -> bias. Raises RequestError for keys that are no ids."""
+        for key in self.logit_bias or {}:
+            if not (key.isascii() and key.isdecimal() and len(key) < 11 and (key == "0" or key[0] != "0")):
+                raise RequestError(
+                    f'logit_bias: {reprlib.repr(key)} is not a token id; keys are ids, as in {{"5": -100}}',
+                    param="logit_bias",
+                )
+        return {int(key): bias for key, bias in (self.logit_bias or {}).items()}
 
     @property
     def include_usage(self) -> bool:
@@ -166,6 +211,12 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -176,58 +227,24 @@ class CompletionRequest(GenerationRequest):
     prompt: str | TokenIds | Annotated[list[str], FAIL_FAST] | Annotated[list[TokenIds], FAIL_FAST]
     echo: bool = False
     add_special_tokens: bool = True
+    logprobs: Count | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """`echo` shows the prompt's too."""
+        return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
 
 class GenerateRequest(GenerationRequest):
     """vLLM's plain API, `USE_OPENAI=0`."""
 
     prompt: str | TokenIds
+    logprobs: Count | None = None
 
-
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
-
-
-def parse(body: bytes, kind: type[RequestT]) -> RequestT:
-    """Raises RequestError that names the field, for anything that is not a good request."""
-    num_containers = _count_containers(body)
-    if num_containers > MAX_CONTAINERS:
-        raise RequestError(f"the body has {num_containers} arrays and objects; at most {MAX_CONTAINERS} are allowed")
-    try:
-        data = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
-    if not isinstance(data, dict):
-        raise RequestError("the body must be a JSON object")
-    for name, neutral in NOT_YET.items():
-        value = data.get(name)
-        if value is not None and not any(value == n and type(value) in _kin(n) for n in neutral):
-            raise RequestError(f"{name}: {reprlib.repr(value)} is not supported yet by this server", param=name)
-    try:
-        request = kind.model_validate(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = [str(part) for part in first["loc"]]
-        raise RequestError(f"{'.'.join(place)}: {first['msg']}", param=place[0] if place else None) from None
-    _log_unknown(request)
-    return request
-
-
-def _kin(value: Any) -> tuple[type, ...]:
-    """JSON writes 0.0 as 0; True is not 1."""
-    return (int, float) if isinstance(value, int | float) and not isinstance(value, bool) else (type(value),)
-
-
-def _count_containers(body: bytes) -> int:
-    """`[` and `{` outside of strings, in a few passes over the bytes: nothing is decoded yet."""
-    marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
-    outside = b"".join(marks.replace(b'""', b"").split(b'"')[::2])
-    return outside.count(b"[") + outside.count(b"{")
-
-
-def _log_unknown(request: GenerationRequest) -> None:
-    for name in request.model_extra or {}:
-        if name not in NOT_YET and name not in _logged_fields and len(_logged_fields) < 1000:
-            _logged_fields.add(name)
-            log.warning("request field %r is unknown and has no effect", name[:80])
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs

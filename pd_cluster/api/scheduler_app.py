@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from pd_cluster import __version__, wire
 from pd_cluster.api.http import install_error_handlers
 from pd_cluster.api.legacy import legacy_routes
+from pd_cluster.api.metrics import METRICS_MEDIA_TYPE, metrics_of
 from pd_cluster.api.openai import openai_routes
 from pd_cluster.api.server import make_server, serve_until_signal
 from pd_cluster.api.service import TextService
@@ -72,6 +73,7 @@ async def run_scheduler(
     timeouts: Timeouts,
     listener: socket.socket,
     admin_listener: socket.socket,
+    max_logprobs: int,
 ) -> None:
     """Serves until a signal. Raises ConfigError: a model that cannot be served, ports in the wrong order."""
     checkpoint = Checkpoint.open(engine.model)
@@ -83,7 +85,16 @@ async def run_scheduler(
     router.membership = handler.membership = membership
     handler.router = router
     limit = checkpoint.max_model_len(engine.max_model_len)
-    service = TextService(router, checkpoint, engine.model, served_model_names, limit, engine.seed)
+    service = TextService(
+        router,
+        checkpoint,
+        engine.model,
+        served_model_names,
+        limit,
+        engine.seed,
+        max_logprobs,
+        engine.max_num_seqs,
+    )
     mailbox.start()
     try:
         drain_s = timeouts.drain_timeout_s
@@ -114,6 +125,10 @@ def public_app(service: TextService, instances: list[Instance], openai: bool) ->
     app = FastAPI(title="pd-cluster", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     app.include_router(openai_routes(service) if openai else legacy_routes(service))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(metrics_of(instances, service.served_model_names[0]), media_type=METRICS_MEDIA_TYPE)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -173,6 +188,10 @@ def describe(instance: Instance) -> dict[str, Any]:
         "num_cached_blocks": load.num_cached_blocks,
         "num_held_blocks": load.num_held_blocks,
         "num_preemptions": load.num_preemptions,
+        "num_swap_blocks": load.num_swap_blocks,
+        "num_free_swap_blocks": load.num_free_swap_blocks,
+        "num_prefix_query_tokens": load.num_prefix_query_tokens,
+        "num_prefix_hit_tokens": load.num_prefix_hit_tokens,
         "num_steps": load.num_steps,
         "num_heartbeats": instance.num_heartbeats,
         "kv_sent_nbytes": load.kv_sent_nbytes,

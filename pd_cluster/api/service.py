@@ -8,50 +8,74 @@ import random
 import reprlib
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from pd_cluster.api.protocol import ChatCompletionRequest, GenerationRequest
+import msgspec
+
+from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, truncated
+from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, GenerationRequest
+from pd_cluster.api.sequence import Piece, Sequence, joined
 from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.router import Router
+from pd_cluster.cluster.router import Router, Stream
 from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.text import StopStrings, Tokenizer
-from pd_cluster.types import FinishReason, SamplingParams
+from pd_cluster.types import Logprobs, PromptOutput, SamplingParams, TokenOutput
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
 MESSAGE_NUM_CHARS = 8  # what a template adds to each further message, at the least
 SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
+TRUNCATED_NUM_CHARS = 1 << 20  # a text that will be cut down to the context may be longer than it, up to this
 
 
-class Piece(NamedTuple):
-    """New text, and the tokens that came since the last piece."""
-
-    text: str
-    token_ids: list[int]
+def _stop_nothing(index: int) -> None:
+    """Until a request is on its way there is nothing to stop."""
 
 
 @dataclass(slots=True)
 class Generation:
-    """One request as it goes along: what it asked, how far it is, who serves it."""
+    """One request as it goes along: what it asked, how far its sequences are, who serves it."""
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    stops: list[str]
-    skip_special_tokens: bool
+    sequences: list[Sequence]
+    num_choices: int  # of the sequences, the best ones are the answer
     every_token: bool = False  # a piece for each token, even when there is no text yet
-    num_output_tokens: int = 0
-    finish_reason: FinishReason | None = None
+    is_prompt_only: bool = False  # max_tokens 0, with echo
+    cache_salt: str = ""
+    prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)
+    stop: Callable[[int], None] = _stop_nothing
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
+        """Of the sequences that are answered; cached tokens as soon as they are known."""
         num_prompt = len(self.prompt_token_ids)
-        return {
+        num_output = sum(sequence.num_tokens for sequence in self.sequences)
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
-            "completion_tokens": self.num_output_tokens,
-            "total_tokens": num_prompt + self.num_output_tokens,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
         }
+        if self.prompt is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.prompt.num_cached_tokens}
+        return usage
+
+    @property
+    def prompt_logprobs(self) -> list[Logprobs | None]:
+        return self.prompt.logprobs if self.prompt is not None else []
+
+    def routed(self, stream: Stream) -> None:
+        self.served_by = [stream.prefill.name, stream.decode.name]
+        self.stop = stream.stop
+
+    def prompted(self, prompt: PromptOutput) -> None:
+        self.prompt = prompt
+
+    def keep_best(self) -> None:
+        """Leaves the sequences with the highest mean logprob of their tokens, best first, numbered anew."""
+        ranked = sorted(self.sequences, key=lambda sequence: -sequence.mean_logprob)
+        self.sequences = ranked[: self.num_choices]
 
 
 class TextService:
@@ -63,6 +87,8 @@ class TextService:
         served_model_names: list[str],
         max_model_len: int,
         seed: int | None = None,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+        max_num_seqs: int = MAX_SEQUENCES,
     ) -> None:
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.path)
@@ -70,8 +96,9 @@ class TextService:
         self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.served_model_names = served_model_names or [model]
         self._max_model_len = max_model_len
-        self._vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
-        known = ("temperature", "top_p", "top_k")
+        vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
+        self._limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
+        known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         self._sampling_defaults = {
             k: v for k, v in checkpoint.generation_config.items() if k in known and v is not None
         }
@@ -101,20 +128,32 @@ class TextService:
                 messages, request.add_generation_prompt, request.chat_template_kwargs or {}
             ),
             num_chars,
+            request,
             "messages",
         )
-        return self._generation(request, token_ids, None, "messages")
+        return await self._generation(request, token_ids, None, "messages")
 
     async def completion(self, request: GenerationRequest, prompt: str | list[int], special: bool = True) -> Generation:
         if isinstance(prompt, str):
-            token_ids = await self._tokenize(lambda: self.tokenizer.encode(prompt, special), len(prompt), "prompt")
+            token_ids = await self._tokenize(
+                lambda: self.tokenizer.encode(prompt, special), len(prompt), request, "prompt"
+            )
         else:
             token_ids = prompt
-        return self._generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt")
+        return await self._generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt")
 
-    async def _tokenize(self, encode: Callable[[], list[int]], num_chars: int, param: str) -> list[int]:
+    async def _tokenize(
+        self, encode: Callable[[], list[int]], num_chars: int, request: GenerationRequest, param: str
+    ) -> list[int]:
         """Raises RequestError, before any work, for a text that cannot fit the context."""
-        if num_chars > self.max_model_len * self.tokenizer.max_chars_per_token:
+        most = self.max_model_len * self.tokenizer.max_chars_per_token
+        if request.truncate_prompt_tokens is not None and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):
+            raise RequestError(
+                f"{param}: {num_chars} characters are too many to tokenize, even for truncate_prompt_tokens; "
+                f"send at most {most}",
+                param=param,
+            )
+        if num_chars > most:
             raise RequestError(
                 f"{param}: {num_chars} characters; the model's context is {self.max_model_len} tokens of at most "
                 f"{self.tokenizer.max_chars_per_token} characters",
@@ -123,10 +162,51 @@ class TextService:
             )
         return encode() if num_chars <= SHORT_NUM_CHARS else await asyncio.to_thread(encode)
 
-    def _generation(
+    async def _bad_words(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
+        words = request.bad_words or []
+        if sum(map(len, words)) <= SHORT_NUM_CHARS:
+            return self.tokenizer.encode_bad_words(words)
+        return await asyncio.to_thread(self.tokenizer.encode_bad_words, words)
+
+    async def _generation(
         self, request: GenerationRequest, token_ids: list[int], default_max_tokens: int | None, param: str
     ) -> Generation:
         """Checks the limits. Raises RequestError."""
+        token_ids = truncated(request, token_ids, self.max_model_len, default_max_tokens or 1)
+        wanted = self._max_tokens(request, token_ids, default_max_tokens, param)
+        if not all(0 <= i < self._limits.vocab_size for i in token_ids):
+            raise RequestError(f"{param}: token ids must be in 0 to {self._limits.vocab_size - 1}", param=param)
+        sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
+        sampling = msgspec.structs.replace(sampling, bad_words=await self._bad_words(request))
+        sampling = self._limits.check(request, sampling)
+        include = bool(request.include_stop_str_in_output)
+        stops = request.stops()
+        sequences = [
+            Sequence(
+                index,
+                self.tokenizer.detokenizer(request.skip_special_tokens),
+                StopStrings(stops, include),
+                sampling.min_tokens,
+                shows_stop_token=include or not request.skip_special_tokens,
+            )
+            for index in range(sampling.n)
+        ]
+        if wanted == 0:  # the engine gives at least one token, which nobody is shown
+            sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0)
+        return Generation(
+            token_ids,
+            sampling,
+            sequences,
+            request.num_choices,
+            every_token=request.return_token_ids,
+            is_prompt_only=wanted == 0,
+            cache_salt=request.cache_salt or "",
+        )
+
+    def _max_tokens(
+        self, request: GenerationRequest, token_ids: list[int], default_max_tokens: int | None, param: str
+    ) -> int:
+        """Output tokens that this request may have. Raises RequestError when the context has no room for them."""
         limit = self.max_model_len
         num_prompt = len(token_ids)
         if not num_prompt:
@@ -137,8 +217,6 @@ class TextService:
                 param=param,
                 code="context_length_exceeded",
             )
-        if not all(0 <= i < self._vocab_size for i in token_ids):
-            raise RequestError(f"{param}: token ids must be in 0 to {self._vocab_size - 1}", param=param)
         wanted = request.wanted_tokens
         if wanted is not None and wanted < (0 if getattr(request, "echo", False) else 1):
             raise RequestError(f"max_tokens: {wanted}; must be at least 1 (0 only with echo)", param="max_tokens")
@@ -152,48 +230,48 @@ class TextService:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
-        return Generation(token_ids, sampling, request.stops(), request.skip_special_tokens, request.return_token_ids)
+        return wanted
 
     async def stream(self, generation: Generation) -> AsyncIterator[Piece]:
-        """A piece whenever there is text, and a last one; then `generation.finish_reason` is set. Closing it aborts."""
-        if generation.sampling.max_tokens == 0:  # echo only
-            generation.finish_reason = "length"
+        """A piece whenever a sequence has text, and one with its finish_reason as its last. Closing it aborts."""
+        if generation.is_prompt_only:
+            await self._learn_of_prompt(generation)
+            for sequence in generation.sequences:
+                sequence.finish_reason = "length"
+                yield sequence.piece("")
             return
-        detokenizer = self.tokenizer.detokenizer(generation.skip_special_tokens)
-        stops = StopStrings(generation.stops)
-
-        def routed(prefill: Instance, decode: Instance) -> None:
-            generation.served_by = [prefill.name, decode.name]
-
-        serving = self.router.serve(generation.prompt_token_ids, generation.sampling, routed)
-        token_ids: list[int] = []
-        async with contextlib.aclosing(serving) as tokens:  # type: ignore[type-var]
+        async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
             async for token in tokens:
-                generation.num_output_tokens += 1
-                token_ids.append(token.token_id)
-                generation.finish_reason = token.finish_reason
-                text = "" if _ends_invisibly(token.finish_reason, generation) else detokenizer.add(token.token_id)
-                if token.finish_reason is not None:
-                    text += detokenizer.finish()
-                text = stops.add(text)
-                if stops.matched is not None:
-                    generation.finish_reason = "stop"
-                elif token.finish_reason is not None:
-                    text += stops.finish()
-                if text or generation.every_token or generation.finish_reason is not None:
-                    yield Piece(text, token_ids)
-                    token_ids = []
-                if generation.finish_reason is not None:
-                    return
+                sequence = generation.sequences[token.index]
+                text = sequence.add(token)
+                if sequence.finish_reason is not None and token.finish_reason is None:
+                    generation.stop(sequence.index)
+                if text or generation.every_token or sequence.finish_reason is not None:
+                    yield sequence.piece(text)
 
-    async def complete(self, generation: Generation) -> Piece:
-        """Everything at once."""
+    async def complete(self, generation: Generation) -> list[Piece]:
+        """Everything at once: a piece for each choice. Of more sequences than choices, the best."""
+        pieces: dict[int, list[Piece]] = {sequence.index: [] for sequence in generation.sequences}
         async with contextlib.aclosing(self.stream(generation)) as stream:  # type: ignore[type-var]
-            pieces = [piece async for piece in stream]
-        return Piece("".join(p.text for p in pieces), [token for p in pieces for token in p.token_ids])
+            async for piece in stream:
+                pieces[piece.index].append(piece)
+        if len(pieces) > generation.num_choices:
+            generation.keep_best()
+        whole = [joined(pieces[sequence.index]) for sequence in generation.sequences]
+        return [replace(piece, index=index) for index, piece in enumerate(whole)]
 
+    def _tokens(self, generation: Generation) -> AsyncIterator[TokenOutput]:
+        return self.router.serve(
+            generation.prompt_token_ids,
+            generation.sampling,
+            generation.routed,
+            generation.prompted,
+            generation.cache_salt,
+        )
 
-def _ends_invisibly(reason: FinishReason | None, generation: Generation) -> bool:
-    """A stop token is not part of the answer's text; it is shown only when special tokens are asked for."""
-    return reason == "stop" and generation.skip_special_tokens
+    async def _learn_of_prompt(self, generation: Generation) -> None:
+        """Has the prompt computed when its logprobs are asked for, and nothing after it."""
+        if generation.sampling.prompt_logprobs is None:
+            return
+        async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
+            await anext(tokens)

@@ -1,6 +1,6 @@
-"""A request across the cluster: two legs out, one ordered stream of tokens back. Read `Router.serve` first.
+"""A request across the cluster: two legs out, one stream of tokens back, every sequence of it in order.
 
-Runs on the scheduler's event loop. Knows nothing of HTTP or text.
+Read `Router.serve` first. Runs on the scheduler's event loop. Knows nothing of HTTP or text.
 """
 
 from __future__ import annotations
@@ -16,14 +16,24 @@ from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost
 from pd_cluster.mailbox import Mailbox
-from pd_cluster.types import LegEnd, SamplingParams, TokenOutput
+from pd_cluster.types import LegEnd, PromptOutput, SamplingParams, TokenOutput
 
 Choose = Callable[[list[Instance]], tuple[Instance, Instance]]
 
 
 @dataclass(slots=True)
+class Sequence:
+    """One of a request's n sequences. `arrived` holds tokens that came before an earlier one."""
+
+    num_delivered: int = 0
+    arrived: dict[int, TokenOutput] = field(default_factory=dict)
+    is_finished: bool = False  # its last token has come, perhaps before others; or it was stopped
+    is_over: bool = False  # its last token has been read, or it was stopped
+
+
+@dataclass(slots=True)
 class Stream:
-    """One request on its way. `arrived` holds tokens that came before an earlier one."""
+    """One request on its way, and the reader's handle on it: who serves it, and `stop`."""
 
     request_id: str
     attempt: int
@@ -31,18 +41,67 @@ class Stream:
     num_tokens: int  # what it counts as, for routing
     prefill: Instance
     decode: Instance
-    num_delivered: int = 0
-    arrived: dict[int, TokenOutput] = field(default_factory=dict)
-    queue: asyncio.Queue[TokenOutput | Exception] = field(default_factory=asyncio.Queue)
+    sequences: list[Sequence]
+    send: Callable[[str, wire.Body], None]
+    prompted: Callable[[PromptOutput], None] = lambda prompt: None
+    is_prompted: bool = False
+    has_prefill_spoken: bool = False  # and so has told of the prompt, which the first token must not come before
+    queue: asyncio.Queue[TokenOutput | Exception | None] = field(default_factory=asyncio.Queue)
 
     def put(self, token: TokenOutput) -> None:
-        """Delivers in order of position; what was delivered already is dropped."""
-        if token.attempt != self.attempt or token.position < self.num_delivered:
+        """Takes a token, of whatever leg and in whatever order; what was delivered already is dropped."""
+        if token.attempt != self.attempt or not 0 <= token.index < len(self.sequences):
             return
-        self.arrived.setdefault(token.position, token)
-        while (next_token := self.arrived.pop(self.num_delivered, None)) is not None:
-            self.num_delivered += 1
-            self.queue.put_nowait(next_token)
+        sequence = self.sequences[token.index]
+        if sequence.is_over or token.position < sequence.num_delivered:
+            return
+        sequence.arrived.setdefault(token.position, token)
+        if token.finish_reason is not None:
+            sequence.is_finished = True
+        self.release([sequence])
+
+    def release(self, sequences: list[Sequence]) -> None:
+        """Delivers each sequence's tokens in order of position, once the prompt's own outputs must have come."""
+        if not self.has_prefill_spoken and any(member is self.prefill for member in self.legs.values()):
+            return
+        for sequence in sequences:
+            while (token := sequence.arrived.pop(sequence.num_delivered, None)) is not None:
+                sequence.num_delivered += 1
+                self.queue.put_nowait(token)
+
+    def put_prompt(self, prompt: PromptOutput) -> None:
+        if prompt.attempt == self.attempt and not self.is_prompted:
+            self.is_prompted = True
+            self.prompted(prompt)
+
+    def take(self, token: TokenOutput) -> bool:
+        """The reader gets this one; False when its sequence was stopped meanwhile."""
+        sequence = self.sequences[token.index]
+        if sequence.is_over:
+            return False
+        sequence.is_over = token.finish_reason is not None
+        return True
+
+    def stop(self, index: int) -> None:
+        """Ends one sequence where the reader stands: its further tokens are dropped, wherever they are made."""
+        sequence = self.sequences[index]
+        if sequence.is_over:
+            return
+        sequence.is_finished = sequence.is_over = True
+        sequence.arrived.clear()
+        if self.is_over:
+            self.queue.put_nowait(None)  # the last one: the whole request ends, and its legs with it
+            return
+        for conn in self.legs:
+            self.send(conn, wire.Abort(self.request_id, self.attempt, index))
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    @property
+    def is_over(self) -> bool:
+        return all(sequence.is_over for sequence in self.sequences)
 
 
 class Router:
@@ -63,39 +122,49 @@ class Router:
         self,
         prompt_token_ids: list[int],
         sampling: SamplingParams,
-        routed: Callable[[Instance, Instance], None] = lambda prefill, decode: None,
+        routed: Callable[[Stream], None] = lambda stream: None,
+        prompted: Callable[[PromptOutput], None] = lambda prompt: None,
+        cache_salt: str = "",
     ) -> AsyncIterator[TokenOutput]:
-        """A request's whole life across the cluster. Every token once, in order; the last has a finish_reason.
+        """A request's whole life across the cluster. Every token of its n sequences once, each sequence in order.
 
-        Raises Unavailable before the first token, GenerationError after it. Closing the iterator aborts both legs.
+        A sequence ends with a token that has a finish_reason, or when the reader calls `stop` of the stream that
+        `routed` was given; the iterator ends when all have. `prompted` is called before the first token. Raises
+        Unavailable before the first token, GenerationError after it. Closing the iterator aborts both legs.
         """
         prefill, decode = self._choose(self.membership.instances)
-        stream = self._dispatch(prefill, decode, prompt_token_ids, sampling)
-        routed(prefill, decode)
+        stream = self._dispatch(prefill, decode, prompt_token_ids, sampling, cache_salt)
+        stream.prompted = prompted
+        routed(stream)
         timeout_s = self._request_timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
         try:
-            while True:
+            while not stream.is_over:
                 async with asyncio.timeout_at(deadline_s):
                     item = await stream.queue.get()
                 if isinstance(item, Exception):
                     raise item
-                yield item
-                if item.finish_reason is not None:
-                    return
+                if item is not None and stream.take(item):
+                    yield item
         except TimeoutError:
             raise DeadlineExceeded(f"the request took longer than {timeout_s:g} s") from None
         finally:
             self._finish(stream)
 
     def _dispatch(
-        self, prefill: Instance, decode: Instance, prompt_token_ids: list[int], sampling: SamplingParams
+        self,
+        prefill: Instance,
+        decode: Instance,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        cache_salt: str,
     ) -> Stream:
         request_id = f"{self._life}-{next(self._counter)}"
         attempt = 0
-        num_tokens = len(prompt_token_ids) + min(sampling.max_tokens, 256)
+        num_tokens = len(prompt_token_ids) + sampling.n * min(sampling.max_tokens, 256)
         legs = {prefill.conn: prefill, decode.conn: decode}
-        stream = Stream(request_id, attempt, legs, num_tokens, prefill, decode)
+        sequences = [Sequence() for _ in range(sampling.n)]
+        stream = Stream(request_id, attempt, legs, num_tokens, prefill, decode, sequences, self._mailbox.send)
         self._streams[request_id] = stream
         transfer_id = f"{request_id}-{attempt}"
         for instance, peer in ((prefill, decode), (decode, prefill)):
@@ -110,6 +179,7 @@ class Router:
                 prompt_token_ids,
                 sampling,
                 self._request_timeout_s,
+                cache_salt,
             )
             self._mailbox.send(instance.conn, submit)
         return stream
@@ -131,21 +201,33 @@ class Router:
     # ---- events from the workers
 
     def on_outputs(self, conn: str, outputs: wire.Outputs) -> None:
+        for prompt in outputs.prompts:
+            if (stream := self._stream_of(conn, prompt)) is not None:
+                stream.put_prompt(prompt)
+                stream.release(stream.sequences)
         for token in outputs.tokens:
-            stream = self._streams.get(token.request_id)
-            if stream is not None and token.attempt == stream.attempt and conn in stream.legs:
-                if token.finish_reason is not None:
-                    self._leg_ended(stream, conn)
+            if (stream := self._stream_of(conn, token)) is not None:
                 stream.put(token)
+                if token.finish_reason is not None and stream.is_finished:
+                    self._leg_ended(stream, conn)
         for ended in outputs.ended:
             self._on_leg_end(conn, ended)
 
+    def _stream_of(self, conn: str, output: TokenOutput | PromptOutput | LegEnd) -> Stream | None:
+        """The stream that this output of this leg belongs to, if it is still wanted."""
+        stream = self._streams.get(output.request_id)
+        if stream is None or output.attempt != stream.attempt or conn not in stream.legs:
+            return None
+        if stream.legs[conn] is stream.prefill:
+            stream.has_prefill_spoken = True
+        return stream
+
     def _on_leg_end(self, conn: str, ended: LegEnd) -> None:
-        stream = self._streams.get(ended.request_id)
-        if stream is None or ended.attempt != stream.attempt or conn not in stream.legs:
+        if (stream := self._stream_of(conn, ended)) is None:
             return
         name = stream.legs[conn].name
         self._leg_ended(stream, conn)
+        stream.release(stream.sequences)
         if ended.error is not None:
             stream.queue.put_nowait(GenerationError(f"{name}: {ended.error}"))
 

@@ -206,8 +206,11 @@ class Scheduler:
         return [request for request, _ in plan.chunks if request.num_behind == 0]
 
     def can_land(self, num_tokens: int, num_sequences: int = 1) -> bool:
-        """Whether a transfer may be credited. Requests that are here already come first."""
-        num_blocks = self.num_blocks_for(num_tokens) + num_sequences - 1
+        """Whether a transfer may be credited. Requests that are here already come first.
+
+        Each further sequence is given room for a block, but never is more asked than an empty pool has.
+        """
+        num_blocks = min(self.num_blocks_for(num_tokens) + num_sequences - 1, self.blocks.num_blocks)
         return (
             not self.waiting
             and self.num_seqs + num_sequences <= self.max_num_seqs

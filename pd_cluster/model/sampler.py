@@ -1,17 +1,30 @@
-"""The next token of each row of logits.
+"""The next token of each row of logits, and what is told of it.
 
 Randomness is a counter-based hash of (seed, sequence index, position), computed on the host: the same request draws
 the same numbers alone, in a batch, after a retry and on every device. Knows nothing of requests' lives.
+
+    logits ─ argmax ─┬─ rows that are greedy and nothing else ────────────────────────────┬─ token ids ─ logprobs
+                     └─ the others ─ copy, masks and penalties (adjust) ─ argmax or draw ─┘  of the raw logits
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from pd_cluster.types import SamplingParams
+from pd_cluster.model.adjust import Edit, adjustment_of, adjusts, apply
+from pd_cluster.model.draw import Knobs, draw
+from pd_cluster.model.logprobs import logprobs_of
+from pd_cluster.model.passes import Floats, Ints, copy_of_rows, peaks, rows_of
+from pd_cluster.types import Logprobs, Request, SamplingParams
 
 MASK = (1 << 64) - 1
+MAX_LOGITS_AT_ONCE = 6 << 20  # 24 MiB of float32: glibc maps memory anew, and slowly, for temporaries from 32 MiB on
 
 
 def splitmix64(state: int) -> int:
@@ -28,38 +41,117 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (mixed >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
-    """Token ids for logits [num_rows, vocab_size] float32; row i is output token `positions[i]` of its sequence."""
-    tokens = logits.argmax(-1)  # [num_rows]
-    rows = [i for i, p in enumerate(params) if not p.greedy]
-    if rows:
-        drawn = _draw(logits[rows], [params[i] for i in rows], [positions[i] for i in rows])
-        tokens[torch.tensor(rows)] = drawn
-    result: list[int] = tokens.tolist()
-    return result
+def uniforms(seeds: Sequence[int], indexes: Sequence[int], positions: Sequence[int]) -> Floats:
+    """`uniform` of each row, [num_rows]."""
+    mixed = _splitmix64s(np.array([seed & MASK for seed in seeds], dtype=np.uint64))
+    mixed = _splitmix64s(mixed ^ np.array(indexes, dtype=np.uint64))
+    mixed = _splitmix64s(mixed ^ np.array(positions, dtype=np.uint64))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> torch.Tensor:
-    """Inverse transform sampling over the tokens that top_k and top_p leave.
+def _splitmix64s(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = states + np.uint64(0x9E3779B97F4A7C15)  # wraps around
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
-    The sum runs in the vocabulary's order, not by probability: then two tokens that are almost equally likely may
-    change places in the ranking, as rounding has it, without changing what is drawn.
-    """
-    vocab_size = logits.shape[-1]
-    temperature = torch.tensor([p.temperature for p in params])[:, None]
-    scaled = (logits.double() / temperature).float()
-    ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    # Stable and of full width for every row: which of several equal tokens is the k-th must not depend on the batch.
-    values, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
-    width = max(ks)
-    values, token_ids = values[:, :width], token_ids[:, :width]
-    beyond_k = torch.arange(width)[None] >= torch.tensor(ks)[:, None]
-    probs = values.masked_fill(beyond_k, float("-inf")).double().softmax(-1)  # [num_rows, width], most likely first
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)[:, None]
-    kept = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)  # the first token is always kept
-    weights = torch.zeros(len(params), vocab_size, dtype=torch.float64).scatter_(-1, token_ids, kept)
-    cumulative = weights.cumsum(-1)  # [num_rows, vocab_size]
-    draws = np.array([uniform(p.seed, 0, position) for p, position in zip(params, positions, strict=True)])
-    targets = torch.from_numpy(draws)[:, None] * cumulative[:, -1:]
-    last = vocab_size - 1 - (weights.flip(-1) > 0).int().argmax(-1, keepdim=True)  # should rounding overshoot
-    return torch.searchsorted(cumulative, targets, right=True).minimum(last)[:, 0]
+
+class Row(NamedTuple):
+    """One token to choose. A fork's `index` is not its request's while it still shares the request's tokens."""
+
+    request: Request
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody wants of a row
+    position: int  # among the output tokens of the sequence
+
+
+class Sampled(NamedTuple):
+    token_id: int
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Chooses tokens. All it remembers is in each request's `sampler_state`, and can be dropped at any time."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+        """One token for each row of logits [num_rows, vocab_size] float32, which may be overwritten.
+
+        Never raises for what the logits or the parameters are. Where masks forbid every token, the most likely of the
+        allowed_token_ids is chosen, or of all when there are none.
+        """
+        assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} for {len(rows)} rows"
+        sampled: list[Sampled] = []
+        with torch.inference_mode():  # what the model made in that mode can be mended in it only
+            for part in self._parts(len(rows)):
+                sampled += self._sample(logits[part], rows[part])
+        return sampled
+
+    def prompt_logprobs(self, logits: Tensor, targets: list[int], num_top: int) -> list[Logprobs]:
+        """Of the target token of each row of logits [num_rows, vocab_size] float32."""
+        told: list[Logprobs] = []
+        with torch.inference_mode():
+            for part in self._parts(len(targets)):
+                _, best = peaks(logits[part])
+                token_ids = np.array(targets[part], dtype=np.int64)
+                told += logprobs_of(logits[part], best, token_ids, [num_top] * len(token_ids))
+        return told
+
+    def _parts(self, num_rows: int) -> list[slice]:
+        """Rows few enough for one pass."""
+        step = max(1, MAX_LOGITS_AT_ONCE // self.vocab_size)
+        return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+    def _sample(self, logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+        params = [row.request.sampling for row in rows]
+        token_ids, best = peaks(logits)
+        drawn = [i for i, p in enumerate(params) if not p.greedy]
+        adjusted = [i for i, (p, row) in enumerate(zip(params, rows, strict=True)) if adjusts(p, row.position)]
+        if drawn or adjusted:
+            # Drawn rows first: then they are a view of the copy, and a batch of nothing else needs no copy.
+            at = np.array(drawn + [i for i in adjusted if params[i].greedy])
+            others = [rows[i] for i in at.tolist()]
+            if adjusted:
+                work = copy_of_rows(logits, at)
+                self._adjust(work, others)
+                chosen, best_left = peaks(work, lambda i: self._fallback(logits[at[i]], others[i]))
+            else:
+                work, chosen, best_left = rows_of(logits, at), token_ids[at], best[at]
+            if num_drawn := len(drawn):
+                knobs = self._knobs(others[:num_drawn])
+                chosen[:num_drawn] = draw(work[:num_drawn], best_left[:num_drawn], knobs)
+            token_ids[at] = chosen
+        told = self._logprobs(logits, best, token_ids, params)
+        return [Sampled(token_id, told.get(i)) for i, token_id in enumerate(token_ids.tolist())]
+
+    def _adjust(self, logits: Tensor, rows: Sequence[Row]) -> None:
+        """Masks, biases and penalties, in place."""
+        edits = []
+        for i, row in enumerate(rows):
+            if adjusts(row.request.sampling, row.position):
+                adjustment = adjustment_of(row.request, self.vocab_size, self.eos_token_ids)
+                edits.append(Edit(i, adjustment, adjustment.banned(row.request, row.position)))
+        apply(logits, edits)
+
+    def _fallback(self, line: Tensor, row: Row) -> int:
+        """What is chosen where every token is masked; `line` [vocab_size] is as the model made it."""
+        allowed = adjustment_of(row.request, self.vocab_size, self.eos_token_ids).allowed.tolist()
+        return int(allowed[int(line[allowed].argmax())] if allowed else line.argmax())
+
+    def _knobs(self, rows: Sequence[Row]) -> Knobs:
+        params = [row.request.sampling for row in rows]
+        draws = uniforms([p.seed for p in params], [row.index for row in rows], [row.position for row in rows])
+        return Knobs.of(params, draws, self.vocab_size)
+
+    def _logprobs(
+        self, logits: Tensor, best: Floats, token_ids: Ints, params: Sequence[SamplingParams]
+    ) -> dict[int, Logprobs]:
+        """Of the rows that ask for them, by row."""
+        num_top = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        if not num_top:
+            return {}
+        at = np.array(list(num_top))
+        told = logprobs_of(rows_of(logits, at), best[at], token_ids[at], list(num_top.values()))
+        return dict(zip(num_top, told, strict=True))

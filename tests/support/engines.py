@@ -8,7 +8,7 @@ from pathlib import Path
 from pd_cluster.config import EngineConfig
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import Request, SamplingParams, TokenOutput
 from tests.support.checkpoints import margin, reference_greedy
 
 MAX_STEPS = 5000
@@ -35,6 +35,22 @@ def generate(core: EngineCore, prompts: list[list[int]], sampling: SamplingParam
     assert not core.scheduler.requests, "the engine did not finish"
     assert core.scheduler.blocks.num_held == 0
     return [request.output_token_ids for request in requests]
+
+
+def run(core: EngineCore, requests: list[Request]) -> dict[str, dict[int, list[TokenOutput]]]:
+    """All at once; each request's tokens by sequence. Asserts that every block comes home."""
+    tokens: dict[str, dict[int, list[TokenOutput]]] = {request.request_id: {} for request in requests}
+    for request in requests:
+        core.scheduler.add(request)
+    for _ in range(MAX_STEPS):
+        if not core.scheduler.requests:
+            break
+        for _, token in core.step().sampled:
+            tokens[token.request_id].setdefault(token.index, []).append(token)
+        core.scheduler.check()
+    assert not core.scheduler.requests, "the engine did not finish"
+    assert core.scheduler.blocks.num_held == 0
+    return tokens
 
 
 def assert_same(folder: Path, prompt: list[int], output: list[int], max_tokens: int) -> None:

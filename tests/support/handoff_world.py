@@ -26,7 +26,7 @@ Memory = list[tuple[int, ...] | None]  # block -> all tokens up to the one that 
 
 
 def first_tokens(request: Request) -> list[TokenOutput]:
-    """What P samples: one a sequence; some of several sequences end with it, and all when there is room for one only."""
+    """What P samples, one a sequence; of several sequences one ends with it, and all do when max_tokens is 1."""
     sampling = request.sampling
     tokens = []
     for index in range(sampling.n):

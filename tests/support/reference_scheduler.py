@@ -1,4 +1,4 @@
-"""The scheduler's rules once more, slow and obvious: blocks are objects, contents are tuples of tokens, lists are scanned.
+"""The scheduler's rules once more, slow and obvious: blocks are objects, contents are tuples, lists are scanned.
 
 Shares no code with the real one; a test compares both after every step.
 """
@@ -113,7 +113,8 @@ class Reference:
         return len(self.free()) + len(self.cached())
 
     def can_land(self, num_tokens: int, weight: int) -> bool:
-        fits = self.need(num_tokens) + weight - 1 + len(self.of("running")) <= self.room()
+        wanted = min(self.need(num_tokens) + weight - 1, len(self.pool))
+        fits = wanted + len(self.of("running")) <= self.room()
         return not self.of("waiting") and self.seqs() + weight <= self.max_seqs and fits
 
     def plan(self) -> tuple[list[tuple[str, int]], list[str], list[str]]:

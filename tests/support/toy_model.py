@@ -47,12 +47,14 @@ class ToyRunner:
         for request, num_tokens in chunks:
             self._read(request)
             for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
-                self.memory[request.block_table[position // self.block_size]] = tuple(request.token_ids(0, position + 1))
+                self.memory[request.block_table[position // self.block_size]] = tuple(
+                    request.token_ids(0, position + 1)
+                )
         rows = []
         for request, num_tokens in chunks:
             stop = request.num_computed_tokens + num_tokens
-            for end in range(stop - request.num_logit_rows(num_tokens) + 1, stop + 1):
-                rows.append(logits_after(request.token_ids(0, end)))
+            ends = range(stop - request.num_logit_rows(num_tokens) + 1, stop + 1)
+            rows += [logits_after(request.token_ids(0, end)) for end in ends]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
     def _read(self, request: Request) -> None:

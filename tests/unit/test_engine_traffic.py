@@ -130,7 +130,9 @@ class Traffic:
         assert self.scheduler.blocks.num_held == 0
         assert self.scheduler.swap.num_held == 0
         return Counter(
-            preemptions=self.scheduler.num_preemptions, hits=self.scheduler.num_prefix_hit_tokens, **self.runner.num_moves
+            preemptions=self.scheduler.num_preemptions,
+            hits=self.scheduler.num_prefix_hit_tokens,
+            **self.runner.num_moves,
         )
 
 

@@ -156,19 +156,35 @@ def test_negative_numbers_are_values(argv: list[str]) -> None:
     assert parse(*argv)[0]["seed"] == -1
 
 
-@pytest.mark.parametrize("argv", [["--swap-space", "-1"], ["--swap-space=-1"], ["--swap_space", "-0.5"]])
+@pytest.mark.parametrize("argv", [["--max-log-len", "-1"], ["--max-log-len=-1"], ["--max_log_len", "-0.5"]])
 def test_negative_numbers_of_flags_without_effect(argv: list[str]) -> None:
     options, warnings = parse(*argv, "--port=7")
     assert options["port"] == 7
-    assert warnings == [f"--swap-space has no effect: {NO_EFFECT['--swap-space'].why}"]
+    assert warnings == [f"--max-log-len has no effect: {NO_EFFECT['--max-log-len'].why}"]
 
 
-@pytest.mark.parametrize("argv", [["--gpu-memory-utilization", "0.9"], ["--gpu_memory_utilization=0.9"]])
+@pytest.mark.parametrize("argv", [["--max-seq-len-to-capture", "9"], ["--max_seq_len_to_capture=9"]])
 def test_one_warning_for_a_flag_without_effect(argv: list[str]) -> None:
     options, warnings = parse("--port", "8088", *argv, "--max-num-seqs=4")
     assert (options["port"], options["max_num_seqs"]) == (8088, 4)
     assert len(warnings) == 1
-    assert "--gpu-memory-utilization has no effect" in warnings[0]
+    assert "--max-seq-len-to-capture has no effect" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        ([], True),
+        (["--enable-prefix-caching"], True),
+        (["--enable_prefix_caching", "True"], True),
+        (["--enable-prefix-caching=False"], False),
+        (["--enable-prefix-caching", "False"], False),
+        (["--no-enable-prefix-caching"], False),
+    ],
+)
+def test_switches_may_have_a_value(argv: list[str], value: bool) -> None:
+    options, warnings = parse(*argv, "--port=7")
+    assert (options["enable_prefix_caching"], options["port"], warnings) == (value, 7, [])
 
 
 @pytest.mark.parametrize("name", NO_EFFECT)

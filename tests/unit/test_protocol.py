@@ -11,9 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cluster.api import protocol
+from pd_cluster.api import parse as parsing
+from pd_cluster.api.parse import MAX_CONTAINERS, parse
 from pd_cluster.api.protocol import (
-    MAX_CONTAINERS,
+    MAX_BAD_WORD_NUM_CHARS,
+    MAX_BAD_WORDS,
+    MAX_SALT_NUM_CHARS,
+    MAX_SEQUENCES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     NOT_YET,
@@ -21,7 +25,6 @@ from pd_cluster.api.protocol import (
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,
-    parse,
 )
 from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams
@@ -128,7 +131,7 @@ def num_containers(value: object) -> int:
 @settings(max_examples=300, deadline=None)
 @given(json_values)
 def test_containers_are_counted_as_brute_force_does(value: object) -> None:
-    assert protocol._count_containers(json.dumps(value).encode()) == num_containers(value)
+    assert parsing._count_containers(json.dumps(value).encode()) == num_containers(value)
 
 
 WRONG: list[tuple[str, Any]] = [
@@ -165,6 +168,28 @@ WRONG: list[tuple[str, Any]] = [
     ("stream_options", {"include_usage": "yes"}),
     ("user", 3),
     ("return_token_ids", 2),
+    ("n", 0),
+    ("n", MAX_SEQUENCES + 1),
+    ("n", True),
+    ("n", 1.5),
+    ("n", "2"),
+    ("best_of", 0),
+    ("best_of", MAX_SEQUENCES + 1),
+    ("best_of", False),
+    *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.01, 2.01, "1", True)),
+    *(("repetition_penalty", value) for value in (0, -1, 2.01, "1")),
+    *(("min_p", value) for value in (-0.01, 1.01, "0")),
+    *(("min_tokens", value) for value in (-1, 1.5, "1", 10**30)),
+    *(("logit_bias", value) for value in ([], 3, {"5": "x"}, {"5": 100.5}, {"5": -101}, {"5": None}, {"5": True})),
+    *(("logit_bias", {key: 1}) for key in ("", "x", "-1", "1.0", "05", " 5", "5 ", "\u0665", "9" * 11)),
+    *(("bad_words", value) for value in ("a", [1], [""], ["a", ""], ["a"] * (MAX_BAD_WORDS + 1))),
+    ("bad_words", ["a" * (MAX_BAD_WORD_NUM_CHARS + 1)]),
+    *(("allowed_token_ids", value) for value in ([], 5, ["a"], [-1], [2**31], [1.5], [True])),
+    *(("prompt_logprobs", value) for value in (-1, True, "1", 1.5)),
+    ("include_stop_str_in_output", "yes"),
+    ("return_tokens_as_token_ids", 1),
+    *(("cache_salt", value) for value in ("", 5, "x" * (MAX_SALT_NUM_CHARS + 1))),
+    *(("truncate_prompt_tokens", value) for value in (0, -2, 1.5, "5", True)),
 ]
 
 
@@ -221,21 +246,146 @@ def test_not_yet_is_refused_by_name_and_neutral_values_pass(kind: type[Generatio
     assert "not supported yet" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("n", True), ("n", 2), ("logprobs", 0), ("logprobs", True), ("best_of", False), ("echo_", 1), ("min_p", 0.1)],
-)
+@pytest.mark.parametrize(("name", "value"), [("use_beam_search", 0), ("priority", False), ("detokenize", 1)])
 def test_neutral_is_of_the_right_type(name: str, value: Any) -> None:
-    """True is not 1, and 0 is not False: `logprobs: 0` asks for the chosen token's."""
-    if name in NOT_YET:
-        assert refused(json.dumps({"prompt": "a", name: value}).encode()).param == name
-    else:
-        parsed(**{name: value})
+    """True is not 1, and 0 is not False."""
+    assert refused(json.dumps({"prompt": "a", name: value}).encode()).param == name
 
 
-@pytest.mark.parametrize(("name", "value"), [("presence_penalty", 0), ("n", 1.0), ("repetition_penalty", 1)])
+@pytest.mark.parametrize(("name", "value"), [("presence_penalty", 0), ("length_penalty", 1), ("repetition_penalty", 1)])
 def test_json_writes_whole_numbers_without_a_point(name: str, value: Any) -> None:
     parsed(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["temperature", "presence_penalty", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_are_finite(name: str, value: str) -> None:
+    refused(f'{{"prompt": "a", "{name}": {value}}}'.encode())
+    refused(f'{{"prompt": "a", "logit_bias": {{"5": {value}}}}}'.encode())
+
+
+def test_a_refusal_has_field_and_value() -> None:
+    assert str(refused(b'{"prompt": "a", "min_p": 1.5}')) == "min_p: 1.5: Input should be less than or equal to 1"
+    assert len(str(refused(json.dumps({"prompt": "a", "logit_bias": {"x" * 9999: 1}}).encode()))) < 150
+    assert len(str(refused(json.dumps({"prompt": "a", "logit_bias": {"x" * 9999: "y" * 9999}}).encode()))) < 150
+
+
+@kinds
+@pytest.mark.parametrize("name", set(GenerationRequest.model_fields) - {"ignore_eos", "skip_special_tokens", "stream"})
+def test_null_is_as_if_not_given(kind: type[GenerationRequest], name: str) -> None:
+    if name != "return_token_ids":
+        assert parsed(kind, **{name: None}).sampling(16, 5, {}) == SamplingParams(max_tokens=16, seed=5)
+
+
+# ---- what does not go together
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+    ],
+)
+def test_fields_that_contradict_each_other(kind: type[GenerationRequest], fields: dict[str, Any], param: str) -> None:
+    error = refused(json.dumps({**MINIMAL[kind], **fields}).encode(), kind)
+    assert error.param == param
+    assert str(error).startswith(f"{param}: {fields[param]} ")
+
+
+@kinds
+def test_fields_that_go_together(kind: type[GenerationRequest]) -> None:
+    parsed(kind, n=2, best_of=2, stream=True)
+    parsed(kind, n=2, best_of=3)
+    parsed(kind, prompt_logprobs=3)
+    parsed(kind, top_logprobs=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "number"),
+    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 4}, 4)],
+)
+def test_chats_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], number: int | None) -> None:
+    assert parsed(ChatCompletionRequest, **fields).sampling(1, 1, {}).logprobs == number
+    refused(json.dumps({"messages": HELLO, "logprobs": 3}).encode(), ChatCompletionRequest)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, GenerateRequest])
+def test_other_logprobs_are_a_number(kind: type[GenerationRequest]) -> None:
+    for number in (None, 0, 4):
+        assert parsed(kind, logprobs=number).sampling(1, 1, {}).logprobs == number
+    for wrong in (True, False, -1, "1", 1.5):
+        assert refused(json.dumps({**MINIMAL[kind], "logprobs": wrong}).encode(), kind).param == "logprobs"
+
+
+def test_echo_shows_the_prompts_logprobs_too() -> None:
+    assert parsed(logprobs=3).sampling(1, 1, {}).prompt_logprobs is None
+    assert parsed(logprobs=3, echo=True).sampling(1, 1, {}).prompt_logprobs == 3
+    assert parsed(logprobs=3, echo=True, prompt_logprobs=1).sampling(1, 1, {}).prompt_logprobs == 1
+    assert parsed(echo=True).sampling(1, 1, {}).prompt_logprobs is None
+
+
+def test_ranking_needs_logprobs() -> None:
+    assert parsed(n=2, best_of=3).sampling(1, 1, {}).logprobs == 0
+    assert parsed(n=2, best_of=3, logprobs=2).sampling(1, 1, {}).logprobs == 2
+    assert parsed(n=3, best_of=3).sampling(1, 1, {}).logprobs is None
+    assert (parsed(n=2, best_of=3).sampling(1, 1, {}).n, parsed(n=2).sampling(1, 1, {}).n) == (3, 2)
+
+
+VLLM_SAMPLING = [
+    "n",
+    "best_of",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "max_tokens",
+    "min_tokens",
+    "prompt_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logits_processors",
+    "truncate_prompt_tokens",
+    "bad_words",
+    "guided_decoding",
+    "structured_outputs",
+    "logit_bias",
+    "allowed_token_ids",
+    "extra_args",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_whitespace_pattern",
+    "thinking_token_budget",
+]
+
+
+@pytest.mark.parametrize("name", VLLM_SAMPLING)
+def test_every_sampling_parameter_of_vllm_is_honoured_or_refused(name: str) -> None:
+    """0.6.0's and today's. What is honoured has a test of its effect in tests/api."""
+    assert (name in GenerationRequest.model_fields) != (name in NOT_YET)
+
+
+@kinds
+def test_logprobs_is_a_field_of_every_kind(kind: type[GenerationRequest]) -> None:
+    assert "logprobs" in kind.model_fields
 
 
 def test_a_huge_refused_value_is_not_repeated() -> None:
@@ -243,7 +393,7 @@ def test_a_huge_refused_value_is_not_repeated() -> None:
 
 
 def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger=protocol.__name__):
+    with caplog.at_level(logging.WARNING, logger=parsing.__name__):
         for _ in range(3):
             parsed(brand_new_field=1, kv_transfer_params={"host": "10.0.0.1"})
     told = [record.getMessage() for record in caplog.records]
@@ -254,10 +404,26 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_sampling_takes_the_request_then_the_model_then_nothing() -> None:
-    model: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
-    given = parsed(temperature=0.1, top_p=0.5, top_k=3, seed=-4, stop_token_ids=[5, 6], ignore_eos=True)
+    model: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    numbers: dict[str, Any] = {"temperature": 0.1, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.2}
+    others: dict[str, Any] = {"presence_penalty": -0.5, "frequency_penalty": 2.0, "seed": -4, "ignore_eos": True}
+    more: dict[str, Any] = {"n": 3, "min_tokens": 2, "logprobs": 4, "prompt_logprobs": 0}
+    given = parsed(
+        **numbers,
+        **others,
+        **more,
+        stop_token_ids=[5, 6],
+        allowed_token_ids=[9, 3, 9],
+        logit_bias={"7": -3, "0": 1.5},
+    )
     assert given.sampling(7, 9, model) == SamplingParams(
-        max_tokens=7, temperature=0.1, top_p=0.5, top_k=3, seed=-4, stop_token_ids=(5, 6), ignore_eos=True
+        max_tokens=7,
+        **numbers,
+        **others,
+        **more,
+        stop_token_ids=(5, 6),
+        allowed_token_ids=(3, 9),
+        logit_bias=((0, 1.5), (7, -3.0)),
     )
     assert parsed().sampling(7, 9, model) == SamplingParams(max_tokens=7, seed=9, **model)
 

@@ -14,10 +14,10 @@ from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership
 from pd_cluster.cluster.policy import least_loaded
-from pd_cluster.cluster.router import Router, Stream
+from pd_cluster.cluster.router import Router, Sequence, Stream
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Unavailable
 from pd_cluster.mailbox import Mailbox
-from pd_cluster.types import FinishReason, LegEnd, Role, SamplingParams, TokenOutput
+from pd_cluster.types import FinishReason, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
 
 PROMPT = [1, 2, 3]
 SAMPLING = SamplingParams(max_tokens=4)
@@ -52,23 +52,29 @@ class World:
         self.router = Router(cast(Mailbox, self.mailbox), least_loaded, request_timeout_s)
         self.router.membership = cast(Membership, FakeMembership(self.instances))
 
-    def serve(self) -> AsyncGenerator[TokenOutput, None]:
-        return cast("AsyncGenerator[TokenOutput, None]", self.router.serve(PROMPT, SAMPLING))
+    def serve(self, sampling: SamplingParams = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
+        return cast("AsyncGenerator[TokenOutput, None]", self.router.serve(PROMPT, sampling, **more))
 
-    async def begin(self) -> tuple[AsyncGenerator[TokenOutput, None], asyncio.Task[TokenOutput], str]:
+    async def begin(
+        self, sampling: SamplingParams = SAMPLING, **more: Any
+    ) -> tuple[AsyncGenerator[TokenOutput, None], asyncio.Task[TokenOutput], str]:
         """The iterator, its first token to come, and the request's id."""
-        serving = self.serve()
+        serving = self.serve(sampling, **more)
         num_before = len(self.mailbox.of(wire.Submit))
         first = asyncio.ensure_future(anext(serving))
         while len(self.mailbox.of(wire.Submit)) < num_before + 2 and not first.done():
             await asyncio.sleep(0)
         return serving, first, self.mailbox.of(wire.Submit)[-1][1].request_id
 
-    def outputs(self, conn: str, *tokens: TokenOutput, ended: LegEnd | None = None) -> None:
-        self.router.on_outputs(conn, wire.Outputs(list(tokens), [ended] if ended is not None else []))
+    def outputs(
+        self, conn: str, *tokens: TokenOutput, ended: LegEnd | None = None, prompt: PromptOutput | None = None
+    ) -> None:
+        prompts = [prompt] if prompt is not None else []
+        self.router.on_outputs(conn, wire.Outputs(list(tokens), [ended] if ended is not None else [], prompts))
 
-    def aborted(self) -> list[str]:
-        return sorted(conn for conn, _ in self.mailbox.of(wire.Abort))
+    def aborted(self, index: int = -1) -> list[str]:
+        """Where one sequence, or the whole request, was aborted."""
+        return sorted(conn for conn, body in self.mailbox.of(wire.Abort) if body.index == index)
 
     def assert_home(self) -> None:
         assert self.router.num_streams == 0
@@ -81,9 +87,14 @@ def ready(name: str) -> Instance:
 
 
 def token(
-    request_id: str, position: int, token_id: int = 7, finish: FinishReason | None = None, attempt: int = 0
+    request_id: str,
+    position: int,
+    token_id: int = 7,
+    finish: FinishReason | None = None,
+    attempt: int = 0,
+    index: int = 0,
 ) -> TokenOutput:
-    return TokenOutput(request_id, attempt, 0, position, token_id, finish)
+    return TokenOutput(request_id, attempt, index, position, token_id, finish)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -98,23 +109,32 @@ async def rest_of(serving: AsyncGenerator[TokenOutput, None]) -> list[int]:
 
 
 def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
-    """Shuffled, doubled, of other attempts: what leaves is the longest gapless run of what has come, so far."""
+    """Shuffled, doubled, of other attempts: of each sequence leaves the longest gapless run of what has come so far."""
     instance = ready("prefill-0")
     for seed in range(300):
         rng = random.Random(seed)
-        stream = Stream("r", 1, {}, 1, instance, instance)
+        n = rng.randrange(1, 4)
+        stream = Stream("r", 1, {}, 1, instance, instance, [Sequence() for _ in range(n)], lambda conn, body: None)
         num_tokens = rng.randrange(1, 9)
-        offered = [token("r", p, 100 * a + p, attempt=a) for p in range(num_tokens) for a in (0, 1, 1, 2)]
+        offered = [
+            token("r", p, 1000 * i + 100 * a + p, attempt=a, index=i)
+            for i in range(-1, n + 1)
+            for p in range(num_tokens)
+            for a in (0, 1, 1, 2)
+        ]
         rng.shuffle(offered)
-        come: set[int] = set()
-        left: list[TokenOutput] = []
+        come: set[tuple[int, int]] = set()
+        left: list[list[TokenOutput]] = [[] for _ in range(n)]
         for item in offered[: rng.randrange(len(offered) + 1)]:
             stream.put(item)
-            come |= {item.position} if item.attempt == 1 else set()
+            come |= {(item.index, item.position)} if item.attempt == 1 else set()
             while not stream.queue.empty():
-                left.append(cast(TokenOutput, stream.queue.get_nowait()))
-            gapless = next(p for p in range(num_tokens + 1) if p not in come)
-            assert [(t.position, t.token_id, t.attempt) for t in left] == [(p, 100 + p, 1) for p in range(gapless)]
+                out = cast(TokenOutput, stream.queue.get_nowait())
+                left[out.index].append(out)
+            for index in range(n):
+                gapless = next(p for p in range(num_tokens + 1) if (index, p) not in come)
+                assert [t.position for t in left[index]] == list(range(gapless))
+                assert [t.token_id for t in left[index]] == [1000 * index + 100 + p for p in range(gapless)]
 
 
 # ---- Router.serve
@@ -327,25 +347,180 @@ def test_nobody_there_is_unavailable_and_counts_nothing() -> None:
     run(test())
 
 
+# ---- several sequences
+
+THREE = SamplingParams(n=3, max_tokens=4)
+
+
+async def read_all(serving: AsyncGenerator[TokenOutput, None], first: asyncio.Task[TokenOutput]) -> list[list[int]]:
+    """Positions of each of three sequences, as they were delivered."""
+    seen: list[list[int]] = [[], [], []]
+    with contextlib.suppress(StopAsyncIteration):
+        item = await first
+        seen[item.index].append(item.position)
+        async for item in serving:
+            seen[item.index].append(item.position)
+    return seen
+
+
+def test_three_sequences_one_of_which_ends_on_p() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin(THREE)
+        assert world.instances[0].outstanding_tokens == len(PROMPT) + 3 * 4
+        world.outputs("to-prefill-0", token(rid, 0), token(rid, 0, finish="stop", index=1), token(rid, 0, index=2))
+        world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
+        assert [i.num_outstanding for i in world.instances] == [0, 0, 1, 0]
+        world.outputs("to-decode-0", *(token(rid, p, index=i) for p in (0, 1) for i in (0, 2)))
+        world.outputs("to-decode-0", token(rid, 2, index=2), token(rid, 2, finish="length"))
+        assert world.instances[2].num_outstanding == 1
+        world.outputs("to-decode-0", token(rid, 3, finish="length", index=2))
+        assert await read_all(serving, first) == [[0, 1, 2], [0], [0, 1, 2, 3]]
+        assert world.mailbox.of(wire.Abort) == []
+        world.assert_home()
+
+    run(test())
+
+
+def test_all_sequences_end_on_p_and_d_is_aborted() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin(THREE)
+        world.outputs("to-prefill-0", *(token(rid, 0, finish="length", index=i) for i in range(3)))
+        assert await read_all(serving, first) == [[0], [0], [0]]
+        assert world.aborted() == ["to-decode-0"]
+        world.assert_home()
+
+    run(test())
+
+
+def test_one_sequence_is_stopped() -> None:
+    """In both legs; its further tokens are dropped, the others go on to their ends."""
+
+    async def test() -> None:
+        world = World()
+        streams: list[Stream] = []
+        serving, first, rid = await world.begin(THREE, routed=streams.append)
+        world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
+        assert (await first).index == 0
+        streams[0].stop(1)
+        streams[0].stop(1)
+        assert world.aborted(1) == ["to-decode-0", "to-prefill-0"]
+        world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
+        world.outputs("to-decode-0", *(token(rid, p, index=i) for p in (0, 1) for i in range(3)))
+        world.outputs("to-decode-0", *(token(rid, 2, finish="length", index=i) for i in (0, 2)))
+        seen = [(item.index, item.position) async for item in serving]
+        assert seen == [(2, 0), (0, 1), (2, 1), (0, 2), (2, 2)]
+        assert world.aborted() == []
+        world.assert_home()
+
+    run(test())
+
+
+def test_stopping_all_ends_the_request() -> None:
+    async def test() -> None:
+        world = World()
+        streams: list[Stream] = []
+        serving, first, rid = await world.begin(THREE, routed=streams.append)
+        world.outputs("to-prefill-0", *(token(rid, 0, index=i) for i in range(3)))
+        await first
+        rest = asyncio.ensure_future(anext(serving, None))  # it may even be waiting
+        await rest
+        for index in range(3):
+            streams[0].stop(index)
+        assert await anext(serving, None) is None
+        assert world.aborted() == ["to-decode-0", "to-prefill-0"]
+        assert world.aborted(2) == []
+        world.assert_home()
+
+    run(test())
+
+
+def test_a_reader_that_waits_is_woken_by_the_last_stop() -> None:
+    async def test() -> None:
+        world = World()
+        streams: list[Stream] = []
+        serving, first, _ = await world.begin(routed=streams.append)
+        await asyncio.sleep(0)
+        streams[0].stop(0)
+        with pytest.raises(StopAsyncIteration):
+            await first
+        assert await anext(serving, None) is None
+        assert world.aborted() == ["to-decode-0", "to-prefill-0"]
+        world.assert_home()
+
+    run(test())
+
+
+# ---- the prompt's own outputs
+
+
+def test_the_prompt_is_told_once_and_before_any_token() -> None:
+    """D may be faster; its tokens wait for what P has to say."""
+
+    async def test() -> None:
+        world = World()
+        told: list[PromptOutput] = []
+        serving, first, rid = await world.begin(prompted=told.append, cache_salt="mine")
+        assert [body.cache_salt for _, body in world.mailbox.of(wire.Submit)] == ["mine", "mine"]
+        world.outputs("to-decode-0", token(rid, 0), token(rid, 1))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not first.done()
+        world.outputs("to-prefill-0", prompt=PromptOutput(rid, 1, 99))
+        assert told == []
+        world.outputs("to-prefill-0", token(rid, 0), ended=LegEnd(rid, 0), prompt=PromptOutput(rid, 0, 16))
+        world.outputs("to-decode-0", token(rid, 2, finish="length"), prompt=PromptOutput(rid, 0, 99))
+        assert (await first).position == 0
+        assert await rest_of(serving) == [1, 2]
+        assert told == [PromptOutput(rid, 0, 16)]
+        world.assert_home()
+
+    run(test())
+
+
+def test_without_p_nobody_waits_for_it() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        world.outputs("to-decode-0", token(rid, 0))
+        world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
+        assert (await first).position == 0
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
 def test_random_lives_come_home() -> None:
-    """Many requests at once, each with a random end; counts return to zero and every stream is a gapless prefix."""
+    """Many requests at once, each with a random end; counts return to zero and every sequence is a gapless prefix."""
 
     async def one(world: World, rng: random.Random) -> None:
-        serving, first, rid = await world.begin()
+        n = rng.randrange(1, 4)
+        streams: list[Stream] = []
+        serving, first, rid = await world.begin(SamplingParams(n=n, max_tokens=4), routed=streams.append)
         p, d = (conn for conn, body in world.mailbox.of(wire.Submit) if body.request_id == rid)
-        seen: list[int] = []
+        seen: list[list[int]] = [[] for _ in range(n)]
 
         async def read() -> None:
             with contextlib.suppress(GenerationError, StopAsyncIteration):
-                seen.append((await first).position)
+                item = await first
                 while True:
-                    seen.append((await anext(serving)).position)
+                    seen[item.index].append(item.position)
+                    if rng.random() < 0.1:
+                        streams[0].stop(item.index)
+                    item = await anext(serving)
 
         reading = asyncio.ensure_future(read())
-        tokens = [token(rid, i, finish="length" if i == 3 else None) for i in range(4)]
-        events = [(p, tokens[0]), *((d, item) for item in tokens)]
+        ends = [rng.randrange(4) for _ in range(n)]
+        tokens = [
+            token(rid, at, finish="length" if at == end else None, index=index)
+            for index, end in enumerate(ends)
+            for at in range(end + 1)
+        ]
+        events = [*((p, item) for item in tokens if item.position == 0), *((d, item) for item in tokens)]
         rng.shuffle(events)
-        for conn, item in events[: rng.randrange(6)]:
+        for conn, item in events[: rng.randrange(len(events) + 1)]:
             world.outputs(conn, item)
             if rng.random() < 0.3:
                 await asyncio.sleep(0)
@@ -358,7 +533,7 @@ def test_random_lives_come_home() -> None:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await serving.aclose()
-        assert seen == list(range(len(seen)))
+        assert seen == [list(range(len(positions))) for positions in seen]
 
     async def test() -> None:
         world = World()

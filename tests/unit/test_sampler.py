@@ -1,15 +1,26 @@
-"""Sampling: fixed vectors of the random numbers, and the distribution they draw from."""
+"""Sampling: fixed vectors of the random numbers, the distribution they draw from, and independence of the batch."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 
-from pd_cluster.model.sampler import sample, splitmix64, uniform
-from pd_cluster.types import SamplingParams
+from pd_cluster.model import sampler
+from pd_cluster.model.sampler import Row, Sampler, splitmix64, uniform, uniforms
+from pd_cluster.types import Request, SamplingParams
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    """Each row as a request of its own without any tokens."""
+    rows = [
+        Row(Request(str(i), [], p), 0, position) for i, (p, position) in enumerate(zip(params, positions, strict=True))
+    ]
+    return [s.token_id for s in Sampler(logits.shape[-1], frozenset()).sample(logits.clone(), rows)]
 
 
 def test_splitmix64_vectors() -> None:
@@ -22,17 +33,25 @@ def test_splitmix64_vectors() -> None:
 def test_uniform_vectors() -> None:
     """These numbers must never change, on any device or in any version: replay depends on them."""
     assert [uniform(0, 0, 0), uniform(1, 0, 0), uniform(0, 1, 0), uniform(0, 0, 1), uniform(2**63, 0, 5)] == VECTORS
+    assert uniforms([0, 1, 0, 0, 2**63], [0, 0, 1, 0, 0], [0, 0, 0, 1, 5]).tolist() == VECTORS
 
 
 VECTORS = [0.13870941014555427, 0.6935121390102292, 0.2691303195904541, 0.18436667429957676, 0.2344430666745525]
 
 
 def test_uniform_is_uniform() -> None:
-    values = [uniform(3, 0, position) for position in range(20_000)]
+    seeds = [3] * 20_000
+    values = uniforms(seeds, [0] * 20_000, range(20_000)).tolist()
+    assert values[:500] == [uniform(3, 0, position) for position in range(500)]
     assert all(0 <= value < 1 for value in values)
     assert abs(sum(values) / len(values) - 0.5) < 0.01
     counts = Counter(int(value * 10) for value in values)
     assert all(abs(count - 2000) < 200 for count in counts.values())
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64 - 1, 2**80 + 5])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    assert uniforms([seed], [1], [2]).tolist() == [uniform(seed, 1, 2)]
 
 
 def logits_of(probabilities: list[float]) -> torch.Tensor:
@@ -40,11 +59,8 @@ def logits_of(probabilities: list[float]) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, count: int) -> Counter[int]:
-    rows = logits.expand(count, -1)
-    seeds = [
-        SamplingParams(**{**{f: getattr(params, f) for f in params.__struct_fields__}, "seed": s}) for s in range(count)
-    ]
-    return Counter(sample(rows, seeds, [0] * count))
+    seeds = [msgspec.structs.replace(params, seed=seed) for seed in range(count)]
+    return Counter(sample(logits.expand(count, -1), seeds, [0] * count))
 
 
 def test_greedy_takes_the_best() -> None:
@@ -63,62 +79,128 @@ def test_frequencies_follow_the_probabilities() -> None:
         assert abs(counts[token] / 8000 - probability) < 0.02
 
 
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=500), SamplingParams(top_p=0.9999999)])
+def test_frequencies_over_many_tokens(params: SamplingParams) -> None:
+    """Chi-squared over 500 tokens in four blocks of the sum: no block and no place in one is preferred."""
+    probabilities = torch.rand(500, generator=torch.Generator().manual_seed(0)) + 0.5
+    counts = draw(probabilities.log(), params, 10_000)
+    expected = probabilities / probabilities.sum() * 10_000
+    chi_squared = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected.tolist()))
+    assert abs(chi_squared - 499) < 4 * math.sqrt(2 * 499)
+
+
 def test_temperature_sharpens() -> None:
     counts = draw(logits_of([0.5, 0.3, 0.2]), SamplingParams(temperature=0.2), 2000)
     expected = [p**5 for p in (0.5, 0.3, 0.2)]
     assert abs(counts[0] / 2000 - expected[0] / sum(expected)) < 0.03
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e30, 1e308])
+def test_extreme_temperatures(temperature: float) -> None:
+    counts = draw(torch.tensor([1.0, 3.0, -math.inf, 3.0]), SamplingParams(temperature=temperature), 500)
+    assert set(counts) == ({1, 3} if temperature < 1 else {0, 1, 3})
+
+
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "allowed"),
+    ("top_k", "top_p", "min_p", "allowed"),
     [
-        (2, 1.0, {0, 1}),
-        (-1, 0.6, {0, 1}),  # the token that crosses top_p is kept
-        (-1, 0.4, {0}),
-        (0, 1.0, {0, 1, 2, 3}),
-        (100, 1.0, {0, 1, 2, 3}),
-        (3, 0.99, {0, 1, 2}),
-        (1, 1.0, {0}),
+        (2, 1.0, 0.0, {0, 1}),
+        (-1, 0.6, 0.0, {0, 1}),  # the token that crosses top_p is kept
+        (-1, 0.4, 0.0, {0}),
+        (-1, 0.0, 0.0, {0}),  # the first is always kept
+        (0, 1.0, 0.0, {0, 1, 2, 3}),
+        (100, 1.0, 0.0, {0, 1, 2, 3}),
+        (3, 0.99, 0.0, {0, 1, 2}),
+        (1, 1.0, 0.0, {0}),
+        (2, 0.7, 0.0, {0, 1}),  # top_p is of what top_k left
+        (-1, 1.0, 0.4, {0, 1}),
+        (-1, 1.0, 1.0, {0}),
+        (-1, 0.6, 0.45, {0}),  # top_p is of what min_p left
+        (3, 1.0, 0.25, {0, 1, 2}),
     ],
 )
-def test_top_k_and_top_p_cut(top_k: int, top_p: float, allowed: set[int]) -> None:
-    counts = draw(logits_of([0.5, 0.25, 0.15, 0.1]), SamplingParams(top_k=top_k, top_p=top_p), 3000)
-    assert set(counts) == allowed
+def test_top_k_top_p_and_min_p_cut(top_k: int, top_p: float, min_p: float, allowed: set[int]) -> None:
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    assert set(draw(logits_of([0.5, 0.25, 0.15, 0.1]), params, 3000)) == allowed
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+MIXED = [
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, top_k=5),
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=3, top_p=0.7),
+    SamplingParams(seed=4, top_k=3, top_p=0.5),
+    SamplingParams(seed=5, temperature=3.0),
+    SamplingParams(seed=6, top_k=200),
+    SamplingParams(seed=7, min_p=0.05),
+]
+POSITIONS = [4, 9, 2, 0, 7, 1, 3, 8]
+
+
+@pytest.mark.parametrize("vocab_size", [50, 6400])
+def test_a_row_does_not_depend_on_its_neighbours(vocab_size: int) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(6, 50)
-    params = [
-        SamplingParams(seed=1),
-        SamplingParams(seed=2, top_k=5),
-        SamplingParams(temperature=0.0),
-        SamplingParams(seed=3, top_p=0.7),
-        SamplingParams(seed=4, top_k=3, top_p=0.5),
-        SamplingParams(seed=5, temperature=3.0),
-    ]
-    positions = [4, 9, 2, 0, 7, 1]
-    together = sample(logits, params, positions)
-    alone = [sample(logits[i : i + 1], [params[i]], [positions[i]])[0] for i in range(6)]
+    logits = torch.randn(len(MIXED), vocab_size)
+    together = sample(logits, MIXED, POSITIONS)
+    alone = [sample(logits[i : i + 1], [MIXED[i]], [POSITIONS[i]])[0] for i in range(len(MIXED))]
     assert together == alone
 
 
-def test_exact_ties_do_not_depend_on_the_batch() -> None:
+def test_a_batch_too_large_for_one_pass_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(len(MIXED), 50, generator=torch.Generator().manual_seed(0))
+    whole = sample(logits, MIXED, POSITIONS)
+    monkeypatch.setattr(sampler, "MAX_LOGITS_AT_ONCE", 150)
+    assert sample(logits, MIXED, POSITIONS) == whole
+
+
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(200, 20), (2000, 20), (6400, 20), (6400, 400)])
+def test_exact_ties_do_not_depend_on_the_batch(vocab_size: int, top_k: int) -> None:
     """16-bit logits tie often: which of the equal tokens top_k keeps must not depend on a neighbour's top_k."""
     torch.manual_seed(1)
-    logits = torch.randn(40, 200).bfloat16().float()
+    logits = torch.randn(40, vocab_size).bfloat16().float()
     for row in range(40):
-        params = SamplingParams(seed=row, top_k=20)
+        params = SamplingParams(seed=row, top_k=top_k)
         alone = sample(logits[row : row + 1], [params], [0])
         beside = sample(logits[[row, 0]], [params, SamplingParams(seed=1, top_k=50)], [0, 0])
         assert beside[:1] == alone
 
 
-def test_near_ties_in_the_ranking_do_not_change_the_draw() -> None:
+@pytest.mark.parametrize("vocab_size", [70, 1000, 6400])
+@pytest.mark.parametrize(("params", "kept"), [(SamplingParams(top_k=30), 30), (SamplingParams(top_p=0.01), 0.01)])
+def test_of_equal_tokens_the_lowest_ids_are_kept(vocab_size: int, params: SamplingParams, kept: float) -> None:
+    num_kept = int(kept) if kept > 1 else math.ceil(kept * vocab_size)
+    assert set(draw(torch.zeros(vocab_size), params, 40 * num_kept)) == set(range(num_kept))
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=4), SamplingParams(top_p=0.9)])
+def test_near_ties_in_the_ranking_do_not_change_the_draw(params: SamplingParams) -> None:
     """Two tokens of almost equal probability may swap places by rounding; what is drawn must not jump."""
     base = torch.tensor([1.0, 0.5, 0.2, 0.2, -1.0])
     swapped = base.clone()
     swapped[2] += 1e-6
-    for seed in range(200):
-        params = [SamplingParams(seed=seed, top_k=4)]
-        assert sample(base[None], params, [0]) == sample(swapped[None], params, [0])
+    assert draw(base, params, 200) == draw(swapped, params, 200)
+
+
+ODD = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("params", MIXED, ids=str)
+def test_masked_tokens_are_never_drawn(params: SamplingParams) -> None:
+    logits = torch.full((300,), -math.inf)
+    logits[[7, 130, 299]] = 0.0
+    assert set(draw(logits, params, 200)) <= {7, 130, 299}
+
+
+@pytest.mark.parametrize("params", MIXED, ids=str)
+def test_broken_logits_neither_crash_nor_spread(params: SamplingParams) -> None:
+    """NaN is never chosen, +inf always wins, and a row of nothing gives token 0; neighbours do not notice."""
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
+    healthy = sample(logits[4:], [params], [0])
+    logits[0, ::2] = math.nan
+    logits[1, 17] = math.inf
+    logits[2] = -math.inf
+    logits[3] = math.nan
+    token_ids = sample(logits, [params] * 5, [0] * 5)
+    assert token_ids[0] % 2 == 1
+    assert token_ids[1:] == [17, 0, 0, *healthy]
+    assert sample(torch.tensor([ODD]), [params], [0]) == [1]

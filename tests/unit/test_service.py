@@ -13,34 +13,51 @@ from typing import Any, cast
 
 import pytest
 
-from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from pd_cluster.api.service import SHORT_NUM_CHARS, Generation, Piece, TextService
+from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest
+from pd_cluster.api.sequence import Piece
+from pd_cluster.api.service import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS, Generation, TextService
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
 from pd_cluster.errors import RequestError
 from pd_cluster.text import Tokenizer
-from pd_cluster.types import SamplingParams, TokenOutput
-from tests.support.checkpoints import TEMPLATE, VOCAB_SIZE, make_tokenizer
+from pd_cluster.types import FinishReason, Logprobs, PromptOutput, SamplingParams, TokenOutput
+from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 
 RUST = make_tokenizer()
 LIMIT = 10_000
 
 
 class Playback:
-    """A router that answers every request with these tokens."""
+    """A router that answers every request with these tokens, in each sequence; `told` comes before them."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self.membership = SimpleNamespace(instances=[])
         self.num_read = 0
         self.was_closed = False
+        self.logprobs: dict[int, float] = {}  # sequence -> logprob of each of its tokens
+        self.told: PromptOutput | None = None
+        self.stopped: set[int] = set()
+        self.last_reason: FinishReason = "length"
+        self.requests: list[SamplingParams] = []
+        self.salts: list[str] = []
 
-    async def serve(self, prompt: list[int], sampling: SamplingParams, routed: object) -> AsyncIterator[TokenOutput]:
+    async def serve(
+        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str
+    ) -> AsyncIterator[TokenOutput]:
+        self.requests.append(sampling)
+        self.salts.append(cache_salt)
+        instances = [SimpleNamespace(name=name) for name in ("p", "d")]
+        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stopped.add))
+        if self.told is not None:
+            prompted(self.told)
         try:
             for at, token_id in enumerate(self.token_ids):
-                self.num_read = at + 1
-                last = at + 1 == len(self.token_ids)
-                yield TokenOutput("r", 0, 0, at, token_id, "length" if last else None)
+                last = self.last_reason if at + 1 == len(self.token_ids) else None
+                for index in set(range(sampling.n)) - self.stopped:
+                    self.num_read += 1
+                    known = Logprobs(self.logprobs[index], 1, []) if sampling.logprobs is not None else None
+                    yield TokenOutput("r", 0, index, at, token_id, last, known)
         finally:
             self.was_closed = True
 
@@ -56,7 +73,8 @@ def make(tmp_path: Path) -> Services:
 
     def build(text: str = "", limit: int = LIMIT, generation_config: dict[str, Any] | None = None) -> Any:
         router = Playback(RUST.encode(text).ids)
-        checkpoint = Checkpoint(tmp_path, {"vocab_size": VOCAB_SIZE}, generation_config or {}, "")
+        config = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
+        checkpoint = Checkpoint(tmp_path, config, generation_config or {}, "")
         return TextService(cast(Router, router), checkpoint, "/models/x", ["x"], limit), router
 
     return build
@@ -172,7 +190,8 @@ def test_a_piece_for_each_character(make: Services) -> None:
     assert [piece.text for piece in pieces] == ["a", "é", "日"]
     assert [token for piece in pieces for token in piece.token_ids] == router.token_ids
     assert [len(piece.token_ids) for piece in pieces] == [1, 2, 3]
-    assert generation.finish_reason == "length"
+    assert [piece.finish_reason for piece in pieces] == [None, None, "length"]
+    assert generation.served_by == ["p", "d"]
     assert generation.usage == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
 
 
@@ -186,8 +205,9 @@ def test_half_a_character_at_the_end(make: Services) -> None:
 def test_a_stop_string_closes_the_request(make: Services, stop: Any) -> None:
     service, router = make("abcdefgh")
     generation = completion(service, "a", stop=stop)
-    assert "".join(piece.text for piece in pieces_of(service, generation)) == "ab"
-    assert generation.finish_reason == "stop"
+    pieces = pieces_of(service, generation)
+    assert "".join(piece.text for piece in pieces) == "ab"
+    assert [piece.finish_reason for piece in pieces] == [None, None, "stop"]
     assert generation.usage["completion_tokens"] == router.num_read == 5
     assert router.was_closed
 
@@ -195,8 +215,8 @@ def test_a_stop_string_closes_the_request(make: Services, stop: Any) -> None:
 def test_a_stop_string_in_the_very_last_token(make: Services) -> None:
     service, _ = make("abcd")
     generation = completion(service, "a", stop="d")
-    assert asyncio.run(service.complete(generation)).text == "abc"
-    assert generation.finish_reason == "stop"
+    (piece,) = asyncio.run(service.complete(generation))
+    assert (piece.text, piece.finish_reason) == ("abc", "stop")
 
 
 def test_leaving_early_closes_the_request(make: Services) -> None:
@@ -215,8 +235,246 @@ def test_seeds_of_requests_without_one_come_from_the_servers(make: Services) -> 
     def seeds(seed: int) -> list[int]:
         service, _ = make()
         service._seeds = random.Random(seed)
-        request = GenerationRequest()
-        return [service._generation(request, [1], 16, "prompt").sampling.seed for _ in range(3)]
+        return [completion(service, [1]).sampling.seed for _ in range(3)]
 
     assert seeds(5) == seeds(5) != seeds(6)
     assert len(set(seeds(5))) == 3
+
+
+# ---- several sequences
+
+
+def whole(service: TextService, generation: Generation) -> list[Piece]:
+    return asyncio.run(service.complete(generation))
+
+
+def test_each_sequence_has_its_own_text_and_end(make: Services) -> None:
+    service, router = make("aé日")
+    generation = completion(service, "hi", n=3, max_tokens=6, seed=5)
+    pieces = whole(service, generation)
+    assert [(p.index, p.text, p.token_ids, p.finish_reason) for p in pieces] == [
+        (index, "aé日", router.token_ids, "length") for index in range(3)
+    ]
+    assert router.requests[0].n == 3
+    assert (router.requests[0].seed, router.requests[0].logprobs) == (5, None)
+    assert generation.usage == {"prompt_tokens": 2, "completion_tokens": 18, "total_tokens": 20}
+
+
+def test_a_stop_string_ends_its_own_sequence_only(make: Services) -> None:
+    """The second is told apart by an odd token that the fake puts in."""
+    service, router = make("abcdefgh")
+    generation = completion(service, "a", n=2, stop="cd")
+    odd = service.tokenizer.encode("x")[0]
+    serve = router.serve
+
+    async def serve_two(*args: Any) -> AsyncIterator[TokenOutput]:
+        async for token in serve(*args):
+            if token.index == 1 and token.position == 2:
+                token = TokenOutput("r", 0, 1, 2, odd)
+            yield token
+
+    router.serve = serve_two
+    first, second = whole(service, generation)
+    assert (first.text, first.finish_reason, len(first.token_ids)) == ("ab", "stop", 4)
+    assert (second.text, second.finish_reason, len(second.token_ids)) == ("abxdefgh", "length", 8)
+    assert router.stopped == {0}
+    assert generation.usage["completion_tokens"] == 12
+
+
+def test_the_best_of_several_by_mean_logprob(make: Services) -> None:
+    service, router = make("abc")
+    router.logprobs = {0: -3.0, 1: -1.0, 2: -2.0, 3: -4.0}
+    generation = completion(service, "a", n=2, best_of=4)
+    pieces = whole(service, generation)
+    assert (router.requests[0].n, router.requests[0].logprobs) == (4, 0)
+    assert [piece.index for piece in pieces] == [0, 1]
+    assert [[entry.logprobs.logprob for entry in piece.logprobs if entry.logprobs] for piece in pieces] == [
+        [-1.0] * 3,
+        [-2.0] * 3,
+    ]
+    assert generation.usage["completion_tokens"] == 6, "of those that are answered"
+
+
+def test_short_answers_are_not_better_because_they_are_short(make: Services) -> None:
+    service, router = make("abcd")
+    router.logprobs = {0: -2.0, 1: -1.5}
+    generation = completion(service, "a", n=1, best_of=2)
+    serve = router.serve
+
+    async def serve_short(*args: Any) -> AsyncIterator[TokenOutput]:
+        async for token in serve(*args):
+            if token.index == 0 and token.position == 1:
+                token = TokenOutput("r", 0, 0, 1, token.token_id, "stop", token.logprobs)
+                router.stopped.add(0)
+            yield token
+
+    router.serve = serve_short
+    (piece,) = whole(service, generation)
+    assert len(piece.token_ids) == 4
+
+
+# ---- ends
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "shown"), [(0, ""), (1, ""), (2, "aba"), (4, "aba"), (5, "abaab"), (7, "abaabab"), (9, "abaabab")]
+)
+def test_stop_strings_count_after_min_tokens(make: Services, min_tokens: int, shown: str) -> None:
+    """As an end-of-sequence token: token number min_tokens + 1 is the first that may end the answer."""
+    service, _ = make("abaabab")
+    (piece,) = whole(service, completion(service, "a", stop="ab", min_tokens=min_tokens))
+    assert (piece.text, piece.finish_reason) == (shown, "length" if min_tokens >= 7 else "stop")
+
+
+def test_the_stop_string_is_kept_when_asked_for(make: Services) -> None:
+    service, _ = make("abcdefgh")
+    (piece,) = whole(service, completion(service, "a", stop="cd", include_stop_str_in_output=True))
+    assert (piece.text, piece.finish_reason) == ("abcd", "stop")
+
+
+@pytest.mark.parametrize(("include", "text"), [(None, "ab"), (True, "abc")])
+def test_a_stop_token_is_kept_when_asked_for(make: Services, include: bool | None, text: str) -> None:
+    service, router = make("abc")
+    router.last_reason = "stop"
+    (piece,) = whole(service, completion(service, "a", include_stop_str_in_output=include))
+    assert (piece.text, piece.finish_reason) == (text, "stop")
+
+
+# ---- the prompt
+
+
+def test_cached_tokens_are_told_once_they_are_known(make: Services) -> None:
+    service, router = make("ab")
+    router.told = PromptOutput("r", 0, 16)
+    generation = completion(service, "a", cache_salt="mine")
+    assert "prompt_tokens_details" not in generation.usage
+    whole(service, generation)
+    assert generation.usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert router.salts == ["mine"]
+
+
+def test_nothing_is_generated_for_echo_alone(make: Services) -> None:
+    service, router = make("ab")
+    generation = completion(service, "hi", echo=True, max_tokens=0, n=2)
+    assert [(p.text, p.token_ids, p.finish_reason) for p in whole(service, generation)] == [("", [], "length")] * 2
+    assert router.requests == []
+
+
+def test_echo_alone_with_logprobs_computes_the_prompt(make: Services) -> None:
+    service, router = make("ab")
+    router.told = PromptOutput("r", 0, 0, [None, Logprobs(-1.0, 1, [])])
+    generation = completion(service, "hi", echo=True, max_tokens=0, logprobs=1, min_tokens=0)
+    router.logprobs = {0: -1.0}
+    assert [(p.text, p.token_ids, p.finish_reason) for p in whole(service, generation)] == [("", [], "length")]
+    assert (router.requests[0].max_tokens, router.requests[0].prompt_logprobs) == (1, 1)
+    assert router.was_closed
+    assert generation.prompt_logprobs == router.told.logprobs
+    assert generation.usage["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("keep", "max_tokens", "num_kept"), [(3, None, 3), (50, None, 50), (99, 1, 99), (-1, 7, 93), (-1, None, 84)]
+)
+def test_the_end_of_a_prompt_is_kept(make: Services, keep: int, max_tokens: int | None, num_kept: int) -> None:
+    service, _ = make(limit=100)
+    prompt = [at % 200 for at in range(500)]
+    generation = completion(service, prompt, truncate_prompt_tokens=keep, max_tokens=max_tokens)
+    assert generation.prompt_token_ids == prompt[-num_kept:]
+    text = "hello you " * 50
+    generation = completion(service, text, truncate_prompt_tokens=keep, max_tokens=max_tokens)
+    assert service.tokenizer.decode(generation.prompt_token_ids) == text[-num_kept:]
+
+
+def test_a_chat_is_cut_to_leave_room(make: Services) -> None:
+    service, _ = make(limit=100)
+    assert len(chat(service, "x" * 900, truncate_prompt_tokens=-1).prompt_token_ids) == 99
+    assert len(chat(service, "x" * 900, truncate_prompt_tokens=-1, max_tokens=30).prompt_token_ids) == 70
+
+
+@pytest.mark.parametrize(("keep", "max_tokens"), [(100, None), (-1, 100), (-1, 5000)])
+def test_a_prompt_that_cannot_be_cut_to_fit(make: Services, keep: int, max_tokens: int | None) -> None:
+    service, _ = make(limit=100)
+    with pytest.raises(RequestError, match=f"^truncate_prompt_tokens: {keep} ") as caught:
+        completion(service, "hello", truncate_prompt_tokens=keep, max_tokens=max_tokens)
+    assert caught.value.param == "truncate_prompt_tokens"
+
+
+def test_even_a_text_to_be_cut_has_a_limit(make: Services) -> None:
+    service, _ = make(limit=100)
+    with pytest.raises(RequestError, match=f"send at most {TRUNCATED_NUM_CHARS}"):
+        completion(service, "x" * (TRUNCATED_NUM_CHARS + 1), truncate_prompt_tokens=5)
+
+
+# ---- what the model and the server allow
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "value"),
+    [
+        ({"logit_bias": {"5": 1, str(VOCAB_SIZE): 1}}, "logit_bias", VOCAB_SIZE),
+        ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids", VOCAB_SIZE),
+        ({"logprobs": 21}, "logprobs", 21),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", 21),
+        ({"min_tokens": 17}, "min_tokens", 17),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", 5),
+        ({"n": 2, "temperature": 0}, "n", 2),
+        ({"n": 2, "best_of": 3, "temperature": 0}, "n", 2),
+        ({"best_of": 2, "temperature": 1e-9}, "best_of", 2),
+        ({"allowed_token_ids": [EOS_ID], "min_tokens": 1}, "allowed_token_ids", "bad_words"),
+        ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}, "allowed_token_ids", "bad_words"),
+    ],
+)
+def test_what_this_model_and_server_do_not_allow(
+    make: Services, fields: dict[str, Any], param: str, value: object
+) -> None:
+    service, _ = make()
+    with pytest.raises(RequestError, match=rf"^{param}: {value} ") as caught:
+        completion(service, "a", **fields)
+    assert caught.value.param == param
+    assert "\n" not in str(caught.value)
+
+
+def test_chats_refusal_names_top_logprobs(make: Services) -> None:
+    service, _ = make()
+    with pytest.raises(RequestError, match=r"^top_logprobs: 21 is more than this server's 20 \(--max-logprobs\)"):
+        chat(service, "a", logprobs=True, top_logprobs=21)
+
+
+def test_forbidding_all_that_is_allowed(make: Services) -> None:
+    service, _ = make()
+    (allowed,) = service.tokenizer.encode("z")
+    with pytest.raises(RequestError, match="forbid every one of them"):
+        completion(service, "a", allowed_token_ids=[allowed], bad_words=["z"])
+    assert completion(service, "a", allowed_token_ids=[allowed, 1], bad_words=["z"]).sampling.bad_words
+
+
+def test_a_greedy_default_of_the_model_counts(make: Services) -> None:
+    service, _ = make(generation_config={"temperature": 0})
+    with pytest.raises(RequestError, match=r"^n: 2 with temperature 0"):
+        completion(service, "a", n=2)
+    assert completion(service, "a", n=2, temperature=1).sampling.n == 2
+
+
+def test_no_more_logprobs_than_tokens(make: Services, tmp_path: Path) -> None:
+    service, _ = make()
+    service._limits = service._limits._replace(max_logprobs=5000)
+    sampling = completion(service, "a", logprobs=4000, prompt_logprobs=4000).sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
+
+
+def test_no_more_sequences_than_a_step_has(make: Services) -> None:
+    service, _ = make()
+    service._limits = service._limits._replace(max_num_seqs=3)
+    assert completion(service, "a", n=3).sampling.n == 3
+    for fields, message in (({"n": 4}, "n: 4 is more"), ({"n": 1, "best_of": 4}, "best_of: 4 is more")):
+        with pytest.raises(RequestError, match=f"^{message} .* 3 .--max-num-seqs"):
+            completion(service, "a", **fields)
+
+
+def test_bad_words_become_tokens(make: Services) -> None:
+    service, _ = make()
+    encode = service.tokenizer.encode
+    many = ["b" * 200] * 100
+    for words in (["ab", "c"], [*many, "c"]):
+        found = completion(service, "a", bad_words=words).sampling.bad_words
+        assert found == tuple(dict.fromkeys(tuple(encode(word)) for word in words))

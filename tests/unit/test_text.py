@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
+from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.text import Detokenizer, StopStrings, Tokenizer
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
@@ -275,3 +276,85 @@ def test_encode_and_decode_are_the_library_s_own(folder: Folders) -> None:
     assert tokenizer.decode(token_ids) == "hello  wörld"
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == "hello <eos> wörld"
     assert tokenizer.max_chars_per_token == len("<word60>")
+
+
+# ---- single tokens
+
+
+def tokenizer_in(folder: Path, rust: RustTokenizer) -> Tokenizer:
+    rust.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+TEXT = "Hello wörld, 日本語 😀\n\x00\x7f\xad"
+
+
+def test_every_byte_of_byte_level_tokens(tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path, make_tokenizer())
+    assert sorted(tokenizer.token_bytes(i) for i in range(256)) == [bytes([byte]) for byte in range(256)]
+    assert tokenizer.token_bytes(258) == b"<eos>"
+    assert tokenizer.token_bytes(300) == b"<word41>"
+    assert tokenizer.token_bytes(100_000) == b""
+    assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(TEXT)).decode() == TEXT
+
+
+def test_tokens_of_the_shipped_model_add_up() -> None:
+    tokenizer = Tokenizer(SHIPPED_MODEL)
+    assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(TEXT, False)).decode() == TEXT
+
+
+def test_byte_fallback_tokens(tmp_path: Path) -> None:
+    """Llama 2's and Mistral's kind: <0xE6> is a byte, ▁ is a space."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁hello", "▁", "é"]
+    rust = RustTokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = tokenizer_in(tmp_path, rust)
+    assert [tokenizer.token_bytes(1 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert [tokenizer.token_bytes(i) for i in (257, 258, 259)] == [b" hello", b" ", "é".encode()]
+
+
+def test_tokens_of_other_decoders(tmp_path: Path) -> None:
+    rust = RustTokenizer(models.WordPiece({"hello": 0, "##ing": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    rust.decoder = decoders.WordPiece()
+    assert tokenizer_in(tmp_path, rust).token_bytes(0) == b"hello"
+    plain = RustTokenizer(models.WordLevel({"hello": 0}, unk_token="hello"))
+    assert tokenizer_in(tmp_path, plain).token_bytes(0) == b"hello"
+
+
+def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:
+    """As vLLM: the spaced form too when it is as long and begins with another token."""
+    words = ["h", "i", "Ġ", "hi", "Ġhi", "Ġh"]
+    rust = RustTokenizer(
+        models.BPE({w: i for i, w in enumerate(words)}, [("Ġ", "h"), ("h", "i"), ("Ġh", "i")], fuse_unk=False)
+    )
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.decoder = decoders.ByteLevel()
+    tokenizer = tokenizer_in(tmp_path, rust)
+    assert tokenizer.encode("hi") == [3]
+    assert tokenizer.encode(" hi") == [4]
+    assert tokenizer.encode_bad_words(["hi"]) == ((3,), (4,))
+    assert tokenizer.encode_bad_words(["  hi", "hi"]) == ((3,), (4,))
+    assert tokenizer.encode_bad_words(["ii"]) == ((1, 1),), "with a space it is longer"
+    assert tokenizer.encode_bad_words([" "]) == ((2,),)
+    assert tokenizer.encode_bad_words([]) == ()
+
+
+# ---- stop strings that are kept, or may not match yet
+
+
+def test_the_stop_string_itself_may_be_shown() -> None:
+    stops = StopStrings(["cd"], include=True)
+    assert [stops.add(text) for text in ("ab", "c", "d!")] == ["ab", "", "cd"]
+    assert stops.matched == "cd"
+
+
+def test_text_that_may_not_match_does_not_but_may_begin_a_match() -> None:
+    stops = StopStrings(["cd"])
+    assert [stops.add("xcdx", may_match=False), stops.add("c", may_match=False)] == ["xcdx", ""]
+    assert stops.add("d", may_match=True) == ""
+    assert stops.matched == "cd"
+    late = StopStrings(["cd"])
+    assert late.add("cd", may_match=False) + late.add("x") + late.finish() == "cdx"
+    assert late.matched is None

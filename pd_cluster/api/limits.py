@@ -1,0 +1,109 @@
+"""What can be judged only with the model or the server's own limits at hand: ids, lengths, numbers of logprobs.
+
+Every refusal is a RequestError that names the field, its value and the way out. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, GenerationRequest
+from pd_cluster.errors import RequestError
+from pd_cluster.types import SamplingParams
+
+DEFAULT_MAX_LOGPROBS = 20
+
+
+class Limits(NamedTuple):
+    """Of one server and its model, apart from the context's length."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    max_num_seqs: int = MAX_SEQUENCES
+
+    def check(self, request: GenerationRequest, sampling: SamplingParams) -> SamplingParams:
+        """The sampling as it can be done. Raises RequestError."""
+        self._check_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias))
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
+        name = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
+        self._check_logprobs(name, sampling.logprobs)
+        self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
+        name = "best_of" if request.best_of is not None else "n"
+        if sampling.n > self.max_num_seqs:
+            raise RequestError(
+                f"{name}: {sampling.n} is more than the sequences of one step, {self.max_num_seqs} (--max-num-seqs); "
+                f"ask for fewer",
+                param=name,
+            )
+        _check_greedy(request, sampling)
+        if sampling.max_tokens and sampling.min_tokens > sampling.max_tokens:
+            raise RequestError(
+                f"min_tokens: {sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}; raise max_tokens "
+                f"or lower min_tokens",
+                param="min_tokens",
+            )
+        # A word with an id that the model lacks never comes.
+        words = tuple(word for word in sampling.bad_words if max(word) < self.vocab_size)
+        sampling = msgspec.structs.replace(sampling, bad_words=words)
+        self._check_something_is_left(sampling)
+        most = {name: min(getattr(sampling, name) or 0, self.vocab_size) for name in ("logprobs", "prompt_logprobs")}
+        asked = {name: number for name, number in most.items() if getattr(sampling, name) is not None}
+        return msgspec.structs.replace(sampling, **asked)
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self.vocab_size:
+                raise RequestError(
+                    f"{name}: {token_id} is not in the vocabulary; ids are 0 to {self.vocab_size - 1}", param=name
+                )
+
+    def _check_logprobs(self, name: str, number: int | None) -> None:
+        if number is not None and number > self.max_logprobs:
+            raise RequestError(
+                f"{name}: {number} is more than this server's {self.max_logprobs} (--max-logprobs); ask for fewer",
+                param=name,
+            )
+
+    def _check_something_is_left(self, sampling: SamplingParams) -> None:
+        """Where every token is forbidden there is nothing to choose from."""
+        forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
+        if sampling.min_tokens:
+            forbidden |= {*sampling.stop_token_ids, *self.eos_token_ids}
+        if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids: bad_words and min_tokens forbid every one of them; allow one more",
+                param="allowed_token_ids",
+            )
+        if not sampling.allowed_token_ids and len(forbidden) >= self.vocab_size:
+            raise RequestError("bad_words: they forbid the whole vocabulary; leave one out", param="bad_words")
+
+
+def _check_greedy(request: GenerationRequest, sampling: SamplingParams) -> None:
+    if not sampling.greedy or sampling.n == 1:
+        return
+    name, value = ("n", request.num_choices) if request.num_choices > 1 else ("best_of", sampling.n)
+    raise RequestError(
+        f"{name}: {value} with temperature 0: greedy sampling gives one answer; use 1, or a temperature above 0",
+        param=name,
+    )
+
+
+def truncated(request: GenerationRequest, token_ids: list[int], limit: int, default_max_tokens: int) -> list[int]:
+    """The last tokens of a prompt, as many as the request wants kept. Raises RequestError."""
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    wanted = request.wanted_tokens if request.wanted_tokens is not None else default_max_tokens
+    if keep == -1:
+        keep = limit - max(wanted, 1)
+    if not 0 < keep < limit:
+        raise RequestError(
+            f"truncate_prompt_tokens: {request.truncate_prompt_tokens} with {wanted} output tokens does not fit the "
+            f"model's context of {limit} tokens; keep fewer, or lower max_tokens",
+            param="truncate_prompt_tokens",
+        )
+    return token_ids[-keep:]

@@ -1,0 +1,108 @@
+"""From a request's body to a request: JSON, refusals by name, fields that do not go together."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+
+from pd_cluster.api.protocol import NOT_YET, ChatCompletionRequest, GenerationRequest
+from pd_cluster.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+MAX_CONTAINERS = 50_000  # arrays and objects in a body: millions of them hold the interpreter for seconds
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
+_logged_fields: set[str] = set()
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+def parse(body: bytes, kind: type[RequestT]) -> RequestT:
+    """Raises RequestError that names the field, for anything that is not a good request."""
+    num_containers = _count_containers(body)
+    if num_containers > MAX_CONTAINERS:
+        raise RequestError(f"the body has {num_containers} arrays and objects; at most {MAX_CONTAINERS} are allowed")
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    if not isinstance(data, dict):
+        raise RequestError("the body must be a JSON object")
+    for name, neutral in NOT_YET.items():
+        value = data.get(name)
+        if value is not None and not any(value == n and type(value) in _kin(n) for n in neutral):
+            raise RequestError(f"{name}: {reprlib.repr(value)} is not supported yet by this server", param=name)
+    try:
+        request = kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = [reprlib.repr(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"]]
+        value = first["input"]
+        shown = f"{reprlib.repr(value)}: " if value is None or isinstance(value, bool | int | float | str) else ""
+        raise RequestError(f"{'.'.join(place)}: {shown}{first['msg']}", param=place[0] if place else None) from None
+    _check_together(request)
+    _log_unknown(request)
+    return request
+
+
+def _check_together(request: GenerationRequest) -> None:
+    """Fields that are good by themselves and not with others. Raises RequestError."""
+    request.stops()
+    request.biases()
+    n, best_of = request.num_choices, request.num_sequences
+    if best_of < n:
+        raise RequestError(f"best_of: {best_of} is less than n, {n}; give at least n, or leave it out", param="best_of")
+    if request.stream and best_of > n:
+        raise RequestError(
+            f"best_of: {best_of} with n {n} cannot be streamed, since the best are known at the end; "
+            f"leave out stream or best_of",
+            param="best_of",
+        )
+    if request.stream and request.prompt_logprobs is not None:
+        raise RequestError(
+            f"prompt_logprobs: {request.prompt_logprobs} is not available with stream; leave out one of the two",
+            param="prompt_logprobs",
+        )
+    if request.truncate_prompt_tokens == 0:
+        raise RequestError(
+            "truncate_prompt_tokens: 0 would leave nothing; give how many of the last tokens to keep, or -1 for as "
+            "many as fit",
+            param="truncate_prompt_tokens",
+        )
+    _check_top_logprobs(request)
+
+
+def _check_top_logprobs(request: GenerationRequest) -> None:
+    """Chat's `logprobs` is a switch beside `top_logprobs`; elsewhere it is the number."""
+    if isinstance(request, ChatCompletionRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise RequestError(
+                f"top_logprobs: {request.top_logprobs} needs logprobs: true beside it", param="top_logprobs"
+            )
+    elif top := (request.model_extra or {}).get("top_logprobs"):
+        raise RequestError(f"top_logprobs: {reprlib.repr(top)} is chat's; here use logprobs: N", param="top_logprobs")
+
+
+def _kin(value: Any) -> tuple[type, ...]:
+    """JSON writes 0.0 as 0; True is not 1."""
+    return (int, float) if isinstance(value, int | float) and not isinstance(value, bool) else (type(value),)
+
+
+def _count_containers(body: bytes) -> int:
+    """`[` and `{` outside of strings, in a few passes over the bytes: nothing is decoded yet."""
+    marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
+    outside = b"".join(marks.replace(b'""', b"").split(b'"')[::2])
+    return outside.count(b"[") + outside.count(b"{")
+
+
+def _log_unknown(request: GenerationRequest) -> None:
+    for name in request.model_extra or {}:
+        if name not in NOT_YET and name not in _logged_fields and len(_logged_fields) < 1000:
+            _logged_fields.add(name)
+            log.warning("request field %r is unknown and has no effect", name[:80])

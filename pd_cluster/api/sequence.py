@@ -1,0 +1,87 @@
+"""One sequence of an answer: tokens in, certain text out, until it ends. Knows nothing of HTTP or of its siblings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pd_cluster.text import Detokenizer, StopStrings
+from pd_cluster.types import FinishReason, Logprobs, TokenOutput
+
+
+class TokenLogprobs(NamedTuple):
+    """`logprobs` is None for a prompt's first token; `text_offset` counts characters of the text before the token."""
+
+    token_id: int
+    logprobs: Logprobs | None
+    text_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of one sequence, and the tokens that came since its last piece. Its last piece has a finish_reason."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]  # of these tokens, when they were asked for
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Sequence:
+    """`shows_stop_token` tells whether a token that ends the answer is part of its text."""
+
+    index: int
+    detokenizer: Detokenizer
+    stops: StopStrings
+    min_tokens: int = 0
+    shows_stop_token: bool = False
+    num_tokens: int = 0
+    num_chars: int = 0  # of text, whether shown or held back
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] = field(default_factory=list)  # since the last piece
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, token: TokenOutput) -> str:
+        """Text that is certain now. When `finish_reason` is set, it was the last, whatever the token says."""
+        self.num_tokens += 1
+        self.token_ids.append(token.token_id)
+        if token.logprobs is not None:
+            self.cumulative_logprob += token.logprobs.logprob
+            self.logprobs.append(TokenLogprobs(token.token_id, token.logprobs, self.num_chars))
+        self.finish_reason = token.finish_reason
+        is_hidden = token.finish_reason == "stop" and not self.shows_stop_token
+        text = "" if is_hidden else self.detokenizer.add(token.token_id)
+        if token.finish_reason is not None:
+            text += self.detokenizer.finish()
+        self.num_chars += len(text)
+        # As with end-of-sequence tokens: the first that may end the answer is the one after min_tokens.
+        text = self.stops.add(text, may_match=self.num_tokens > self.min_tokens)
+        if self.stops.matched is not None:
+            self.finish_reason = "stop"
+        elif token.finish_reason is not None:
+            text += self.stops.finish()
+        return text
+
+    def piece(self, text: str) -> Piece:
+        """What came since the last piece, with this text."""
+        piece = Piece(self.index, text, self.token_ids, self.logprobs, self.finish_reason)
+        self.token_ids, self.logprobs = [], []
+        return piece
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.cumulative_logprob / max(self.num_tokens, 1)
+
+
+def joined(pieces: list[Piece]) -> Piece:
+    """All pieces of one sequence as one."""
+    return Piece(
+        pieces[-1].index,
+        "".join(piece.text for piece in pieces),
+        [token_id for piece in pieces for token_id in piece.token_ids],
+        [entry for piece in pieces for entry in piece.logprobs],
+        pieces[-1].finish_reason,
+    )

@@ -1,0 +1,128 @@
+"""Passes over whole rows of logits: the best token, the k best, the mass of all, how many are better.
+
+The only part of sampling whose cost grows with the vocabulary; what is left after it is small and on the host. numpy on
+the CPU, where its vectorised partition and argmax are several times as fast as torch's; torch elsewhere. No result of
+a row depends on the rows beside it. Knows nothing of requests or of sampling parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Floats: TypeAlias = NDArray[np.floating[Any]]
+Ints: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
+
+BLOCK_SIZE = 128  # tokens that are summed before sums are double; the draw looks into one such block
+LEADING_BLOCK_SIZE = 32  # tokens of which only the best is looked at first
+
+
+def on_host(logits: Tensor) -> bool:
+    """Whether numpy can look at the logits where they are."""
+    return logits.is_cpu
+
+
+def rows_of(logits: Tensor, at: Ints) -> Tensor:
+    """Those rows; the very same tensor when they are all of them, in order."""
+    if len(at) == len(logits) and (at == np.arange(len(at))).all():
+        return logits
+    return copy_of_rows(logits, at)
+
+
+def copy_of_rows(logits: Tensor, at: Ints) -> Tensor:
+    return logits.index_select(0, torch.from_numpy(at).to(logits.device))
+
+
+def peaks(logits: Tensor, fallback: Callable[[int], int] = lambda row: 0) -> tuple[Ints, Floats]:
+    """The most likely token of each row, the lowest id among equals, and its logit; both [num_rows].
+
+    Mends in place what no distribution follows from: NaN becomes -inf, +inf the largest float32, and a row in which
+    nothing is left allows just the token that `fallback` names. So every logit returned is finite.
+    """
+    token_ids, best = _argmax(logits)
+    for row in np.flatnonzero(~np.isfinite(best)).tolist():
+        logits[row].nan_to_num_(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+        if logits[row].max().item() == -math.inf:
+            logits[row, fallback(row)] = 0.0
+        token_ids[row : row + 1], best[row : row + 1] = _argmax(logits[row : row + 1])
+    return token_ids, best
+
+
+def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
+    if not on_host(logits):
+        values, indices = logits.max(-1)
+        return indices.cpu().numpy().copy(), values.cpu().numpy().copy()
+    table = logits.numpy()
+    token_ids = table.argmax(-1)
+    return token_ids, table[np.arange(len(table)), token_ids]
+
+
+def leading(logits: Tensor, k: int) -> tuple[Floats, Ints]:
+    """Logits and ids of the k best tokens of each row, both [num_rows, k] and in no order.
+
+    Of several tokens that are equally k-th, any may be among them: decide by values, and see `tied_at_edge`.
+    """
+    num_rows, vocab_size = logits.shape
+    if not on_host(logits):
+        best = logits.topk(k, sorted=False)
+        return best.values.cpu().numpy(), best.indices.cpu().numpy()
+    table = logits.numpy()
+    if k == vocab_size:
+        return table, np.broadcast_to(np.arange(k), table.shape)
+    num_blocks = vocab_size // LEADING_BLOCK_SIZE
+    if vocab_size % LEADING_BLOCK_SIZE or num_blocks < 2 * k:
+        return _partition(table, k)
+    # The k blocks with the best maxima hold k tokens no worse than any token of another block.
+    blocks = logits.view(num_rows, num_blocks, LEADING_BLOCK_SIZE)
+    _, chosen = _partition(blocks.amax(-1).numpy(), k)  # [num_rows, k]
+    found = blocks.numpy()[np.arange(num_rows)[:, None], chosen].reshape(num_rows, -1)
+    values, at = _partition(found, k)
+    block, offset = np.divmod(at, LEADING_BLOCK_SIZE)
+    return values, np.take_along_axis(chosen, block, 1) * LEADING_BLOCK_SIZE + offset
+
+
+def _partition(table: Floats, k: int) -> tuple[Floats, Ints]:
+    """Values and columns of the k largest of each row, in no order."""
+    columns = table.argpartition(table.shape[1] - k, axis=1)[:, -k:]
+    return np.take_along_axis(table, columns, 1), columns
+
+
+def at_least(logits: Tensor, row: int, value: float) -> tuple[Floats, Ints]:
+    """Logits and ids, ascending, of all tokens of one row that are no less likely than a logit; both [num_found]."""
+    line = logits[row].cpu().numpy()
+    token_ids = np.flatnonzero(line >= value)
+    return line[token_ids], token_ids
+
+
+def num_better(logits: Tensor, values: Floats) -> list[int]:
+    """How many tokens of each row have a logit strictly above the row's value."""
+    if not on_host(logits):
+        above = logits > torch.from_numpy(values).to(logits.device)[:, None]
+        return [int(count) for count in above.sum(-1).tolist()]
+    return [int(np.count_nonzero(line > value)) for line, value in zip(logits.numpy(), values, strict=True)]
+
+
+def masses(logits: Tensor, best: Floats, inverse_temperature: Floats, floor: Floats) -> tuple[Tensor, Floats]:
+    """exp((logit - best) / temperature), in float32 and by blocks [num_rows, num_blocks, BLOCK_SIZE], and block sums.
+
+    Tokens below `floor` weigh nothing. Base 2, because torch's exp is slow where its result is denormal.
+    """
+
+    def column(numbers: Floats) -> Tensor:
+        return torch.as_tensor(numbers[:, None], dtype=torch.float32, device=logits.device)
+
+    scaled = logits - column(best)
+    scaled *= column(inverse_temperature * math.log2(math.e))
+    if np.isfinite(floor).any():
+        scaled.masked_fill_(logits < column(floor), -math.inf)
+    if missing := -logits.shape[1] % BLOCK_SIZE:
+        scaled = torch.nn.functional.pad(scaled, (0, missing), value=-math.inf)
+    weights = scaled.exp2_().view(len(logits), -1, BLOCK_SIZE)
+    return weights, weights.sum(-1).cpu().numpy().astype(np.float64)

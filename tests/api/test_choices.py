@@ -1,0 +1,230 @@
+"""n and best_of, in a live cluster: prefill computes the prompt once, decode goes on with every sequence."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from pd_cluster.text import Tokenizer
+from tests.support.checkpoints import EOS_ID
+from tests.support.cluster import LiveCluster
+
+PROMPT = "Once upon a time"
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
+BODY: dict[str, Any] = {
+    "prompt": PROMPT,
+    "max_tokens": 16,
+    "temperature": 1,
+    "seed": 4,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+def post(cluster: LiveCluster, **fields: Any) -> dict[str, Any]:
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**BODY, **fields})
+    assert answer.status_code == 200, answer.text
+    data: dict[str, Any] = answer.json()
+    return data
+
+
+def ids_of(data: dict[str, Any]) -> list[list[int]]:
+    assert [choice["index"] for choice in data["choices"]] == list(range(len(data["choices"])))
+    return [choice["token_ids"] for choice in data["choices"]]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10])
+def test_n_answers(cluster: LiveCluster, n: int) -> None:
+    data = post(cluster, n=n)
+    found = ids_of(data)
+    assert len(found) == n
+    assert [len(each) for each in found] == [16] * n
+    assert len({tuple(each) for each in found}) == n
+    assert data["usage"]["completion_tokens"] == 16 * n
+    assert data["usage"]["prompt_tokens"] == len(PROMPT)
+    cluster.assert_home()
+
+
+def test_a_seed_repeats_every_choice_whatever_n(cluster: LiveCluster) -> None:
+    """Choice k is drawn from (seed, k): more choices change nothing for the first ones."""
+    five = ids_of(post(cluster, n=5))
+    assert ids_of(post(cluster, n=5)) == five
+    assert ids_of(post(cluster, n=2)) == five[:2]
+    assert ids_of(post(cluster)) == five[:1]
+    assert ids_of(post(cluster, n=5, seed=5)) != five
+
+
+def test_with_top_k_as_the_document_has_it(cluster: LiveCluster) -> None:
+    found = ids_of(post(cluster, n=4, top_k=5, temperature=2))
+    assert len({tuple(each) for each in found}) == 4
+
+
+def test_many_sequences(cluster: LiveCluster) -> None:
+    found = ids_of(post(cluster, n=40))
+    assert [len(each) for each in found] == [16] * 40
+    assert found[:5] == ids_of(post(cluster, n=5))
+    cluster.assert_home()
+
+
+def test_more_sequences_than_the_pool_holds(cluster: LiveCluster) -> None:
+    """128 sequences of two blocks each, in 128 blocks: slower or refused; others are served all the while."""
+    greedy = {**BODY, "temperature": 0}
+    expected = cluster.client.post(f"{cluster.url}/v1/completions", json=greedy).json()["choices"]
+    answers: list[httpx.Response] = []
+
+    def ask_for_many() -> None:
+        with httpx.Client(timeout=60, trust_env=False) as client:
+            answers.append(client.post(f"{cluster.url}/v1/completions", json={**BODY, "n": 128}))
+
+    thread = threading.Thread(target=ask_for_many, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        other = cluster.client.post(f"{cluster.url}/v1/completions", json=greedy)
+        assert other.json()["choices"] == expected
+    (answer,) = answers
+    if answer.status_code == 200:
+        assert [len(each) for each in ids_of(answer.json())] == [16] * 128
+    else:
+        assert answer.json()["error"]["message"]
+    cluster.assert_home()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_sequences_that_end_on_the_first_tokens(cluster: LiveCluster, max_tokens: int) -> None:
+    found = ids_of(post(cluster, n=6, max_tokens=max_tokens))
+    assert found == [each[:max_tokens] for each in ids_of(post(cluster, n=6))]
+    cluster.assert_home()
+
+
+def test_some_end_at_token_one_and_others_go_on(cluster: LiveCluster) -> None:
+    full = ids_of(post(cluster, n=8))
+    stop = full[3][0]
+    data = post(cluster, n=8, stop_token_ids=[stop])
+    for choice, whole in zip(data["choices"], full, strict=True):
+        length = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert choice["token_ids"] == whole[:length]
+        assert choice["finish_reason"] == ("stop" if stop in whole else "length")
+    assert len(data["choices"][3]["token_ids"]) == 1
+    assert any(len(choice["token_ids"]) > 1 for choice in data["choices"])
+    cluster.assert_home()
+
+
+def test_all_may_end_at_token_one(cluster: LiveCluster) -> None:
+    data = post(cluster, n=4, logit_bias={str(EOS_ID): 100}, ignore_eos=False)
+    assert ids_of(data) == [[EOS_ID]] * 4
+    assert [(c["text"], c["finish_reason"]) for c in data["choices"]] == [("", "stop")] * 4
+    cluster.assert_home()
+
+
+def test_a_stop_string_ends_only_its_own_choice(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    allowed = {"allowed_token_ids": [tokenizer.encode(letter)[0] for letter in "abcdefgh"]}
+    full = [choice["text"] for choice in post(cluster, n=6, temperature=2, **allowed)["choices"]]
+    stop = full[2][4:6]
+    choices = post(cluster, n=6, temperature=2, stop=stop, **allowed)["choices"]
+    for choice, whole in zip(choices, full, strict=True):
+        assert choice["text"] == (whole[: whole.index(stop)] if stop in whole else whole)
+        assert choice["finish_reason"] == ("stop" if stop in whole else "length")
+    assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
+    cluster.assert_home()
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_stop_string_in_token_one(cluster: LiveCluster, tokenizer: Tokenizer, at: int) -> None:
+    """The choice ends while its siblings are still being handed over."""
+    allowed = {"allowed_token_ids": [tokenizer.encode(letter)[0] for letter in "abcdefgh"], "temperature": 2}
+    full = [choice["text"] for choice in post(cluster, n=6, **allowed)["choices"]]
+    stop = full[at][0]
+    for choice, whole in zip(post(cluster, n=6, stop=stop, **allowed)["choices"], full, strict=True):
+        assert choice["text"] == (whole[: whole.index(stop)] if stop in whole else whole)
+    assert post(cluster, n=6, stop=list("abcdefgh"), **allowed)["usage"]["completion_tokens"] == 6
+    cluster.assert_home()
+
+
+def test_streamed_choices_are_the_whole_ones(cluster: LiveCluster) -> None:
+    whole = post(cluster, n=3, logprobs=1)
+    body = {**BODY, "n": 3, "logprobs": 1, "stream": True, "stream_options": {"include_usage": True}}
+    lines = cluster.client.post(f"{cluster.url}/v1/completions", json=body).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    *chunks, last = (json.loads(line.removeprefix("data: ")) for line in lines[:-2])
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for index, choice in enumerate(whole["choices"]):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(each["text"] for each in mine) == choice["text"]
+        assert [i for each in mine for i in each.get("token_ids", [])] == choice["token_ids"]
+        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + ["length"]
+        told = [x for each in mine if each["logprobs"] for x in each["logprobs"]["tokens"]]
+        assert told == choice["logprobs"]["tokens"]
+
+
+def test_openais_client_reads_choices(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO, n=3, seed=1, max_tokens=12, temperature=1, logprobs=True, top_logprobs=3
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) == 3
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert all(len(token.top_logprobs) == 3 for token in choice.logprobs.content)
+    roles: dict[int, list[str | None]] = {0: [], 1: [], 2: []}
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(
+        model="tiny", messages=HELLO, n=3, seed=1, max_tokens=12, temperature=1, stream=True
+    ):
+        (piece,) = chunk.choices
+        roles[piece.index].append(piece.delta.role)
+        texts[piece.index] += piece.delta.content or ""
+    assert texts == [choice.message.content for choice in answer.choices]
+    assert all(each[0] == "assistant" and not any(each[1:]) for each in roles.values())
+
+
+def test_leaving_a_stream_of_several_ends_them_all(cluster: LiveCluster) -> None:
+    body = {**BODY, "n": 4, "max_tokens": 200, "stream": True}
+    with cluster.client.stream("POST", f"{cluster.url}/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    cluster.assert_home()
+
+
+# ---- best_of
+
+
+def mean_logprob(choice: dict[str, Any]) -> float:
+    values = choice["logprobs"]["token_logprobs"]
+    return math.fsum(values) / len(values)
+
+
+def test_best_of_answers_the_likeliest(cluster: LiveCluster) -> None:
+    candidates = post(cluster, n=6, logprobs=0)["choices"]
+    ranked = sorted(candidates, key=mean_logprob, reverse=True)
+    data = post(cluster, n=2, best_of=6)
+    assert ids_of(data) == [choice["token_ids"] for choice in ranked[:2]]
+    assert data["usage"]["completion_tokens"] == 32
+    assert all(choice["logprobs"] is None for choice in data["choices"])
+    with_logprobs = post(cluster, best_of=6, logprobs=0)["choices"]
+    assert [choice["token_ids"] for choice in with_logprobs] == [ranked[0]["token_ids"]]
+    assert mean_logprob(with_logprobs[0]) == pytest.approx(mean_logprob(ranked[0]), abs=1e-4)
+    cluster.assert_home()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"best_of": 2, "temperature": 0}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"n": 129}, "n"),
+    ],
+)
+def test_what_cannot_be_is_refused(cluster: LiveCluster, fields: dict[str, Any], param: str) -> None:
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**BODY, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param

@@ -1,0 +1,191 @@
+"""Logprobs of answers and prompts, in a live cluster, against transformers' own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster.text import Tokenizer
+from tests.support.checkpoints import VOCAB_SIZE, reference_model
+from tests.support.cluster import LiveCluster
+
+PROMPT = "Once upon a time"
+NUM_TOKENS = 12
+EXACT = 2e-3  # float32 with another order of additions
+
+
+def post(cluster: LiveCluster, route: str = "completions", **fields: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    asked = {"messages": [{"role": "user", "content": "hello"}]} if route.startswith("chat") else {"prompt": PROMPT}
+    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json={**asked, **body, **fields})
+    assert answer.status_code == 200, answer.text
+    data: dict[str, Any] = answer.json()
+    return data
+
+
+def reference(model: Path, token_ids: list[int]) -> torch.Tensor:
+    """Logprobs of the token after each of these, [num_tokens, vocab_size]."""
+    with torch.inference_mode():
+        logits = reference_model(model)(torch.tensor([token_ids])).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.5, "seed": 3}], ids=["greedy", "sampled"])
+def test_logprobs_are_the_models(
+    cluster: LiveCluster, model: Path, tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    """Of the model's own distribution, whatever the temperature; with each token the three likeliest."""
+    (choice,) = post(cluster, logprobs=3, return_tokens_as_token_ids=True, **fields)["choices"]
+    prompt = tokenizer.encode(PROMPT)
+    expected = reference(model, [*prompt, *choice["token_ids"]])[len(prompt) - 1 :]
+    found = choice["logprobs"]
+    assert found["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+    for at, token_id in enumerate(choice["token_ids"]):
+        assert found["token_logprobs"][at] == pytest.approx(float(expected[at, token_id]), abs=EXACT)
+        best = expected[at].topk(3)
+        top = {f"token_id:{i}": float(v) for v, i in zip(best.values, best.indices, strict=True)}
+        assert found["top_logprobs"][at] == pytest.approx(
+            {**top, found["tokens"][at]: float(expected[at, token_id])}, abs=EXACT
+        )
+    if not fields:
+        assert all(
+            max(top.values()) == own for top, own in zip(found["top_logprobs"], found["token_logprobs"], strict=True)
+        )
+
+
+def test_shapes_and_sums(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    (choice,) = post(cluster, logprobs=20)["choices"]
+    found = choice["logprobs"]
+    assert [len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [
+        NUM_TOKENS
+    ] * 4
+    assert all(sum(math.exp(value) for value in top.values()) < 1 + 1e-4 for top in found["top_logprobs"])
+    assert found["text_offset"] == sorted(found["text_offset"])
+    (none,) = post(cluster)["choices"]
+    (zero,) = post(cluster, logprobs=0)["choices"]
+    assert none["logprobs"] is None
+    assert zero["logprobs"]["token_logprobs"] == pytest.approx(found["token_logprobs"], abs=EXACT)
+    assert [list(top) for top in zero["logprobs"]["top_logprobs"]] == [[token] for token in found["tokens"]]
+    assert zero["token_ids"] == choice["token_ids"] == none["token_ids"]
+
+
+def test_offsets_are_places_in_the_text(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    letters = [tokenizer.encode(letter)[0] for letter in "abcdefgh"]
+    for echo in (False, True):
+        (choice,) = post(cluster, logprobs=0, allowed_token_ids=letters, echo=echo)["choices"]
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(choice["text"]) == NUM_TOKENS + echo * len(PROMPT)
+        for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+            assert choice["text"][offset:].startswith(token)
+
+
+def test_a_chats_logprobs(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    data = post(cluster, "chat/completions", logprobs=True, top_logprobs=2)
+    (choice,) = data["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == NUM_TOKENS
+    for entry, token_id in zip(content, choice["token_ids"], strict=True):
+        assert bytes(entry["bytes"]) == tokenizer.token_bytes(token_id)
+        assert entry["token"] == bytes(entry["bytes"]).decode(errors="replace")
+        assert len(entry["top_logprobs"]) == 2
+        first, second = entry["top_logprobs"]
+        assert first["logprob"] >= second["logprob"]
+        assert (entry["token"], entry["logprob"]) == (first["token"], first["logprob"]), "greedy takes the likeliest"
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode(errors="replace") == choice["message"]["content"]
+    (choice,) = post(cluster, "chat/completions", logprobs=True)["choices"]
+    assert all(entry["top_logprobs"] == [] for entry in choice["logprobs"]["content"])
+
+
+def test_what_is_forbidden_keeps_the_models_own_logprob(cluster: LiveCluster) -> None:
+    plain = post(cluster, logprobs=0, max_tokens=1)["choices"][0]
+    others = [i for i in range(256) if i != plain["token_ids"][0]]
+    (choice,) = post(cluster, logprobs=1, max_tokens=1, allowed_token_ids=others)["choices"]
+    (top,) = choice["logprobs"]["top_logprobs"]
+    assert len(top) == 2, "the likeliest, which was forbidden, and the chosen one"
+    assert min(top.values()) == choice["logprobs"]["token_logprobs"][0]
+
+
+# ---- of prompts
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_prompt_logprobs_are_the_models(cluster: LiveCluster, model: Path, route: str) -> None:
+    data = post(cluster, route, prompt_logprobs=2)
+    (choice,) = data["choices"]
+    found = (data if route.startswith("chat") else choice)["prompt_logprobs"]
+    prompt = choice["prompt_token_ids"]
+    expected = reference(model, prompt)
+    assert len(found) == len(prompt) == data["usage"]["prompt_tokens"]
+    assert found[0] is None
+    for at, entry in enumerate(found[1:]):
+        token_id = prompt[at + 1]
+        own = entry[str(token_id)]
+        assert own["logprob"] == pytest.approx(float(expected[at, token_id]), abs=EXACT)
+        assert own["rank"] == 1 + int((expected[at] > expected[at, token_id]).sum())
+        assert {1, 2} <= {other["rank"] for other in entry.values()}
+        assert 2 <= len(entry) <= 3
+
+
+def test_prompt_logprobs_are_whole_for_a_cached_prompt(cluster: LiveCluster) -> None:
+    prompt = [(17 * at) % 229 for at in range(90)]
+    for _ in range(2):
+        post(cluster, prompt=prompt)
+    found = post(cluster, prompt=prompt, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
+    assert len(found) == 90
+    assert [list(entry) for entry in found[1:]] == [[str(token_id)] for token_id in prompt[1:]]
+
+
+def test_an_echo_scores_a_text(cluster: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
+    """What evaluation harnesses ask: the prompt's own logprobs, and nothing generated."""
+    prompt = tokenizer.encode(PROMPT)
+    data = post(cluster, echo=True, logprobs=1, max_tokens=0)
+    (choice,) = data["choices"]
+    assert (choice["text"], choice["token_ids"], data["usage"]["completion_tokens"]) == (PROMPT, [], 0)
+    found = choice["logprobs"]
+    assert found["tokens"] == list(PROMPT)
+    assert found["text_offset"] == list(range(len(PROMPT)))
+    assert found["token_logprobs"][0] is None
+    expected = reference(model, prompt)
+    values = [float(expected[at, token_id]) for at, token_id in enumerate(prompt[1:])]
+    assert found["token_logprobs"][1:] == pytest.approx(values, abs=EXACT)
+    longer = post(cluster, echo=True, logprobs=1)["choices"][0]["logprobs"]
+    assert len(longer["tokens"]) == len(PROMPT) + NUM_TOKENS
+    assert longer["token_logprobs"][1 : len(PROMPT)] == pytest.approx(found["token_logprobs"][1:], abs=EXACT)
+    cluster.assert_home()
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("completions", {"logprobs": 21}, "logprobs"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("completions", {"prompt_logprobs": 21}, "prompt_logprobs"),
+        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ],
+)
+def test_more_than_the_server_gives(cluster: LiveCluster, route: str, fields: dict[str, Any], param: str) -> None:
+    body = {"prompt": PROMPT, "messages": [{"role": "user", "content": "x"}], **fields}
+    answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_all_of_them_sum_to_one(cluster_with_many_logprobs: LiveCluster) -> None:
+    """With --max-logprobs above the vocabulary's size."""
+    fields = {"logprobs": 400, "return_tokens_as_token_ids": True}
+    (choice,) = post(cluster_with_many_logprobs, **fields)["choices"]
+    for top in choice["logprobs"]["top_logprobs"]:
+        assert len(top) == VOCAB_SIZE
+        assert sum(math.exp(value) for value in top.values()) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def cluster_with_many_logprobs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    flags = ["--max-model-len=256", "--num-blocks=64", "--max-logprobs=1000"]
+    with LiveCluster(tmp_path_factory.mktemp("many"), model, arguments=flags) as running:
+        yield running

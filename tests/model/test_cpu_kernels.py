@@ -1,0 +1,194 @@
+"""The C kernels against plain references, over shapes, windows, softcaps and block tables."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.batch import ForwardBatch, build_batch
+from pd_cluster.model.cpu import build
+from pd_cluster.model.cpu.ops import CpuOps
+from pd_cluster.model.ops import Activation, Heads, Norm, Rope, TorchOps
+from pd_cluster.types import Request, SamplingParams
+
+ANY = SamplingParams(max_tokens=1, temperature=0.0)
+LAYER, NUM_LAYERS = 1, 2
+SEQUENCES = [(1, 0), (1, 1), (1, 15), (1, 200), (1, 300), (2, 0), (5, 63), (16, 16), (33, 0), (64, 130), (200, 77)]
+
+
+@pytest.fixture(scope="module")
+def ops() -> CpuOps:
+    try:
+        return CpuOps()
+    except build.KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def make_batch(
+    sequences: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int, rng: random.Random
+) -> ForwardBatch:
+    """(query_len, prefix_len) each, in blocks drawn from a pool full of numbers; spare blocks hold NaN."""
+    needed = sum(-(-(n + prefix) // block_size) for n, prefix in sequences)
+    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, head_dim, head_dim, block_size, "float32"), needed + 3)
+    pool.data.fill_(float("nan"))
+    blocks = rng.sample(range(pool.num_blocks), needed)
+    pool.data[blocks] = torch.randn(needed, *pool.data.shape[1:])
+    chunks = []
+    for i, (query_len, prefix) in enumerate(sequences):
+        count = -(-(query_len + prefix) // block_size)
+        table, blocks = blocks[:count], blocks[count:]
+        request = Request(
+            str(i), [0] * (query_len + prefix), ANY, num_computed_tokens=prefix, block_table=table, arrival_s=float(i)
+        )
+        chunks.append((request, query_len))
+    return build_batch(chunks, pool)
+
+
+def make_rope(batch: ForwardBatch, head_dim: int) -> Rope:
+    angles = batch.positions[0, :, None] / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.cat((angles, angles), dim=-1).float()
+    return Rope(angles.cos(), angles.sin())
+
+
+def reference(heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
+    """float64, one sequence, head and query at a time; the pool is as the kernel left it."""
+    dim, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
+    query = qkv.double().view(len(qkv), -1, dim)[:, : heads.num_heads]
+    if heads.q_norm is not None:
+        query = query / (query.square().mean(-1, keepdim=True) + heads.q_norm.eps).sqrt() * heads.q_norm.weight
+    left, right = query.chunk(2, dim=-1)
+    query = query * rope.cos[:, None] + torch.cat((-right, left), dim=-1) * rope.sin[:, None]
+    key_pool, value_pool = (part.double() for part in batch.pool.layer(heads.layer_idx))
+    starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
+    result = torch.empty(len(qkv), heads.num_heads, dim, dtype=torch.float64)
+    for i, context_len in enumerate(batch.context_lens.tolist()):
+        table = batch.block_table[tables[i] : tables[i + 1]].long()
+        keys, values = (p[table].flatten(0, 1)[:context_len] for p in (key_pool, value_pool))
+        rows = slice(starts[i], starts[i + 1])
+        position = torch.arange(context_len - (starts[i + 1] - starts[i]), context_len)[:, None]
+        at = torch.arange(context_len)[None]
+        seen = at <= position
+        if heads.sliding_window:
+            seen &= at > position - heads.sliding_window
+        for head in range(heads.num_heads):
+            scores = query[rows, head] @ keys[:, head // group].T * heads.scaling
+            if heads.softcap:
+                scores = torch.tanh(scores / heads.softcap) * heads.softcap
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            result[rows, head] = weights @ values[:, head // group]
+    return result.view(len(qkv), -1)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
+    error = (actual.double() - expected.double()).abs().max() / expected.abs().max()
+    assert error <= tolerance, f"differs by {error:.1e} of the largest"
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 1), (8, 8), (7, 1), (24, 2)])
+def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    """Lengths, prefixes, windows and softcaps in one batch for each shape of heads and blocks."""
+    rng = random.Random(repr((num_heads, head_dim, block_size)))
+    torch.manual_seed(num_heads * head_dim + block_size)
+    for window, softcap in itertools.product((None, 1, 24, 150), (None, 5.0)):
+        sequences = rng.sample(SEQUENCES, 5)
+        batch = make_batch(sequences, num_kv_heads, head_dim, block_size, rng)
+        heads = Heads(LAYER, num_heads, num_kv_heads, head_dim, head_dim**-0.5, window, softcap)
+        qkv = torch.randn(batch.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim) * 2
+        rope = make_rope(batch, head_dim)
+        actual = ops.attend(heads, qkv.clone(), rope, batch)
+        assert_close(actual, reference(heads, qkv, rope, batch))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_keys_and_values_reach_their_slots_and_no_others(ops: CpuOps, head_dim: int, normed: bool) -> None:
+    rng = random.Random(head_dim)
+    torch.manual_seed(head_dim)
+    batch = make_batch([(1, 4), (7, 6), (30, 0)], 2, head_dim, 3, rng)
+    norm = Norm(torch.rand(head_dim) + 0.5, 1e-6) if normed else None
+    heads = Heads(LAYER, 4, 2, head_dim, head_dim**-0.5, q_norm=norm, k_norm=norm)
+    qkv, rope = torch.randn(batch.num_tokens, 8 * head_dim), make_rope(batch, head_dim)
+    before = batch.pool.data.clone()
+    actual = ops.attend(heads, qkv.clone(), rope, batch)
+    written = batch.pool.data.clone()
+    assert_close(actual, reference(heads, qkv, rope, batch))
+    batch.pool.data.copy_(before)
+    assert_close(actual, TorchOps().attend(heads, qkv.clone(), rope, batch))
+    torch.testing.assert_close(written, batch.pool.data, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert batch.num_layer_writes == 2
+
+
+def test_the_padding_block_can_be_written(ops: CpuOps) -> None:
+    pool = KVPool(KVLayout(NUM_LAYERS, 1, 16, 16, 4, "float32"), num_blocks=2)
+    batch = build_batch([(Request("probe", [0, 0], ANY, block_table=[2]), 2)], pool)
+    ops.attend(Heads(0, 2, 1, 16, 0.25), torch.randn(2, 4 * 16), make_rope(batch, 16), batch)
+    assert pool.data[2, 0].any()
+    assert not pool.data[:2].any()
+    with pytest.raises(ValueError, match="from 3 to 3, wanted 1 from 0 to 2"):
+        build_batch([(Request("probe", [0, 0], ANY, block_table=[3]), 2)], pool)
+
+
+def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps) -> None:
+    rng = random.Random(5)
+    torch.manual_seed(5)
+    batch = make_batch(SEQUENCES, 2, 64, 16, rng)
+    heads = Heads(LAYER, 6, 2, 64, 0.125)
+    qkv, rope = torch.randn(batch.num_tokens, 10 * 64), make_rope(batch, 64)
+    together = ops.attend(heads, qkv.clone(), rope, batch)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batch.kernel_state = None
+    assert torch.equal(together, ops.attend(heads, qkv.clone(), rope, batch))
+    torch.set_num_threads(num_threads)
+    starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
+    for i, (query_len, prefix) in enumerate(SEQUENCES):
+        rows = slice(starts[i], starts[i + 1])
+        table = batch.block_table[tables[i] : tables[i + 1]].tolist()
+        request = Request("x", [0] * (query_len + prefix), ANY, num_computed_tokens=prefix, block_table=table)
+        alone = build_batch([(request, query_len)], batch.pool)
+        own_rope = Rope(rope.cos[rows].contiguous(), rope.sin[rows].contiguous())
+        assert torch.equal(together[rows], ops.attend(heads, qkv[rows].clone(), own_rope, alone))
+
+
+def test_scores_far_apart_and_infinite(ops: CpuOps) -> None:
+    """Weights under the smallest number vanish, the largest one is 1, and NaN is not lost."""
+    batch = make_batch([(1, 40), (40, 0)], 1, 16, 16, random.Random(6))
+    heads = Heads(LAYER, 1, 1, 16, 1.0)
+    qkv, rope = torch.randn(batch.num_tokens, 3 * 16) * 60, make_rope(batch, 16)
+    actual = ops.attend(heads, qkv.clone(), rope, batch)
+    assert_close(actual, reference(heads, qkv, rope, batch), 1e-3)
+    qkv[0, 0] = float("nan")
+    assert ops.attend(heads, qkv.clone(), rope, batch)[0].isnan().all()
+
+
+@pytest.mark.parametrize("features", [16, 96, 768, 771])
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_norm(ops: CpuOps, num_rows: int, features: int) -> None:
+    torch.manual_seed(features)
+    x, delta, norm = torch.randn(num_rows, features), torch.randn(num_rows, features), Norm(torch.rand(features), 1e-5)
+    plain = TorchOps()
+    assert_close(ops.norm(x, norm), plain.norm(x, norm), 1e-6)
+    ours, theirs = x.clone(), x.clone()
+    assert_close(ops.add_norm(ours, delta, norm), plain.add_norm(theirs, delta, norm), 1e-6)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("num_rows", "features"), [(1, 16), (1, 9001), (3, 96), (40, 1000)])
+def test_gate(ops: CpuOps, num_rows: int, features: int, activation: Activation) -> None:
+    torch.manual_seed(features)
+    gate_up = torch.randn(num_rows, 2 * features) * 8
+    gate_up[0, :4] = torch.tensor([-1000.0, 1000.0, -88.0, 0.0])
+    assert_close(ops.gate(gate_up, activation), TorchOps().gate(gate_up.double(), activation), 1e-6)
+
+
+def test_one_openmp_library_serves_torch_and_the_kernels(ops: CpuOps) -> None:
+    with open("/proc/self/maps") as maps:
+        assert len({line.split()[-1] for line in maps if build.OPENMP.search(line.strip())}) == 1

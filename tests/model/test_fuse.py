@@ -1,0 +1,111 @@
+"""Fused layers compute what transformers' modules compute, with and without the C kernels; nothing is kept twice."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.device import Device
+from pd_cluster.errors import ModelError
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model import loader
+from pd_cluster.model.batch import build_batch
+from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
+from pd_cluster.model.fuse import can_fuse, fuse
+from pd_cluster.model.ops import Ops, TorchOps
+from pd_cluster.types import Request, SamplingParams
+from tests.support.checkpoints import CONFIGS, VOCAB_SIZE
+from tests.support.engines import generate, make_core
+
+CPU = Device("cpu")
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+Checkpoints = Callable[[str], Path]
+
+
+def all_logits(model: CausalLM) -> list[torch.Tensor]:
+    """Prompts in chunks and in one, with logits of every row, then a decode step of all."""
+    rng = random.Random(9)
+    pool = KVPool(loader.layout_of(model.config, 16, "float32"), num_blocks=24)
+    lens = [1, 17, 40, 90]
+    requests, free = [], list(range(24))
+    rng.shuffle(free)
+    for i, n in enumerate(lens):
+        table = [free.pop() for _ in range(n // 16 + 1)]
+        requests.append(Request(str(i), [rng.randrange(VOCAB_SIZE) for _ in range(n)], GREEDY, block_table=table))
+    found = []
+    for count in (16, 90, 1):
+        chunks = [(r, min(count, r.num_behind)) for r in requests if r.num_behind]
+        batch = build_batch(chunks, pool)
+        batch.sample_rows = torch.arange(batch.num_tokens)
+        with torch.inference_mode():
+            found.append(model(batch))
+        for request, n in chunks:
+            request.num_computed_tokens += n
+            if not request.num_behind:
+                request.output_token_ids.append(7)
+    return found
+
+
+def kernels(name: str, config: object) -> Ops:
+    ops = TorchOps() if name == "torch" else loader.choose_ops(config)
+    if ops.name != name:
+        pytest.skip("no C kernels here")
+    return ops
+
+
+@pytest.mark.parametrize("name", ["torch", "C"])
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> None:
+    folder = Checkpoint.open(str(checkpoint(architecture)))
+    plain = loader.load_plain(folder, "float32", CPU)
+    assert can_fuse(plain)
+    expected = all_logits(PlainCausalLM(plain))
+    actual = all_logits(fuse(plain, kernels(name, plain.config)))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> None:
+    """What fusing packs is freed: every linear layer's weight, the experts' too; tied embeddings keep their rows."""
+    model = loader.load_plain(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
+    big = {name: weakref.ref(p) for name, p in model.named_parameters() if p.dim() > 1}
+    fused = fuse(model, TorchOps())
+    del model
+    gc.collect()
+    kept = {name for name, ref in big.items() if ref() is not None}
+    assert {name for name in kept if not name.endswith("mlp.gate.weight")} <= {"model.embed_tokens.weight"}
+    assert isinstance(fused, FusedCausalLM)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_without_the_kernels(checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[1, 2, 3], list(range(60))]
+    with_kernels = generate(make_core(checkpoint(architecture)), prompts, GREEDY)
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
+    core = make_core(checkpoint(architecture))
+    assert core.runner.model.kernels == "fused layers, torch kernels"  # type: ignore[attr-defined]
+    assert generate(core, prompts, GREEDY) == with_kernels
+
+
+def test_16_bits_stay_with_transformers(checkpoint: Checkpoints) -> None:
+    model = loader.load_model(Checkpoint.open(str(checkpoint("llama"))), "bfloat16", CPU)
+    assert isinstance(model, PlainCausalLM)
+
+
+def test_fusing_that_changes_the_numbers_is_refused(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: TorchOps, x: torch.Tensor, norm: object) -> torch.Tensor:
+        return x * 1.01
+
+    monkeypatch.setattr(TorchOps, "norm", wrong)
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
+    with pytest.raises(ModelError, match="changed the logits by"):
+        loader.load_model(Checkpoint.open(str(checkpoint("llama"))), "float32", CPU)

@@ -1,0 +1,155 @@
+"""KV that is found in the prefix cache, shared by forks, swapped out and in: the tokens stay those of the model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.scheduler import Move
+from pd_cluster.types import Request, SamplingParams
+from tests.support.checkpoints import CONFIGS, reference_model
+from tests.support.engines import assert_same, generate, make_core, random_prompt, run
+
+Checkpoints = Callable[..., Path]
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
+BLOCK_SIZE = 8
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_cached_prefix_gives_the_same_tokens(checkpoint: Checkpoints, architecture: str) -> None:
+    """The same prompt again, one that goes on where it ended, and one that leaves it in the middle."""
+    folder = checkpoint(architecture)
+    core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=40, num_blocks=64)
+    prompt = random_prompt(random.Random(7), 70)
+    (answer,) = generate(core, [prompt], GREEDY)
+    for again, num_cached in (
+        (prompt, 64),
+        (prompt[:64], 56),  # the last token is always computed
+        ([*prompt, *answer, 5, 6], 80),  # what was generated is cached too, as far as blocks are full
+        ([*prompt[:30], 1, 2, 3, *prompt[30:]], 24),
+    ):
+        request = Request("again", again, GREEDY)
+        tokens = run(core, [request])["again"][0]
+        assert request.num_cached_tokens == num_cached
+        assert_same(folder, again, [token.token_id for token in tokens], GREEDY.max_tokens)
+
+
+def test_salts_and_a_cache_that_is_off_share_nothing(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("llama")
+    prompt = random_prompt(random.Random(8), 40)
+    core = make_core(folder, block_size=BLOCK_SIZE, num_blocks=64, max_model_len=128)
+    for salt, num_cached in (("", 0), ("a", 0), ("b", 0), ("a", 32), ("", 32)):
+        request = Request("r", prompt, GREEDY, cache_salt=salt)
+        run(core, [request])
+        assert request.num_cached_tokens == num_cached, salt
+    off = make_core(folder, block_size=BLOCK_SIZE, num_blocks=64, max_model_len=128, enable_prefix_caching=False)
+    for _ in range(2):
+        request = Request("r", prompt, GREEDY)
+        run(off, [request])
+        assert request.num_cached_tokens == 0
+    assert off.scheduler.blocks.num_cached == 0
+
+
+def tiny_core(folder: Path, **settings: object) -> EngineCore:
+    """So few blocks that most requests are preempted, some several times."""
+    return make_core(folder, block_size=4, max_num_batched_tokens=32, num_blocks=24, max_model_len=96, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preemption_mode": "swap", "swap_space_gib": 0.01},
+        {"preemption_mode": "swap", "swap_space_gib": 0.0001},  # room for some
+        {"preemption_mode": "recompute"},
+        {"preemption_mode": "recompute", "enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_constant_preemption(checkpoint: Checkpoints, settings: dict[str, object]) -> None:
+    folder = checkpoint("llama")
+    core = tiny_core(folder, **settings)
+    moves: list[Move] = []
+    move = core.runner.move
+
+    def count(each: Sequence[Move]) -> None:
+        moves.extend(each)
+        move(each)
+
+    core.runner.move = count  # type: ignore[method-assign]
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, rng.randrange(1, 40)) for _ in range(16)]
+    long = SamplingParams(max_tokens=48, temperature=0.0)
+    for prompt, output in zip(prompts, generate(core, prompts, long), strict=True):
+        assert_same(folder, prompt, output, long.max_tokens)
+    assert core.scheduler.num_preemptions > 3
+    kinds = {each.kind for each in moves}
+    assert kinds == ({"out", "in"} if settings["preemption_mode"] == "swap" else set())
+
+
+def test_n_sequences_are_the_same_alone_in_a_batch_and_after_preemption(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("qwen3")
+    rng = random.Random(4)
+    prompt = random_prompt(rng, 37)
+    sampling = SamplingParams(n=3, max_tokens=20, temperature=1.0, seed=11, frequency_penalty=0.5)
+
+    def outputs(core: EngineCore, others: int) -> list[list[int]]:
+        request = Request("n", prompt, sampling, arrival_s=2.0)
+        beside = [
+            Request(
+                f"o{i}", random_prompt(rng, rng.randrange(1, 60)), SamplingParams(max_tokens=16, seed=i), arrival_s=i
+            )
+            for i in range(others)
+        ]
+        found = run(core, [request, *beside])["n"]
+        return [[token.token_id for token in found[index]] for index in range(3)]
+
+    roomy = make_core(folder, block_size=4, num_blocks=400, max_model_len=96)
+    alone = outputs(roomy, 0)
+    assert len({tuple(each) for each in alone}) == 3
+    assert outputs(roomy, 31) == alone
+    tiny = tiny_core(folder)
+    assert outputs(tiny, 12) == alone
+    assert tiny.scheduler.num_preemptions > 0
+
+
+def test_n_sequences_share_the_blocks_of_the_prompt(checkpoint: Checkpoints) -> None:
+    core = make_core(checkpoint("llama"), block_size=4, num_blocks=60, max_model_len=96)
+    sampling = SamplingParams(n=4, max_tokens=8, temperature=1.0, ignore_eos=True)
+    core.scheduler.add(Request("n", random_prompt(random.Random(1), 42), sampling))
+    core.step()
+    core.step()
+    # 10 full blocks of the prompt once, and for each sequence its own block with the rest of it
+    assert core.scheduler.blocks.num_held == 10 + 4
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("budget", [7, 512])
+def test_logprobs_are_those_of_the_model(checkpoint: Checkpoints, architecture: str, budget: int) -> None:
+    """Of the prompt, also when it is chunked, cached or long, and of the tokens that were chosen."""
+    folder = checkpoint(architecture)
+    core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=budget, num_blocks=64)
+    prompt = random_prompt(random.Random(5), 33)
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    for _ in range(2):
+        request = Request("r", prompt, sampling)
+        tokens = run(core, [request])["r"][0]
+        ids = [*prompt, *(token.token_id for token in tokens)]
+        with torch.inference_mode():
+            logprobs = reference_model(folder)(torch.tensor([ids])).logits[0].log_softmax(-1)  # [num_tokens, vocab]
+        told = [*request.prompt_logprobs, *(token.logprobs for token in tokens)]
+        assert told[0] is None
+        assert len(told) == len(ids)
+        for position, entry in enumerate(told[1:], start=1):
+            assert entry is not None
+            expected = logprobs[position - 1]
+            best = expected.topk(len(entry.top))
+            assert entry.logprob == pytest.approx(float(expected[ids[position]]), abs=2e-3)
+            assert [token_id for token_id, _ in entry.top] == best.indices.tolist()
+            assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=2e-3)
+            assert len(entry.top) == (2 if position < len(prompt) else 3)
+            assert entry.rank == 1 + int((expected > expected[ids[position]]).sum())

@@ -1,0 +1,348 @@
+"""What goes out over HTTP: choices, logprobs, prompt logprobs and usage, whole and streamed, from scripted tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from pd_cluster.api.http import install_error_handlers
+from pd_cluster.api.legacy import legacy_routes
+from pd_cluster.api.openai import openai_routes
+from pd_cluster.api.service import TextService
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.cluster.router import Router
+from pd_cluster.types import FinishReason, Logprobs, PromptOutput, SamplingParams, TokenOutput
+from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+
+RUST = make_tokenizer()
+A, B, C, D, E = RUST.encode("abcde").ids
+HALF_1, HALF_2 = RUST.encode("é").ids
+BYTES_OF = {HALF_1: [0xC3], HALF_2: [0xA9]}
+
+
+class Script:
+    """A router that says what it was told to: (index, token id, finish reason, logprobs)."""
+
+    def __init__(self) -> None:
+        self.membership = SimpleNamespace(instances=[])
+        self.lines: list[tuple[int, int, FinishReason | None, Logprobs | None]] = []
+        self.prompt = PromptOutput("r", 0, 4)
+
+    async def serve(
+        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str
+    ) -> AsyncIterator[TokenOutput]:
+        stopped: set[int] = set()
+        instances = [SimpleNamespace(name=name) for name in ("p", "d")]
+        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=stopped.add))
+        prompted(self.prompt)
+        positions = [0] * sampling.n
+        for index, token_id, reason, logprobs in self.lines:
+            if index not in stopped:
+                known = logprobs if sampling.logprobs is not None else None
+                yield TokenOutput("r", 0, index, positions[index], token_id, reason, known)
+                positions[index] += 1
+
+
+Post = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def post(tmp_path: Path, script: Script) -> Post:
+    """`post(route, **fields)` asks a server whose model is the script."""
+    RUST.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    checkpoint = Checkpoint(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "")
+    service = TextService(cast(Router, script), checkpoint, "/models/x", ["x"], 1000)
+    app = FastAPI()
+    install_error_handlers(app)
+    app.include_router(openai_routes(service))
+    app.include_router(legacy_routes(service))
+
+    def ask(route: str, **fields: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+                return await client.post(route, json=fields)
+
+        answer = asyncio.run(send())
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    return ask
+
+
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    *events, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def logprobs(logprob: float, rank: int, *top: tuple[int, float]) -> Logprobs:
+    return Logprobs(logprob, rank, list(top))
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"prompt": "hi"}
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+TWO: list[tuple[int, int, FinishReason | None, Logprobs | None]] = [
+    (0, A, None, None),
+    (1, C, None, None),
+    (1, D, "stop", None),
+    (0, B, None, None),
+    (0, E, "length", None),
+]
+
+
+# ---- several choices
+
+
+def test_choices_of_a_chat(post: Post, script: Script) -> None:
+    script.lines = TWO
+    data = post("/v1/chat/completions", **CHAT, n=2, stop_token_ids=[D]).json()
+    assert data["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "abe"},
+            "logprobs": None,
+            "finish_reason": "length",
+        },
+        {"index": 1, "message": {"role": "assistant", "content": "c"}, "logprobs": None, "finish_reason": "stop"},
+    ]
+    num_prompt = len("<|user|>hi<|assistant|>")
+    assert data["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 5,
+        "total_tokens": num_prompt + 5,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_choices_of_a_streamed_chat(post: Post, script: Script) -> None:
+    """Each choice's role once and first, its finish_reason once and last; one id; the usage at the end."""
+    script.lines = TWO
+    *chunks, last = chunks_of(post("/v1/chat/completions", **CHAT, n=2, **USAGE))
+    assert len({(c["id"], c["created"]) for c in [*chunks, last]}) == 1
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 5
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    for index, text, reason in ((0, "abe", "length"), (1, "c", "stop")):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert [choice["delta"].get("role") for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == text
+        assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + [reason]
+
+
+def test_choices_of_completions(post: Post, script: Script) -> None:
+    script.lines = TWO
+    fields: dict[str, Any] = {**COMPLETION, "n": 2, "echo": True, "return_token_ids": True}
+    choices = post("/v1/completions", **fields).json()["choices"]
+    assert [(c["index"], c["text"], c["finish_reason"], c["token_ids"]) for c in choices] == [
+        (0, "hiabe", "length", [A, B, E]),
+        (1, "hic", "stop", [C, D]),
+    ]
+    chunks = [c["choices"][0] for c in chunks_of(post("/v1/completions", **fields, stream=True))]
+    for index in (0, 1):
+        mine = [choice for choice in chunks if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == choices[index]["text"]
+        assert [i for choice in mine for i in choice.get("token_ids", [])] == choices[index]["token_ids"]
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == [
+            choices[index]["finish_reason"]
+        ]
+
+
+def test_choices_of_the_plain_api(post: Post, script: Script) -> None:
+    script.lines = TWO
+    assert post("/generate", **COMPLETION, n=2).json() == {"text": ["hiabe", "hic"]}
+    *frames, end = post("/generate", **COMPLETION, n=2, stream=True).content.split(b"\0")
+    assert end == b""
+    assert [json.loads(frame)["text"] for frame in frames] == [
+        ["hia", "hi"],
+        ["hia", "hic"],
+        ["hia", "hic"],
+        ["hiab", "hic"],
+        ["hiabe", "hic"],
+    ]
+
+
+def test_the_best_are_numbered_anew(post: Post, script: Script) -> None:
+    script.lines = [
+        (0, A, "length", logprobs(-3.0, 4)),
+        (1, B, "length", logprobs(-1.0, 1)),
+        (2, C, "length", logprobs(-2.0, 2)),
+    ]
+    data = post("/v1/completions", **COMPLETION, n=2, best_of=3).json()
+    assert [(c["index"], c["text"], c["logprobs"]) for c in data["choices"]] == [(0, "b", None), (1, "c", None)]
+    assert data["usage"]["completion_tokens"] == 2
+    assert post("/generate", **COMPLETION, n=2, best_of=3).json() == {"text": ["hib", "hic"]}
+
+
+# ---- logprobs
+
+LINES: list[tuple[int, int, FinishReason | None, Logprobs | None]] = [
+    (0, A, None, logprobs(-0.5, 1, (A, -0.5), (B, -1.0))),
+    (0, HALF_1, None, logprobs(-3.0, 9, (B, -0.1), (C, -math.inf))),
+    (0, HALF_2, None, logprobs(-0.25, 1, (HALF_2, -0.25), (HALF_1, -2.0))),
+    (0, EOS_ID, "stop", logprobs(-math.inf, 320, (D, -0.01), (E, -5.0))),
+]
+CHAT_CONTENT = [
+    {
+        "token": "a",
+        "logprob": -0.5,
+        "bytes": [97],
+        "top_logprobs": [
+            {"token": "a", "logprob": -0.5, "bytes": [97]},
+            {"token": "b", "logprob": -1.0, "bytes": [98]},
+        ],
+    },
+    {
+        "token": "\ufffd",
+        "logprob": -3.0,
+        "bytes": [0xC3],
+        "top_logprobs": [
+            {"token": "b", "logprob": -0.1, "bytes": [98]},
+            {"token": "c", "logprob": -9999.0, "bytes": [99]},
+        ],
+    },
+    {
+        "token": "\ufffd",
+        "logprob": -0.25,
+        "bytes": [0xA9],
+        "top_logprobs": [
+            {"token": "\ufffd", "logprob": -0.25, "bytes": [0xA9]},
+            {"token": "\ufffd", "logprob": -2.0, "bytes": [0xC3]},
+        ],
+    },
+    {
+        "token": "<eos>",
+        "logprob": -9999.0,
+        "bytes": list(b"<eos>"),
+        "top_logprobs": [
+            {"token": "d", "logprob": -0.01, "bytes": [100]},
+            {"token": "e", "logprob": -5.0, "bytes": [101]},
+        ],
+    },
+]
+COMPLETION_LOGPROBS = {
+    "tokens": ["a", "\ufffd", "\ufffd", "<eos>"],
+    "token_logprobs": [-0.5, -3.0, -0.25, -9999.0],
+    "top_logprobs": [
+        {"a": -0.5, "b": -1.0},
+        {"\ufffd": -3.0, "b": -0.1, "c": -9999.0},
+        {"\ufffd": -0.25},
+        {"<eos>": -9999.0, "d": -0.01, "e": -5.0},
+    ],
+    "text_offset": [0, 1, 1, 2],
+}
+
+
+def test_logprobs_of_a_chat(post: Post, script: Script) -> None:
+    script.lines = LINES
+    (choice,) = post("/v1/chat/completions", **CHAT, logprobs=True, top_logprobs=2).json()["choices"]
+    assert choice["message"]["content"] == "aé"
+    assert choice["logprobs"] == {"content": CHAT_CONTENT}
+    chunks = chunks_of(post("/v1/chat/completions", **CHAT, logprobs=True, top_logprobs=2, stream=True))
+    told = [c["choices"][0]["logprobs"] for c in chunks]
+    assert [entry for each in told if each is not None for entry in each["content"]] == CHAT_CONTENT
+    assert told[0] is None
+    assert told[-1] is None
+    assert [len(each["content"]) for each in told if each is not None] == [1, 2, 1], "beside their own text"
+
+
+def test_a_chat_without_logprobs_has_none(post: Post, script: Script) -> None:
+    script.lines = LINES
+    for fields in ({}, {"logprobs": False}, {"logprobs": None, "top_logprobs": 0}):
+        assert post("/v1/chat/completions", **CHAT, **fields).json()["choices"][0]["logprobs"] is None
+
+
+def test_logprobs_of_a_completion(post: Post, script: Script) -> None:
+    script.lines = LINES
+    (choice,) = post("/v1/completions", **COMPLETION, logprobs=2).json()["choices"]
+    assert choice["logprobs"] == COMPLETION_LOGPROBS
+    chunks = chunks_of(post("/v1/completions", **COMPLETION, logprobs=2, stream=True))
+    told = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"] is not None]
+    assert {name: [x for each in told for x in each[name]] for name in COMPLETION_LOGPROBS} == COMPLETION_LOGPROBS
+
+
+def test_logprobs_of_the_plain_api(post: Post, script: Script) -> None:
+    script.lines = LINES
+    data = post("/generate", **COMPLETION, logprobs=2).json()
+    assert data == {"text": ["hiaé"], "logprobs": [COMPLETION_LOGPROBS]}
+    *frames, _ = post("/generate", **COMPLETION, logprobs=2, stream=True).content.split(b"\0")
+    assert json.loads(frames[-1]) == data
+    assert all("logprobs" not in json.loads(frame) for frame in frames[:-1])
+
+
+def test_tokens_with_the_same_text_can_be_told_apart(post: Post, script: Script) -> None:
+    script.lines = LINES
+    fields: dict[str, Any] = {**COMPLETION, "logprobs": 2, "return_tokens_as_token_ids": True}
+    found = post("/v1/completions", **fields).json()["choices"][0]["logprobs"]
+    assert found["tokens"][1:3] == [f"token_id:{HALF_1}", f"token_id:{HALF_2}"]
+    assert found["top_logprobs"][2] == {f"token_id:{HALF_2}": -0.25, f"token_id:{HALF_1}": -2.0}
+
+
+# ---- of prompts
+
+
+def test_logprobs_of_an_echo(post: Post, script: Script) -> None:
+    script.lines = LINES
+    h, i = RUST.encode("hi").ids
+    script.prompt = PromptOutput("r", 0, 0, [None, logprobs(-7.0, 3, (h, -0.5), (A, -1.0))])
+    whole = post("/v1/completions", **COMPLETION, logprobs=2, echo=True).json()["choices"][0]
+    assert whole["text"] == "hiaé"
+    assert whole["logprobs"] == {
+        "tokens": ["h", "i", *COMPLETION_LOGPROBS["tokens"]],
+        "token_logprobs": [None, -7.0, *COMPLETION_LOGPROBS["token_logprobs"]],
+        "top_logprobs": [None, {"i": -7.0, "h": -0.5, "a": -1.0}, *COMPLETION_LOGPROBS["top_logprobs"]],
+        "text_offset": [0, 1, 2, 3, 3, 4],
+    }
+    assert "prompt_logprobs" not in whole
+    chunks = chunks_of(post("/v1/completions", **COMPLETION, logprobs=2, echo=True, stream=True))
+    told = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"] is not None]
+    assert {name: [x for each in told for x in each[name]] for name in COMPLETION_LOGPROBS} == whole["logprobs"]
+    script.lines = [(0, A, "length", None)]
+    alone = post("/v1/completions", **COMPLETION, logprobs=2, echo=True, max_tokens=0).json()["choices"][0]
+    assert (alone["text"], alone["logprobs"]["tokens"]) == ("hi", ["h", "i"])
+    assert i != h
+
+
+def test_prompt_logprobs(post: Post, script: Script) -> None:
+    """On a completion's choices, on a chat's answer; the token itself first, then the most likely ones."""
+    script.lines = TWO
+    h, i = RUST.encode("hi").ids
+    script.prompt = PromptOutput("r", 0, 0, [None, logprobs(-math.inf, 3, (h, -0.5), (HALF_1, -1.0))])
+    expected = [
+        None,
+        {
+            str(i): {"logprob": -9999.0, "rank": 3, "decoded_token": "i"},
+            str(h): {"logprob": -0.5, "rank": 1, "decoded_token": "h"},
+            str(HALF_1): {"logprob": -1.0, "rank": 2, "decoded_token": "\ufffd"},
+        },
+    ]
+    data = post("/v1/completions", **COMPLETION, prompt_logprobs=2, n=2).json()
+    assert [choice["prompt_logprobs"] for choice in data["choices"]] == [expected, expected]
+    assert [choice["logprobs"] for choice in data["choices"]] == [None, None]
+    data = post("/v1/chat/completions", **CHAT, prompt_logprobs=2, n=2).json()
+    assert data["prompt_logprobs"][0] is None
+    assert all("prompt_logprobs" not in choice for choice in data["choices"])
+    assert post("/generate", **COMPLETION, prompt_logprobs=2, n=2).json()["prompt_logprobs"] == expected
+
+
+def test_a_prompts_token_among_the_most_likely_is_there_once(post: Post, script: Script) -> None:
+    script.lines = TWO
+    h, i = RUST.encode("hi").ids
+    script.prompt = PromptOutput("r", 0, 0, [None, logprobs(-0.5, 1, (i, -0.5), (h, -1.0))])
+    (_, found) = post("/v1/completions", **COMPLETION, prompt_logprobs=2, n=2).json()["choices"][0]["prompt_logprobs"]
+    assert {key: value["rank"] for key, value in found.items()} == {str(i): 1, str(h): 2}

@@ -1,0 +1,259 @@
+"""Masks and penalties: the same as transformers' processors, and the state they keep never matters to the outcome."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from pd_cluster.model.adjust import Adjustment, Edit, adjustment_of, apply
+from pd_cluster.model.draw import Knobs, draw
+from pd_cluster.model.sampler import Row, Sampler
+from pd_cluster.types import Request, SamplingParams
+
+VOCAB_SIZE = 50
+EOS = frozenset({7, 11})
+NOTHING: frozenset[int] = frozenset()
+
+
+def adjusted(logits: torch.Tensor, prompt: list[int], output: list[int], **params: Any) -> torch.Tensor:
+    """One row of logits [vocab_size] after the masks and penalties of one request."""
+    request = Request("r", prompt, SamplingParams(**params), output_token_ids=output)
+    adjustment = adjustment_of(request, len(logits), EOS)
+    work = logits.clone()[None]
+    apply(work, [Edit(0, adjustment, adjustment.banned(request, len(output)))])
+    return work[0]
+
+
+def random_case(seed: int) -> tuple[torch.Tensor, list[int], list[int]]:
+    rng = random.Random(seed)
+    logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+    return logits, [rng.randrange(9) for _ in range(rng.randint(1, 9))], [rng.randrange(9) for _ in range(seed % 6)]
+
+
+BAD_WORDS = ((4,), (0, 1), (2, 3), (5, 6, 7), (1, 1), (8, 0, 2, 5), (12, 13))
+BIAS = ((3, 2.5), (9, -4.0), (30, 100.0))
+HF: dict[str, tuple[dict[str, Any], Callable[[int], hf.LogitsProcessor]]] = {
+    "repetition above": ({"repetition_penalty": 1.7}, lambda _: hf.RepetitionPenaltyLogitsProcessor(1.7)),
+    "repetition below": ({"repetition_penalty": 0.6}, lambda _: hf.RepetitionPenaltyLogitsProcessor(0.6)),
+    "bad words": ({"bad_words": BAD_WORDS}, lambda _: hf.NoBadWordsLogitsProcessor([list(w) for w in BAD_WORDS])),
+    "min tokens": (
+        {"min_tokens": 3},
+        lambda num_prompt: hf.MinNewTokensLengthLogitsProcessor(num_prompt, 3, sorted(EOS)),
+    ),
+    "bias": ({"logit_bias": BIAS}, lambda _: hf.SequenceBiasLogitsProcessor([[[token], b] for token, b in BIAS])),
+}
+
+
+@pytest.mark.parametrize("name", HF)
+def test_adjusts_as_transformers_does(name: str) -> None:
+    params, processor = HF[name]
+    changed = 0
+    for seed in range(60):
+        logits, prompt, output = random_case(seed)
+        expected = processor(len(prompt))(torch.tensor([prompt + output]), logits.clone()[None])[0]
+        assert torch.equal(adjusted(logits, prompt, output, **params), expected)
+        changed += not torch.equal(expected, logits)
+    assert changed > 20
+
+
+@pytest.mark.parametrize(
+    ("params", "warpers"),
+    [
+        ({"temperature": 0.6}, [hf.TemperatureLogitsWarper(0.6)]),
+        ({"top_k": 7}, [hf.TopKLogitsWarper(7)]),
+        ({"top_p": 0.8}, [hf.TopPLogitsWarper(0.8)]),
+        ({"min_p": 0.07}, [hf.MinPLogitsWarper(0.07)]),
+        ({"temperature": 1.5, "min_p": 0.02}, [hf.TemperatureLogitsWarper(1.5), hf.MinPLogitsWarper(0.02)]),
+        (
+            {"temperature": 2.0, "top_k": 20, "top_p": 0.7},
+            [hf.TemperatureLogitsWarper(2.0), hf.TopKLogitsWarper(20), hf.TopPLogitsWarper(0.7)],
+        ),
+    ],
+    ids=str,
+)
+def test_draws_from_the_distribution_of_transformers(params: dict[str, Any], warpers: list[hf.LogitsProcessor]) -> None:
+    """With evenly spaced numbers instead of random ones each token is drawn as often as its probability says."""
+    num_draws = 5000
+    even = (np.arange(num_draws) + 0.5) / num_draws
+    for seed in range(5):
+        logits = random_case(seed)[0]
+        scores = logits[None]
+        for warper in warpers:
+            scores = warper(torch.empty(1, 0, dtype=torch.long), scores)
+        expected = scores.softmax(-1)[0] * num_draws
+        knobs = Knobs.of([SamplingParams(**params)] * num_draws, even, VOCAB_SIZE)
+        drawn = draw(logits.expand(num_draws, -1).contiguous(), np.full(num_draws, logits.max()), knobs)
+        counts = torch.from_numpy(np.bincount(drawn, minlength=VOCAB_SIZE))
+        assert (counts - expected).abs().max() < 1.01
+        assert not counts[expected == 0].any()
+
+
+def test_frequency_and_presence_look_at_the_output_only() -> None:
+    """By the formula of the OpenAI API: logit - count * frequency - (count > 0) * presence."""
+    after = adjusted(torch.zeros(6), [0, 1, 1], [1, 2, 2, 2], frequency_penalty=0.5, presence_penalty=0.25)
+    assert after.tolist() == [0.0, -0.75, -1.75, 0.0, 0.0, 0.0]
+
+
+def test_stop_tokens_and_eos_wait_for_min_tokens() -> None:
+    params = {"min_tokens": 2, "stop_token_ids": (3,), "ignore_eos": True}
+    early = adjusted(torch.zeros(VOCAB_SIZE), [1], [1], **params)
+    assert torch.nonzero(early == -math.inf).flatten().tolist() == [3, 7, 11]
+    assert not adjusted(torch.zeros(VOCAB_SIZE), [1], [1, 1], **params).any()
+
+
+def test_allowed_tokens_alone_are_left() -> None:
+    after = adjusted(torch.arange(6.0), [], [], allowed_token_ids=(4, 1), bad_words=((4,),), logit_bias=((1, 2.0),))
+    assert after.tolist() == [-math.inf, 3.0, -math.inf, -math.inf, -math.inf, -math.inf]
+
+
+def test_ids_outside_the_vocabulary_are_passed_over() -> None:
+    params = {
+        "logit_bias": ((-1, 5.0), (50, 5.0)),
+        "bad_words": ((99,), (-2,), (1, 77)),
+        "stop_token_ids": (1000,),
+        "min_tokens": 9,
+        "repetition_penalty": 2.0,
+        "frequency_penalty": 1.0,
+    }
+    after = adjusted(torch.ones(VOCAB_SIZE), [60, 1], [70, -3, 1], **params)
+    changed = torch.nonzero(after != 1.0).flatten().tolist()
+    assert changed == [1, 7, 11]
+    assert after[1].item() == -0.5
+
+
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("params", "token_id"),
+    [
+        ({"bad_words": tuple((i,) for i in range(4))}, 2),  # the most likely, as if there were no masks
+        ({"allowed_token_ids": (0, 3), "bad_words": ((0,), (3,))}, 3),  # the most likely of the allowed ones
+        ({"allowed_token_ids": (99,)}, 2),
+        ({"logit_bias": tuple((i, -math.inf) for i in range(4))}, 2),
+    ],
+)
+def test_where_nothing_is_left_a_token_is_chosen_all_the_same(
+    temperature: float, params: dict[str, Any], token_id: int
+) -> None:
+    logits = torch.tensor([[1.0, 2.0, 4.0, 3.0], [5.0, 0.0, 0.0, 0.0]])
+    blocked = Request("r", [], SamplingParams(temperature=temperature, **params))
+    plain = Request("s", [], SamplingParams(**GREEDY))
+    sampled = Sampler(4, NOTHING).sample(logits, [Row(blocked, 0, 0), Row(plain, 0, 0)])
+    assert [s.token_id for s in sampled] == [token_id, 0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 0.0},
+        {"logit_bias": ((1, math.inf), (2, math.nan))},
+        {"allowed_token_ids": (0, 1), "logit_bias": ((2, math.inf),)},
+        {"presence_penalty": math.inf},
+        {"frequency_penalty": -math.inf},
+        {"repetition_penalty": math.nan},
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"top_p": math.nan},
+        {"top_p": -1.0, "top_k": -7},
+        {"min_p": 3.0},
+        {"bad_words": ((),)},
+    ],
+    ids=str,
+)
+def test_senseless_parameters_do_not_crash(params: dict[str, Any]) -> None:
+    request = Request("r", [1, 2], SamplingParams(**params), output_token_ids=[2, 0])
+    sampled = Sampler(40, EOS).sample(random_case(1)[0][None, :40], [Row(request, 0, 2)])
+    assert 0 <= sampled[0].token_id < 40
+
+
+EVERYTHING: dict[str, Any] = {
+    "temperature": 0.9,
+    "seed": 5,
+    "top_p": 0.95,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "bad_words": ((1, 2), (3, 4), (5,), (2, 1, 0)),
+    "min_tokens": 20,
+    "logit_bias": ((3, 1.0), (4, 1.0)),
+}
+
+
+def generate(request: Request, num_tokens: int, sampler: Sampler) -> None:
+    """Logits are a function of the position, as if there were a model."""
+    while len(request.output_token_ids) < num_tokens:
+        position = len(request.output_token_ids)
+        logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(position))
+        request.output_token_ids.append(sampler.sample(logits, [Row(request, 0, position)])[0].token_id)
+
+
+def test_replay_with_or_without_state_gives_the_same_tokens() -> None:
+    sampler = Sampler(VOCAB_SIZE, EOS)
+    whole = Request("r", [1, 2, 3, 49], SamplingParams(**EVERYTHING))
+    generate(whole, 150, sampler)
+    assert len(set(whole.output_token_ids)) > 30
+    for cut in (1, 17, 60):
+        dropped = Request("r", [1, 2, 3, 49], SamplingParams(**EVERYTHING))
+        generate(dropped, cut, sampler)
+        dropped.sampler_state = None
+        elsewhere = Request("r", [1, 2, 3, 49], dropped.sampling, output_token_ids=whole.output_token_ids[:cut])
+        for request in (dropped, elsewhere):
+            generate(request, 150, Sampler(VOCAB_SIZE, EOS))
+            assert request.output_token_ids == whole.output_token_ids
+
+
+def test_state_follows_whatever_becomes_of_the_output() -> None:
+    """Tokens are added one by one or many, taken back, replaced; the counts are those of a count from scratch."""
+    rng = random.Random(0)
+    request = Request("r", [0, 1, 1, 40], SamplingParams(repetition_penalty=1.1))
+    for _ in range(600):
+        event = rng.random()
+        if event < 0.7:
+            request.output_token_ids += [rng.randrange(VOCAB_SIZE * 3) for _ in range(rng.choice([1, 1, 1, 30]))]
+        elif event < 0.8:
+            del request.output_token_ids[rng.randint(0, len(request.output_token_ids)) :]
+        elif event < 0.9:
+            request.output_token_ids = [rng.randrange(VOCAB_SIZE) for _ in request.output_token_ids]
+        state = adjustment_of(request, VOCAB_SIZE * 2, EOS)
+        counts = dict(zip(state.penalized.tolist(), state.counts.tolist(), strict=True))
+        expected = dict.fromkeys(request.prompt_token_ids, 0) | Counter(request.output_token_ids)
+        assert counts == {token: count for token, count in expected.items() if token < VOCAB_SIZE * 2}
+
+
+def test_forks_share_the_tokens_but_not_the_numbers() -> None:
+    """n rows of one request equal n requests of their own; later a copied state does not mix them up."""
+    sampler = Sampler(VOCAB_SIZE, EOS)
+    parent = Request("r", [1, 2, 3], SamplingParams(**EVERYTHING))
+    logits = random_case(3)[0].expand(8, -1)
+    forked = sampler.sample(logits.clone(), [Row(parent, index, 0) for index in range(8)])
+    apart = [Request("r", [1, 2, 3], SamplingParams(**EVERYTHING), index=index) for index in range(8)]
+    assert forked == sampler.sample(logits.clone(), [Row(r, r.index, 0) for r in apart])
+    assert len({s.token_id for s in forked}) > 2
+    children = [replace(parent, index=i, output_token_ids=[s.token_id]) for i, s in enumerate(forked)]
+    for request, child in zip(apart, children, strict=True):
+        request.output_token_ids = list(child.output_token_ids)
+    rows = [Row(child, child.index, 1) for child in children]
+    assert sampler.sample(logits.clone(), rows) == sampler.sample(logits.clone(), [Row(r, r.index, 1) for r in apart])
+
+
+def test_rows_without_masks_or_penalties_keep_no_state() -> None:
+    request = Request("r", [1], SamplingParams(top_k=3))
+    Sampler(VOCAB_SIZE, EOS).sample(random_case(0)[0][None], [Row(request, 0, 0)])
+    assert request.sampler_state is None
+
+
+def test_state_of_other_parameters_is_not_used() -> None:
+    request = Request("r", [1], SamplingParams(allowed_token_ids=(3,), **GREEDY))
+    request.sampler_state = Adjustment(SamplingParams(allowed_token_ids=(4,)), VOCAB_SIZE, EOS)
+    assert Sampler(VOCAB_SIZE, EOS).sample(random_case(0)[0][None], [Row(request, 0, 0)])[0].token_id == 3

@@ -26,7 +26,11 @@ def model(checkpoint: Checkpoints) -> Path:
 def cluster(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveCluster]:
-    """Two and two, with room for only a few requests each: prefill and decode both fill up and must preempt."""
+    """Two and two, with room for only a few requests each: prefill and decode both fill up and must preempt.
+
+    One of the clusters recomputes who was preempted, the other swaps, as far as its little room goes.
+    """
+    mode = {"shm": "recompute", "dist": "swap"}[request.param]
     flags = [
         "--block-size=8",
         "--num-blocks=40",
@@ -34,6 +38,8 @@ def cluster(
         "--max-num-batched-tokens=48",
         "--growth-tokens=8",
         f"--kv-transport={request.param}",
+        f"--preemption-mode={mode}",
+        "--swap-space=0.002",
     ]
     folder = tmp_path_factory.mktemp(f"pressure-{request.param}")
     with LiveCluster(folder, model, num_prefill=2, num_decode=2, arguments=flags) as running:
@@ -70,6 +76,25 @@ def test_a_third_of_200_requests_is_aborted_at_random_moments(cluster: LiveClust
     cluster.assert_home()
     for instance in cluster.instances():
         assert instance["num_steps"] > 0, f"{instance['instance_id']} did nothing"
+
+
+def test_choices_under_pressure(cluster: LiveCluster) -> None:
+    """Several sequences of one prompt, more than fit at once: each as when the cluster has nothing else to do."""
+    rng = random.Random(23)
+    prompts = [random_prompt(rng, rng.randrange(1, 60)) for _ in range(8)]
+    fields = {"n": 3, "temperature": 1.0, "ignore_eos": True}
+    outputs: dict[int, list[list[int]]] = {}
+
+    def job(at: int) -> Callable[[], None]:
+        return lambda: outputs.update({at: cluster.complete_choices(prompts[at], 40, seed=at, **fields)})
+
+    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
+    assert not errors, errors[0]
+    for at, prompt in enumerate(prompts):
+        alone = cluster.complete_choices(prompt, 40, seed=at, **fields)
+        assert len(alone) == 3
+        assert outputs[at] == alone, f"request {at} differs from the same request alone"
+    cluster.assert_home()
 
 
 def test_long_outputs_overflow_the_decode_pool(cluster: LiveCluster, model: Path) -> None:

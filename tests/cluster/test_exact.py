@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster.types import Request, SamplingParams
 from tests.support.checkpoints import CONFIGS
 from tests.support.cluster import LiveCluster, in_parallel
-from tests.support.engines import assert_same, random_prompt
+from tests.support.engines import assert_same, make_core, random_prompt, run
 
 BLOCK_SIZE = 16
 MAX_BATCHED = 40
@@ -74,3 +75,23 @@ def test_sampled_output_is_the_same_alone_and_in_a_crowd(cluster: LiveCluster) -
     assert crowd == [alone] * 8
     hot = {**fields, "temperature": 3.0, "top_p": 1.0, "top_k": -1}
     assert len({tuple(cluster.complete(prompt, MAX_TOKENS, **{**hot, "seed": seed})) for seed in range(3)}) == 3
+
+
+def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Path) -> None:
+    """Seeded, several choices, penalties, over both transports, with and without a cached prefix."""
+    prompt = random_prompt(random.Random(10), 3 * BLOCK_SIZE + 5)
+    sampling = SamplingParams(
+        n=3, max_tokens=MAX_TOKENS, temperature=1.0, seed=5, presence_penalty=0.5, repetition_penalty=1.2, top_k=50
+    )
+    core = make_core(model, block_size=BLOCK_SIZE, num_blocks=64)
+    found = run(core, [Request("one process", prompt, sampling)])["one process"]
+    expected = [[token.token_id for token in found[index]] for index in range(sampling.n)]
+    names = ("n", "temperature", "seed", "presence_penalty", "repetition_penalty", "top_k")
+    fields = {name: getattr(sampling, name) for name in names}
+    choices: list[list[list[int]]] = []
+    for _ in range(2):
+        jobs = [lambda: choices.append(cluster.complete_choices(prompt, MAX_TOKENS, **fields))] * 4
+        assert not in_parallel(jobs, concurrency=4)
+    assert choices == [expected] * 8
+    assert cluster.instance("prefill-0")["num_prefix_hit_tokens"] > 0
+    cluster.assert_home()

@@ -192,12 +192,17 @@ class LiveCluster:
     # ---- requests
 
     def complete(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[int]:
-        """The output tokens of one greedy completion."""
+        """The output tokens of one completion, greedy unless the fields say otherwise."""
+        return self.complete_choices(prompt, max_tokens, **fields)[0]
+
+    def complete_choices(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[list[int]]:
+        """The output tokens of each choice."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **fields}
         answer = self.client.post(f"{self.url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
-        token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
-        return token_ids
+        choices = answer.json()["choices"]
+        assert [choice["index"] for choice in choices] == list(range(len(choices)))
+        return [choice["token_ids"] for choice in choices]
 
 
 def free_port_pair() -> int:

@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from pd_cluster.model import sampler
+from pd_cluster.model.draw import Knobs
+from pd_cluster.model.draw import draw as choose
 from pd_cluster.model.sampler import Row, Sampler, splitmix64, uniform, uniforms
 from pd_cluster.types import Request, SamplingParams
 
@@ -179,6 +182,18 @@ def test_near_ties_in_the_ranking_do_not_change_the_draw(params: SamplingParams)
     swapped = base.clone()
     swapped[2] += 1e-6
     assert draw(base, params, 200) == draw(swapped, params, 200)
+
+
+@pytest.mark.parametrize("params", MIXED, ids=str)
+def test_the_largest_random_number_draws_the_last_token_that_is_left(params: SamplingParams) -> None:
+    """However sums are rounded, no token is drawn that has no probability, or lies outside the vocabulary."""
+    logits = torch.randn(50, 700, generator=torch.Generator().manual_seed(4))
+    logits[:, 650:] = -math.inf
+    largest = np.full(50, 1 - 2.0**-53)
+    drawn = choose(logits, logits.amax(-1).numpy(), Knobs.of([params] * 50, largest, 700))
+    assert (drawn < 650).all()
+    if params == SamplingParams(seed=1):
+        assert (drawn > 640).all()
 
 
 ODD = [math.nan, math.inf, -math.inf]

@@ -223,6 +223,8 @@ def test_state_follows_whatever_becomes_of_the_output() -> None:
             request.output_token_ids += [rng.randrange(VOCAB_SIZE * 3) for _ in range(rng.choice([1, 1, 1, 30]))]
         elif event < 0.8:
             del request.output_token_ids[rng.randint(0, len(request.output_token_ids)) :]
+        elif event < 0.85 and request.output_token_ids:
+            request.output_token_ids[-1] = rng.randrange(VOCAB_SIZE)
         elif event < 0.9:
             request.output_token_ids = [rng.randrange(VOCAB_SIZE) for _ in request.output_token_ids]
         state = adjustment_of(request, VOCAB_SIZE * 2, EOS)

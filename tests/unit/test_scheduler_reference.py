@@ -1,4 +1,4 @@
-"""The scheduler and its block accounting against a brute-force reference: the same plans, the same counts, every step."""
+"""The scheduler and its block accounting against a brute-force reference: same plans, same counts, every step."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Both:
         for token in tokens:
             if token.finish_reason is None:
                 own = job if token.index == 0 else self.reference.fork(job, token.index)
-                own.tokens = own.tokens[: own.prompt] + [token.token_id]
+                own.tokens = [*own.tokens[: own.prompt], token.token_id]
         if tokens[0].finish_reason is not None:
             self.reference.finish(job)
         self.seen["forked"] += sum(1 for s in sequences if s is not request)

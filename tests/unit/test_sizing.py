@@ -1,0 +1,108 @@
+"""How large the KV pool and the swap space become, and moving blocks between them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster.config import EngineConfig
+from pd_cluster.device import Device, available_nbytes
+from pd_cluster.errors import ConfigError
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.swap import Kind, SwapSpace
+from pd_cluster.model import sizing
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+GIB = 1 << 30
+CPU = Device("cpu")
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig(model="m", block_size=4, **settings)
+
+
+def num_blocks(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int:
+    monkeypatch.setattr(sizing, "available_nbytes", lambda device: 8 * GIB)
+    return sizing.num_pool_blocks(config(**settings), LAYOUT, 1000, CPU)
+
+
+def test_the_first_flag_of_three_that_is_given_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_a_gib = GIB // LAYOUT.block_nbytes
+    assert num_blocks(monkeypatch, num_blocks=300, kv_cache_memory_gib=2.0, gpu_memory_utilization=0.5) == 300
+    assert num_blocks(monkeypatch, kv_cache_memory_gib=2.0, gpu_memory_utilization=0.5) == 2 * of_a_gib
+    assert num_blocks(monkeypatch, gpu_memory_utilization=0.5) == 4 * of_a_gib
+    assert num_blocks(monkeypatch, gpu_memory_utilization=0.5, num_local_instances=4) == of_a_gib
+    assert num_blocks(monkeypatch, max_num_seqs=3) == 3 * 250
+    assert num_blocks(monkeypatch, max_num_seqs=10**6) == of_a_gib
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"num_blocks": 249}, "--num-blocks 249"),
+        ({"kv_cache_memory_gib": 0.00001}, "--kv-cache-memory 1e-05"),
+        ({"gpu_memory_utilization": 0.000001}, "--gpu-memory-utilization 1e-06"),
+    ],
+)
+def test_one_request_must_fit(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot hold one request of --max-model-len 1000 \(250 blocks\)") as caught:
+        num_blocks(monkeypatch, **settings)
+    assert str(caught.value).startswith(flag)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization 1.5: must be in 0 to 1"),
+        ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization nan: must be in 0 to 1"),
+        ({"kv_cache_memory_gib": -1.0}, "--kv-cache-memory -1: must be a number of GiB"),
+        ({"swap_space_gib": float("inf")}, "--swap-space inf: must be a number of GiB"),
+        ({"preemption_mode": "shrink"}, "--preemption-mode 'shrink': expected recompute or swap"),
+        ({"preemption_mode": "swap", "swap_space_gib": 0.0}, "--preemption-mode swap: needs room to swap to"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**settings)
+    assert str(caught.value).startswith(error)
+
+
+def test_swap_space_is_there_in_mode_swap_only() -> None:
+    assert sizing.num_swap_blocks(config(swap_space_gib=1.0), LAYOUT) == 0
+    blocks = sizing.num_swap_blocks(config(swap_space_gib=1.0, preemption_mode="swap", num_local_instances=2), LAYOUT)
+    assert blocks == GIB // 2 // LAYOUT.block_nbytes
+
+
+def test_available_memory_is_a_sensible_number() -> None:
+    assert 1 << 20 < available_nbytes(CPU) < 1 << 50
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_moves_are_as_if_done_one_after_the_other(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = KVPool(LAYOUT, 12)
+    swap = SwapSpace(pool, 6)
+    pool.data.copy_(torch.randn(pool.data.shape))
+    expected = [block.clone() for block in pool.flat()]
+    host: dict[int, torch.Tensor] = {}
+    moves: list[tuple[Kind, int, int]] = []
+    for _ in range(30):
+        source, target, place = rng.randrange(12), rng.randrange(12), rng.randrange(6)
+        kind: Kind = rng.choice(["copy", "out", "in"])
+        if kind == "copy":
+            moves.append((kind, source, target))
+            expected[target] = expected[source].clone()
+        elif kind == "out" and place not in host:
+            moves.append((kind, source, place))
+            host[place] = expected[source].clone()
+        elif kind == "in" and place in host and ("in", target) not in {(k, t) for k, _, t in moves}:
+            moves.append((kind, place, target))
+            expected[target] = host.pop(place)
+    swap.move(moves)
+    for block, content in enumerate(expected):
+        assert torch.equal(pool.flat()[block], content), block
+    pool.close()

@@ -105,7 +105,7 @@ class Exports:
         export = self._find(conn, credit.transfer_id)
         if export is None or export.state is not ExportState.OFFERED:
             return
-        in_prompt = 0 <= credit.first_token < len(export.request.prompt_token_ids)
+        in_prompt = 0 <= credit.first_token <= len(export.request.prompt_token_ids)
         if not in_prompt or credit.first_token % self._scheduler.block_size:
             self.abort(export.request)
             self._ended(export.request, f"{export.request.peer} wants KV cache from token {credit.first_token} on")

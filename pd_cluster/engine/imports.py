@@ -25,8 +25,8 @@ class ImportPorts(Protocol):
 
     def send(self, conn: str, body: wire.Body) -> None: ...
 
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int]) -> None:
-        """The link's thread may write these blocks from now on."""
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_block: int) -> None:
+        """The link's thread may write `block_ids[first_block:]` from now on; the prompt's earlier blocks are here."""
 
     def forget(self, conn: str, transfer_id: str) -> None:
         """The link's thread must stop; `on_drained` follows, whatever has become of the link."""
@@ -116,14 +116,16 @@ class Imports:
             assert request is not None
             growth = min(request.sampling.max_tokens, self._growth_tokens)
             num_tokens = waiting.num_tokens + growth
-            if not self._scheduler.can_land(num_tokens, request.sampling.n):
+            if not self._scheduler.can_land(request, num_tokens):
                 return
-            self._scheduler.land(request, num_tokens)
+            first_token = self._scheduler.land(request, num_tokens)
             waiting.state = ImportState.LANDING
             waiting.since_s = self._clock()
             num_prompt_blocks = self._scheduler.num_blocks_for(waiting.num_tokens)
-            self._ports.begin(waiting.conn, waiting.transfer_id, request.block_table[:num_prompt_blocks])
-            self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id))
+            first_block = first_token // self._scheduler.block_size
+            block_ids = request.block_table[:num_prompt_blocks]
+            self._ports.begin(waiting.conn, waiting.transfer_id, block_ids, first_block)
+            self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))
 
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
         found = self._imports.get(transfer_id)

@@ -88,10 +88,10 @@ class InLinks:
     def send(self, conn: str, body: wire.Body) -> None:
         self._post.send(conn, body)
 
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int]) -> None:
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_block: int) -> None:
         thread = self._threads.get(conn)
         if thread is not None:
-            thread.begin(transfer_id, block_ids)
+            thread.begin(transfer_id, block_ids, first_block)
 
     def forget(self, conn: str, transfer_id: str) -> None:
         thread = self._threads.get(conn)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import chain_hashes, root_hash
 from pd_cluster.types import Request, Status, TokenOutput
@@ -97,12 +98,21 @@ class Scheduler:
         self._take_in(request)
         insort(self.waiting, request, key=arrival_order)
 
-    def land(self, request: Request, num_tokens: int) -> None:
-        """Takes landing blocks for `num_tokens` tokens. Raises OutOfBlocks and then changes nothing."""
-        block_table = self.blocks.take(self.num_blocks_for(num_tokens))
+    def land(self, request: Request, num_tokens: int) -> int:
+        """Takes landing blocks for `num_tokens` tokens; how many of the prompt's tokens need not land: they are cached.
+
+        Raises OutOfBlocks and then changes nothing.
+        """
+        cached = self._cached_blocks(request, len(request.prompt_token_ids))
+        num_missing = self.num_blocks_for(num_tokens) - len(cached)
+        if num_missing > self.blocks.num_available - self.blocks.num_unheld(cached):
+            raise OutOfBlocks(wanted=num_missing, free=self.blocks.num_available)
         self._take_in(request)
-        request.block_table = block_table
+        self.blocks.share(cached)
+        request.block_table = cached + self.blocks.take(num_missing)
+        request.num_hashed_blocks = len(cached)
         request.status = Status.LANDING
+        return len(cached) * self.block_size
 
     def landed(self, request: Request) -> None:
         """The peer's KV of all prompt tokens is in the blocks: the request joins the running ones."""
@@ -205,17 +215,18 @@ class Scheduler:
                 self._remember(request)
         return [request for request, _ in plan.chunks if request.num_behind == 0]
 
-    def can_land(self, num_tokens: int, num_sequences: int = 1) -> bool:
+    def can_land(self, request: Request, num_tokens: int) -> bool:
         """Whether a transfer may be credited. Requests that are here already come first.
 
         Each further sequence is given room for a block, but never is more asked than an empty pool has.
         """
+        num_sequences = request.sampling.n
+        if self.waiting or self.num_seqs + num_sequences > self.max_num_seqs:
+            return False
+        cached = self._cached_blocks(request, len(request.prompt_token_ids))
         num_blocks = min(self.num_blocks_for(num_tokens) + num_sequences - 1, self.blocks.num_blocks)
-        return (
-            not self.waiting
-            and self.num_seqs + num_sequences <= self.max_num_seqs
-            and num_blocks + self._reserve() <= self.blocks.num_available
-        )
+        num_available = self.blocks.num_available - self.blocks.num_unheld(cached)
+        return num_blocks - len(cached) + self._reserve() <= num_available
 
     @property
     def num_seqs(self) -> int:
@@ -264,7 +275,7 @@ class Scheduler:
 
     def _enter(self, request: Request, plan: StepPlan) -> bool:
         """Takes blocks for all known tokens, as far as they are not cached. False: there are not enough."""
-        cached = self._cached_blocks(request)
+        cached = self._cached_blocks(request, request.num_tokens - 1)  # the last token gives the logits
         num_missing = self.num_blocks_for(request.num_tokens) - len(cached)
         if num_missing + self._reserve() > self.blocks.num_available - self.blocks.num_unheld(cached):
             return False
@@ -324,12 +335,11 @@ class Scheduler:
 
     # ---- the prefix cache
 
-    def _cached_blocks(self, request: Request) -> list[int]:
-        """Blocks that have the beginning of its tokens. At least one token is left to compute: it gives the logits."""
+    def _cached_blocks(self, request: Request, num_tokens: int) -> list[int]:
+        """Blocks that have the beginning of its first `num_tokens` tokens."""
         if self._prefix is None or request.swap_table or request.wants_prompt_logprobs:
             return []
-        num_blocks = (request.num_tokens - 1) // self.block_size
-        return self.blocks.find(self._hashes(request, num_blocks))
+        return self.blocks.find(self._hashes(request, num_tokens // self.block_size))
 
     def _remember(self, request: Request) -> None:
         """Makes its full blocks known, so that others can share them."""

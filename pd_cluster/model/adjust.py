@@ -108,11 +108,7 @@ class Adjustment:
         if self.bad_words and request.num_tokens:
             end = request.num_tokens
             candidates = self.bad_words.get(request.token_ids(end - 1, end)[0], ())
-            found = [
-                last
-                for head, last in candidates
-                if len(head) <= end and request.token_ids(end - len(head), end) == head
-            ]
+            found = [last for head, last in candidates if request.token_ids(end - len(head), end) == head]
             parts.append(np.array(found, dtype=np.int64))
         return np.concatenate(parts)
 

@@ -8,18 +8,22 @@ Knows nothing of requests, nor where random numbers come from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from pd_cluster.model.passes import Bools, Floats, Ints, at_least, leading, masses, rows_of
+from pd_cluster.model.passes import Bools, Floats, Ints, copy_of_rows, leading, masses, rows_of
 from pd_cluster.types import SamplingParams
 
 FEW = 64  # tokens kept by all but a few rows; such rows are looked at together
 MARGIN = 16  # candidates beyond, so that tokens equal to the last one kept are seldom cut off
-MANY = 1024  # tokens looked at first where top_p keeps more than a few
+BINS_A_UNIT = 100  # of the logit over the temperature
+MAX_BELOW = 80.0  # those units; what is less likely shares a bin
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,8 @@ class Knobs:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], uniform: Floats, vocab_size: int) -> Knobs:
         """Temperatures are kept within 1e-30 and 1e30, so that no product with them is NaN."""
-        temperature = np.array([p.temperature for p in params]).clip(1e-30, 1e30)
-        min_p = np.array([p.min_p for p in params]).clip(0.0, 1.0)
+        temperature = np.nan_to_num([p.temperature for p in params], nan=1.0).clip(1e-30, 1e30)
+        min_p = np.nan_to_num([p.min_p for p in params]).clip(0.0, 1.0)
         with np.errstate(divide="ignore"):
             log_min_p = np.log(min_p)
         top_k = np.array([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], dtype=np.int64)
@@ -57,29 +61,30 @@ def draw(logits: Tensor, best: Floats, knobs: Knobs) -> Ints:
     """Token ids [num_rows] for logits [num_rows, vocab_size] float32 whose largest ones are `best`, all finite."""
     num_rows, vocab_size = logits.shape
     token_ids = np.zeros(num_rows, dtype=np.int64)
-    total = np.zeros(num_rows)  # mass of all tokens, where top_k does not limit them
+    total = np.zeros(num_rows)  # mass of all tokens that min_p leaves, where top_k does not limit them
     unlimited = knobs.top_k == vocab_size
     if unlimited.any():
         at = np.flatnonzero(unlimited)
-        token_ids[at], total[at] = _draw_from_all(rows_of(logits, at), best[at], knobs.rows(at))
+        chosen = knobs.rows(at)
+        token_ids[at], total[at] = _draw_above(rows_of(logits, at), best[at], chosen, chosen.floor(best[at]))
     pending = ~unlimited | (knobs.top_p < 1.0)
     at = np.flatnonzero(pending & (unlimited | (knobs.top_k <= FEW)))
     if len(at):
         token_ids[at], done = _draw_from_few(rows_of(logits, at), best[at], knobs.rows(at), total[at])
         pending[at[done]] = False
-    for row in np.flatnonzero(pending).tolist():
-        one = np.array([row])
-        token_ids[row] = _draw_from_many(logits, row, best[one], knobs.rows(one), total[one])
+    if pending.any():
+        at = np.flatnonzero(pending)
+        token_ids[at] = _draw_from_many(copy_of_rows(logits, at), best[at], knobs.rows(at))
     return token_ids
 
 
-def _draw_from_all(logits: Tensor, best: Floats, knobs: Knobs) -> tuple[Ints, Floats]:
-    """Token ids and the mass of all tokens, both [num_rows]; only min_p limits."""
-    weights, sums = masses(logits, best, knobs.inverse_temperature, knobs.floor(best))
+def _draw_above(logits: Tensor, best: Floats, knobs: Knobs, floor: Floats) -> tuple[Ints, Floats]:
+    """Token ids, of all tokens with at least the logit `floor`, and the mass of those; all are [num_rows]."""
+    weights, sums = masses(logits, best, knobs.inverse_temperature, floor)
     rows = np.arange(len(logits))
     cumulative = sums.cumsum(1)  # [num_rows, num_blocks]
     total = cumulative[:, -1]
-    target = _target(knobs.uniform, total)
+    target = knobs.uniform * total  # less than the total, also when rounded: a uniform number is at most 1 - 2**-53
     block = (cumulative <= target[:, None]).sum(1)
     inside = weights[rows, block].cpu().numpy().astype(np.float64).cumsum(1)  # [num_rows, BLOCK_SIZE]
     before = cumulative[rows, block] - sums[rows, block]
@@ -87,80 +92,77 @@ def _draw_from_all(logits: Tensor, best: Floats, knobs: Knobs) -> tuple[Ints, Fl
     return block * weights.shape[2] + (inside <= target[:, None]).sum(1), total
 
 
-def _target(uniform: Floats, total: Floats) -> Floats:
-    """Where in the cumulative sum to stop; below the total, so that the first sum above it adds a token with weight."""
-    return np.minimum(uniform * total, np.nextafter(total, 0.0))
-
-
 def _draw_from_few(logits: Tensor, best: Floats, knobs: Knobs, total: Floats) -> tuple[Ints, Bools]:
-    """Token ids, and which of them are valid: a row that keeps more tokens than are looked at here is not."""
+    """Token ids, and which of them are valid.
+
+    A row is not that keeps more tokens than are looked at here, or some, but not all, of those equal to the worst of
+    them: then others with lower ids may not have been seen.
+    """
     num_candidates = min(FEW + MARGIN, logits.shape[1])
     values, ids = leading(logits, num_candidates)
     ranked = np.sort(values, axis=1)[:, ::-1]
     num_kept = _num_kept(ranked, best, knobs, total)
     threshold = ranked[np.arange(len(ranked)), num_kept - 1]
-    num_tied = num_kept - (ranked > threshold[:, None]).sum(1)
+    num_tied = num_kept - (ranked > threshold[:, None]).sum(1)  # of the tokens that equal the last one kept
     order = ids.argsort(1)
     values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
-    token_ids = _draw_kept(values, ids, threshold, num_tied, best, knobs)
+    tied = values == threshold[:, None]
+    kept = (values > threshold[:, None]) | (tied & (tied.cumsum(1) <= num_tied[:, None]))
+    cumulative = np.where(kept, _weights(values, best, knobs), 0.0).cumsum(1)
+    target = knobs.uniform * cumulative[:, -1]
+    token_ids = ids[np.arange(len(ids)), (cumulative <= target[:, None]).sum(1)]
     if num_candidates == logits.shape[1]:
         return token_ids, np.ones(len(ids), dtype=np.bool_)
-    done = num_kept < num_candidates
-    # Tokens that equal the last one kept, and have lower ids, may be missing among the candidates.
-    for row in np.flatnonzero(done & (threshold == ranked[:, -1])).tolist():
-        one = np.array([row])
-        token_ids[row] = _draw_by_threshold(logits, row, ranked[row], int(num_kept[row]), best[one], knobs.rows(one))
-    return token_ids, done
-
-
-def _draw_from_many(logits: Tensor, row: int, best: Floats, knobs: Knobs, total: Floats) -> int:
-    """A token of one row, of which more are looked at until those that are kept are among them."""
-    line = logits[row].cpu().numpy()
-    vocab_size = len(line)
-    top_k = int(knobs.top_k[0])
-    size = top_k if top_k < vocab_size else min(MANY, vocab_size)
-    while True:
-        ranked = np.sort(np.partition(line, vocab_size - size)[vocab_size - size :])[::-1]
-        num_kept = int(_num_kept(ranked[None], best, knobs, total)[0])
-        if num_kept < size or size in (top_k, vocab_size):
-            return _draw_by_threshold(logits, row, ranked, num_kept, best, knobs)
-        size = min(8 * size, vocab_size)
+    return token_ids, (num_kept < num_candidates) & (threshold > ranked[:, -1])
 
 
 def _num_kept(ranked: Floats, best: Floats, knobs: Knobs, total: Floats) -> Ints:
     """How many of the values [num_rows, num_candidates], best first, min_p, top_k and top_p keep; at least one."""
-    weights = _weights(ranked, best, knobs)
-    within = np.arange(ranked.shape[1]) < knobs.top_k[:, None]
-    weights[~within | (ranked < knobs.floor(best)[:, None])] = 0.0
-    cumulative = weights.cumsum(1)
-    total = np.where(total > 0.0, total, cumulative[:, -1])
-    before = np.zeros_like(cumulative)
-    before[:, 1:] = cumulative[:, :-1]
-    unlimited = knobs.top_p[:, None] >= 1.0
-    kept = (weights > 0.0) & (unlimited | (before < (knobs.top_p * total)[:, None]))
-    num_kept: Ints = np.maximum(kept.sum(1), 1)
-    return num_kept
+    num_above = (ranked >= knobs.floor(best)[:, None]).sum(1)
+    limit: Ints = np.minimum(num_above, knobs.top_k)
+    cumulative = _weights(ranked, best, knobs).cumsum(1)
+    total = np.where(total > 0.0, total, cumulative[np.arange(len(ranked)), limit - 1])
+    nucleus = 1 + (cumulative < (knobs.top_p * total)[:, None]).sum(1)  # the one that crosses top_p is kept
+    return np.where(knobs.top_p >= 1.0, limit, np.minimum(limit, nucleus))
 
 
-def _draw_by_threshold(logits: Tensor, row: int, ranked: Floats, num_kept: int, best: Floats, knobs: Knobs) -> int:
-    """One token of one row of which the `num_kept` best tokens take part, found by looking at the whole row."""
-    threshold = ranked[num_kept - 1 : num_kept]
-    num_tied = np.array([num_kept - np.count_nonzero(ranked > threshold)])
-    values, ids = at_least(logits, row, threshold[0])
-    return int(_draw_kept(values[None], ids[None], threshold, num_tied, best, knobs)[0])
+def _draw_from_many(logits: Tensor, best: Floats, knobs: Knobs) -> Ints:
+    """Token ids [num_rows]; overwrites the logits. Thresholds are found row by row, and drawn above together."""
+    floor = knobs.floor(best)
+    for row in range(len(logits)):
+        line = logits[row].cpu().numpy()
+        floor[row], num_kept = _threshold(line, best[row], floor[row], knobs.rows(np.array([row])))
+        equal = np.flatnonzero(line == floor[row])
+        if num_surplus := np.count_nonzero(line > floor[row]) + len(equal) - num_kept:
+            logits[row, torch.from_numpy(equal[-num_surplus:]).to(logits.device)] = -math.inf
+    return _draw_above(logits, best, knobs, floor)[0]
 
 
-def _draw_kept(values: Floats, ids: Ints, threshold: Floats, num_tied: Ints, best: Floats, knobs: Knobs) -> Ints:
-    """Token ids [num_rows], drawn from candidates [num_rows, num_candidates] whose ids ascend.
+def _threshold(
+    line: Floats, best: np.floating[Any], floor: np.floating[Any], knobs: Knobs
+) -> tuple[np.floating[Any], int]:
+    """The worst logit that one row [vocab_size] keeps, and how many tokens it keeps, of equal ones only some.
 
-    Those above the row's threshold take part, and the first `num_tied` that equal it.
+    For top_p without a sort: tokens are counted and weighed in bins of almost equal logits, and just the bin in which
+    the mass is reached is sorted.
     """
-    tied = values == threshold[:, None]
-    kept = (values > threshold[:, None]) | (tied & (tied.cumsum(1) <= num_tied[:, None]))
-    cumulative = np.where(kept, _weights(values, best, knobs), 0.0).cumsum(1)
-    target = _target(knobs.uniform, cumulative[:, -1])
-    token_ids: Ints = ids[np.arange(len(ids)), (cumulative <= target[:, None]).sum(1)]
-    return token_ids
+    top_k, top_p = int(knobs.top_k[0]), float(knobs.top_p[0])
+    values = np.partition(line, len(line) - top_k)[len(line) - top_k :] if top_k < len(line) else line
+    if floor > -math.inf:
+        values = values[values >= floor]
+    if top_p >= 1.0:
+        return values.min(), len(values)
+    below = (best - values) * knobs.inverse_temperature.astype(np.float32)  # in units of the exponent
+    weights = np.exp(-below)
+    bins = (below.clip(max=MAX_BELOW) * BINS_A_UNIT).astype(np.int64)
+    mass = np.bincount(bins, weights).cumsum()
+    target = top_p * mass[-1]
+    crossed = min(int((mass < target).sum()), len(mass) - 1)
+    inside = bins == crossed
+    ranked = np.sort(values[inside])[::-1]
+    reached = (mass[crossed - 1] if crossed else 0.0) + np.sort(weights[inside])[::-1].cumsum(dtype=np.float64)
+    num_inside = min(int((reached < target).sum()), len(ranked) - 1) + 1
+    return ranked[num_inside - 1], int(np.count_nonzero(bins < crossed)) + num_inside
 
 
 def _weights(values: Floats, best: Floats, knobs: Knobs) -> Floats:

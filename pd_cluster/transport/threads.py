@@ -145,8 +145,9 @@ class Lander:
         self._landings: dict[str, Landing] = {}
         self.received_nbytes = 0
 
-    def begin(self, transfer_id: str, block_ids: list[int]) -> None:
-        self._landings[transfer_id] = Landing(block_ids)
+    def begin(self, transfer_id: str, block_ids: list[int], first_block: int = 0) -> None:
+        """`block_ids` are the whole prompt's; those before `first_block` are not written."""
+        self._landings[transfer_id] = Landing(block_ids, num_landed=first_block)
 
     def forget(self, transfer_id: str) -> Drained:
         self._landings.pop(transfer_id, None)
@@ -234,9 +235,9 @@ class ReceiveThread:
     def put(self, body: wire.KVChunk | wire.KVEnd) -> None:
         self._queue.put(body)
 
-    def begin(self, transfer_id: str, block_ids: list[int]) -> None:
+    def begin(self, transfer_id: str, block_ids: list[int], first_block: int = 0) -> None:
         """Before the credit leaves, so before anything of this transfer can come."""
-        self._lander.begin(transfer_id, block_ids)
+        self._lander.begin(transfer_id, block_ids, first_block)
 
     def forget(self, transfer_id: str) -> None:
         """`Drained` follows."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +110,18 @@ def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int
         assert_close(actual, reference(heads, qkv, rope, batch))
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64 compilers")
+@pytest.mark.parametrize("flag", ["-mno-avx512f", "-march=x86-64"])
+def test_on_older_cpus(ops: CpuOps, flag: str) -> None:
+    """Vectors of 8 and 4 floats instead of 16."""
+    older = CpuOps((*build.FLAGS, flag))
+    for shape in [(4, 2, 16, 3), (3, 1, 64, 16), (7, 1, 80, 16), (24, 2, 128, 64)]:
+        test_attention(older, *shape)
+    test_norm(older, 3, 771)
+    for activation in ("silu", "gelu_tanh"):
+        test_gate(older, 3, 96, activation)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 def test_keys_and_values_reach_their_slots_and_no_others(ops: CpuOps, head_dim: int, normed: bool) -> None:
@@ -192,3 +208,43 @@ def test_gate(ops: CpuOps, num_rows: int, features: int, activation: Activation)
 def test_one_openmp_library_serves_torch_and_the_kernels(ops: CpuOps) -> None:
     with open("/proc/self/maps") as maps:
         assert len({line.split()[-1] for line in maps if build.OPENMP.search(line.strip())}) == 1
+
+
+def test_processes_that_race_build_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags = (*build.FLAGS, "-O0")
+    with ThreadPoolExecutor() as pool:
+        built = set(pool.map(build.build, [flags] * 3))
+    assert built == set((tmp_path / "pd-cluster").iterdir())
+    assert (tmp_path / "pd-cluster").stat().st_mode & 0o777 == 0o700
+    assert build.build((*flags, "-g0")) not in built
+
+
+def refuse_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pd-cluster").mkdir()
+    (tmp_path / "pd-cluster").chmod(0o777)
+
+
+def refuse_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def refuse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "reason"),
+    [
+        (refuse_folder, "can be written by other users"),
+        (refuse_compiler, "no C compiler"),
+        (refuse_source, "failed with 1"),
+    ],
+)
+def test_why_there_are_no_kernels(
+    refuse: Callable[[Path, pytest.MonkeyPatch], None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    refuse(tmp_path, monkeypatch)
+    with pytest.raises(build.KernelsUnavailable, match=reason):
+        build.build(build.FLAGS)

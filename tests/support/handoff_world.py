@@ -377,8 +377,8 @@ class DecodeSide:
         if conn == self.world.d_conn:
             self.world.to_p.append((conn, body))
 
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int]) -> None:
-        self.world.lander.begin(transfer_id, block_ids)
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_block: int) -> None:
+        self.world.lander.begin(transfer_id, block_ids, first_block)
 
     def forget(self, conn: str, transfer_id: str) -> None:
         self.world.thread.append(transfer_id)

@@ -91,9 +91,9 @@ class Reference:
                 job.blocks[at].content = content
         job.asked = max(job.asked, full)
 
-    def known(self, job: Job) -> list[Block]:
+    def known(self, job: Job, num_tokens: int) -> list[Block]:
         found: list[Block] = []
-        for at in range((len(job.tokens) - 1) // self.block_size):
+        for at in range(num_tokens // self.block_size):
             content = (job.salt, *job.tokens[: (at + 1) * self.block_size])
             match = [b for b in self.pool if b.content == content]
             if not self.caches or not match:
@@ -112,10 +112,20 @@ class Reference:
     def room(self) -> int:
         return len(self.free()) + len(self.cached())
 
-    def can_land(self, num_tokens: int, weight: int) -> bool:
-        wanted = min(self.need(num_tokens) + weight - 1, len(self.pool))
-        fits = wanted + len(self.of("running")) <= self.room()
+    def can_land(self, job: Job, num_tokens: int) -> bool:
+        weight, shared = job.weight, self.known(job, job.prompt)
+        wanted = min(self.need(num_tokens) + weight - 1, len(self.pool)) - len(shared)
+        fits = wanted + len(self.of("running")) <= self.room() - sum(1 for b in shared if not b.holders)
         return not self.of("waiting") and self.seqs() + weight <= self.max_seqs and fits
+
+    def land(self, job: Job, num_tokens: int) -> int:
+        shared = self.known(job, job.prompt)
+        for block in shared:
+            block.holders += 1
+        job.blocks = shared + self.take(self.need(num_tokens) - len(shared))
+        job.asked, job.status = len(shared), "landing"
+        self.jobs[job.key] = job
+        return len(shared) * self.block_size
 
     def plan(self) -> tuple[list[tuple[str, int]], list[str], list[str]]:
         """(chunks, admitted, preempted), by key."""
@@ -135,7 +145,7 @@ class Reference:
         return list(chunks.items()), admitted, preempted
 
     def enter(self, job: Job) -> bool:
-        shared = [] if job.swapped else self.known(job)
+        shared = [] if job.swapped else self.known(job, len(job.tokens) - 1)
         missing = self.need(len(job.tokens)) - len(shared)
         if missing + len(self.of("running")) > self.room() - sum(1 for b in shared if not b.holders):
             return False

@@ -13,7 +13,7 @@ from pd_cluster.engine.exports import Export, Exports, ExportState
 from pd_cluster.engine.imports import Import, Imports, ImportState
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.types import Leg, Request, SamplingParams, TokenOutput
+from pd_cluster.types import Leg, Request, SamplingParams, Status, TokenOutput
 from tests.support.handoff_world import World
 
 SEEDS = range(400)
@@ -93,12 +93,21 @@ def blocks_are_shipped_before_they_are_complete(self: Exports, export: Export) -
 def credit_without_blocks_for_the_prompt(self: Imports) -> None:
     for waiting in [i for i in self._imports.values() if i.state is ImportState.QUEUED]:
         assert waiting.request is not None
-        if not self._scheduler.can_land(waiting.num_tokens - 1):
+        if not self._scheduler.can_land(waiting.request, waiting.num_tokens - 1):
             return
-        self._scheduler.land(waiting.request, waiting.num_tokens - 1)
+        first = self._scheduler.land(waiting.request, waiting.num_tokens - 1)
         waiting.state = ImportState.LANDING
-        self._ports.begin(waiting.conn, waiting.transfer_id, waiting.request.block_table)
-        self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id))
+        self._ports.begin(waiting.conn, waiting.transfer_id, waiting.request.block_table, first // 4)
+        self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first))
+
+
+def credit_without_pinning(self: Scheduler, request: Request, num_tokens: int) -> int:
+    """Believes that what is cached now will be there when the rest has landed."""
+    found = self._cached_blocks(request, len(request.prompt_token_ids))
+    request.block_table = self.blocks.take(self.num_blocks_for(num_tokens))
+    self._take_in(request)
+    request.status = Status.LANDING
+    return len(found) * self.block_size
 
 
 MUTATIONS: list[tuple[type, str, Callable[..., None]]] = [
@@ -106,6 +115,7 @@ MUTATIONS: list[tuple[type, str, Callable[..., None]]] = [
     (Imports, "_give_up", release_before_drained),
     (Imports, "on_drained", drain_is_ignored),
     (Imports, "credit", credit_without_blocks_for_the_prompt),
+    (Scheduler, "land", credit_without_pinning),
     (Exports, "on_cancel", cancel_ends_twice),
     (Exports, "_ship", blocks_are_shipped_before_they_are_complete),
 ]
@@ -137,7 +147,7 @@ class Recorder:
     def ship(self, conn: str, transfer_id: str, sequence: int, first_block: int, block_ids: list[int]) -> None: ...
     def ship_end(self, conn: str, end: wire.KVEnd) -> None: ...
     def drop(self, conn: str, transfer_id: str) -> None: ...
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int]) -> None: ...
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_block: int) -> None: ...
     def forget(self, conn: str, transfer_id: str) -> None: ...
 
     def progress_s(self, conn: str) -> float:
@@ -151,7 +161,7 @@ def make_request(leg: Leg) -> Request:
     return Request("r", [1] * 8, SamplingParams(max_tokens=4), leg=leg, transfer_id="t", peer="decode")
 
 
-@pytest.mark.parametrize("first_token", [-(2**62), -1, 3, 8, 2**62])
+@pytest.mark.parametrize("first_token", [-(2**62), -1, 3, 9, 12, 2**62])
 def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
     world = Recorder()
     scheduler = Scheduler(BlockPool(8), 4, 4, 16)

@@ -167,6 +167,7 @@ def test_where_nothing_is_left_a_token_is_chosen_all_the_same(
         {"top_p": math.nan},
         {"top_p": -1.0, "top_k": -7},
         {"min_p": 3.0},
+        {"min_p": math.nan, "top_k": 5},
         {"bad_words": ((),)},
     ],
     ids=str,

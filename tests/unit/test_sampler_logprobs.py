@@ -71,6 +71,12 @@ def test_sampled_tokens_in_a_mixed_batch() -> None:
             assert sampled.logprobs is None
 
 
+def test_cutting_off_equal_tokens_does_not_change_what_is_told() -> None:
+    request = Request("r", [], SamplingParams(top_k=100, logprobs=0))
+    told = Sampler(2000, EOS).sample(torch.zeros(1, 2000), [Row(request, 0, 0)])[0].logprobs
+    assert told == Logprobs(pytest.approx(-math.log(2000)), 1, [])
+
+
 def test_broken_logits_have_logprobs_without_nan() -> None:
     logits = torch.zeros(4, 40)
     logits[0, 3:] = math.nan

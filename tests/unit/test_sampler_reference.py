@@ -139,7 +139,18 @@ def test_every_path_equals_the_reference() -> None:
     logits[2] = logits[2].round()
     logits[3, 100:] = -math.inf
     sampler = Sampler(5120, EOS)
-    for params in [{}, {"top_p": 0.8}, {"top_k": 64}, {"top_k": 1500}, {"top_p": 0.02}, {"min_p": 0.1, "top_p": 0.9}]:
+    cases: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.8},
+        {"top_p": 0.02},
+        {"top_k": 64},
+        {"top_k": 1500},
+        {"top_k": 1500, "top_p": 0.5},
+        {"top_k": 1500, "min_p": 0.05},
+        {"top_p": 0.9, "min_p": 0.1},
+        {"top_k": 1500, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3},
+    ]
+    for params in cases:
         rows = [Row(Request("r", [], SamplingParams(seed=seed, **params)), 0, 0) for seed in range(4)]
         expected = [reference(line.numpy(), row) for line, row in zip(logits, rows, strict=True)]
         assert [s.token_id for s in sampler.sample(logits.clone(), rows)] == expected

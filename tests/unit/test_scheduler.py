@@ -110,9 +110,10 @@ def test_landing_takes_all_blocks_or_none() -> None:
 
 def test_nothing_lands_while_a_request_waits() -> None:
     scheduler = make(num_blocks=4, block_size=4)
-    assert scheduler.can_land(8)
+    landing = request("landing", 8)
+    assert scheduler.can_land(landing, 8)
     scheduler.add(request("waiting", 8))
-    assert not scheduler.can_land(8)
+    assert not scheduler.can_land(landing, 8)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -132,7 +133,7 @@ def test_random_traffic(seed: int) -> None:
             new = request(f"r{num_left}", prompt, now_s, rng.randrange(1, longest - prompt + 1))
             if rng.random() < 0.5:
                 scheduler.add(new)
-            elif scheduler.can_land(prompt + 1):
+            elif scheduler.can_land(new, prompt + 1):
                 scheduler.land(new, prompt + 1)
                 landing.append(new)
         if landing and rng.random() < 0.5:

@@ -66,12 +66,12 @@ class Both:
         job = Job(request.key, (self.now_s, name, 0), list(prompt), len(prompt), salt, leg, weight)
         if leg == "decode":
             num_tokens = len(prompt) + min(sampling.max_tokens, 4)
-            can = self.real.can_land(num_tokens, sampling.n)
-            assert can == self.reference.can_land(num_tokens, weight)
+            can = self.real.can_land(request, num_tokens)
+            assert can == self.reference.can_land(job, num_tokens)
             if can:
-                self.real.land(request, num_tokens)
-                job.blocks, job.status = self.reference.take(self.reference.need(num_tokens)), "landing"
-                self.reference.jobs[job.key] = job
+                first_token = self.real.land(request, num_tokens)
+                assert first_token == self.reference.land(job, num_tokens)
+                self.seen["landed on cached blocks"] += first_token > 0
                 self.landing.append(request)
             return
         self.real.add(request)
@@ -174,7 +174,7 @@ def explore(seeds: range) -> Counter[str]:
 
 def test_random_traffic_is_planned_as_the_reference_plans_it() -> None:
     seen = explore(range(120))
-    for what in ("preempted", "forked", "cached", "move copy", "move out", "move in"):
+    for what in ("preempted", "forked", "cached", "landed on cached blocks", "move copy", "move out", "move in"):
         assert seen[what] > 30, f"{what} was hardly seen: {seen}"
 
 

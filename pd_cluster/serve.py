@@ -20,6 +20,8 @@ from pd_cluster.device import num_threads_for, resolve
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
 
+MOST_LOGPROBS = 1000  # all tokens of a step travel in one message
+
 log = logging.getLogger(__name__)
 
 
@@ -139,8 +141,8 @@ def _run_scheduler(
 ) -> None:
     ports = node_ports(env, place)
     openai = use_openai(env)
-    if options.max_logprobs < 0:
-        raise ConfigError(f"--max-logprobs {options.max_logprobs}: must not be negative")
+    if not 0 <= options.max_logprobs <= MOST_LOGPROBS:
+        raise ConfigError(f"--max-logprobs {options.max_logprobs}: must be in 0 to {MOST_LOGPROBS}")
     import uvloop
 
     from pd_cluster.api.scheduler_app import run_scheduler

@@ -122,19 +122,14 @@ class Request:
     client: str = ""  # the connection that outputs go to
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose KV is in this engine's pool
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
+    num_cached_tokens: int = -1  # of the prompt, found in the prefix cache when it was first admitted; -1: not yet
     block_table: list[int] = field(default_factory=list)
     swap_table: list[int] = field(default_factory=list)  # where its KV is in host memory while it waits, if it is
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     num_hashed_blocks: int = 0  # blocks of its table that are known to the prefix cache
-    num_to_fork: int = 0  # sequences that will be forked from this one when its prompt is computed
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)  # sequences not wanted any more before they were forked
     sampler_state: object = None  # the sampler's own; made again from the token ids when it is absent
-
-    def __post_init__(self) -> None:
-        if self.leg != "prefill" and self.index == 0 and not self.output_token_ids:
-            self.num_to_fork = self.sampling.n - 1
 
     @property
     def leg_key(self) -> str:

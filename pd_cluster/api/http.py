@@ -130,6 +130,16 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+async def json_response(make: Callable[[], object], large: bool, headers: dict[str, str] | None = None) -> Response:
+    """What `make` returns, as JSON. A large answer is put together on a thread, so that no stream waits for it."""
+
+    def encoded() -> bytes:
+        return msgspec.json.encode(make())
+
+    body = await asyncio.to_thread(encoded) if large else encoded()
+    return Response(body, media_type="application/json", headers=headers)
+
+
 DONE = b"data: [DONE]\n\n"
 
 

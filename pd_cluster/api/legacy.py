@@ -8,9 +8,18 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
-from pd_cluster.api.http import CLIENT_CLOSED_REQUEST, EventStream, chain, error_body, read_body, unless_disconnected
+from pd_cluster.api.http import (
+    CLIENT_CLOSED_REQUEST,
+    EventStream,
+    chain,
+    error_body,
+    json_response,
+    read_body,
+    unless_disconnected,
+)
+from pd_cluster.api.limits import check_streamed_texts
 from pd_cluster.api.logprobs import LogprobsFormat
 from pd_cluster.api.parse import parse
 from pd_cluster.api.protocol import GenerateRequest
@@ -30,6 +39,7 @@ def legacy_routes(service: TextService) -> APIRouter:
         is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
         prompt = str(request.prompt) if is_whole else service.tokenizer.decode(generation.prompt_token_ids)
         if request.stream:
+            check_streamed_texts(len(generation.sequences), len(prompt), generation.sampling.max_tokens)
             frames = _frames(service, request, generation, prompt)
             first = await unless_disconnected(http, anext(frames))
             if first is None:
@@ -38,8 +48,13 @@ def legacy_routes(service: TextService) -> APIRouter:
         pieces = await unless_disconnected(http, service.complete(generation))
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        texts = [prompt + piece.text for piece in pieces]
-        return JSONResponse({"text": texts, **_logprobs(service.tokenizer, request, generation, pieces)})
+        return await json_response(
+            lambda: {
+                "text": [prompt + piece.text for piece in pieces],
+                **_logprobs(service.tokenizer, request, generation, pieces),
+            },
+            large=request.logprobs is not None or request.prompt_logprobs is not None,
+        )
 
     return routes
 

@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams
 
 DEFAULT_MAX_LOGPROBS = 20
+MAX_LOGPROB_ENTRIES = 1_000_000  # in one answer; each takes about half a kilobyte while the answer is made
+OUTPUT_TOKENS_COUNTED = 16_384  # of a sequence: one alone may always be as long as the context
+MAX_STREAMED_NBYTES = 256 << 20  # of /generate with several texts, whose frames repeat all of them
 
 
 class Limits(NamedTuple):
@@ -23,22 +26,15 @@ class Limits(NamedTuple):
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
-    max_num_seqs: int = MAX_SEQUENCES
 
-    def check(self, request: GenerationRequest, sampling: SamplingParams) -> SamplingParams:
+    def check(self, request: GenerationRequest, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """The sampling as it can be done. Raises RequestError."""
         self._check_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias))
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
         name = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
         self._check_logprobs(name, sampling.logprobs)
         self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
-        name = "best_of" if request.best_of is not None else "n"
-        if sampling.n > self.max_num_seqs:
-            raise RequestError(
-                f"{name}: {sampling.n} is more than the sequences of one step, {self.max_num_seqs} (--max-num-seqs); "
-                f"ask for fewer",
-                param=name,
-            )
+        _check_size(request, sampling, num_prompt_tokens)
         _check_greedy(request, sampling)
         if sampling.max_tokens and sampling.min_tokens > sampling.max_tokens:
             raise RequestError(
@@ -80,6 +76,34 @@ class Limits(NamedTuple):
             )
         if not sampling.allowed_token_ids and len(forbidden) >= self.vocab_size:
             raise RequestError("bad_words: they forbid the whole vocabulary; leave one out", param="bad_words")
+
+
+def _check_size(request: GenerationRequest, sampling: SamplingParams, num_prompt_tokens: int) -> None:
+    """An answer is put together in memory: what nobody could use must not take all of it."""
+    num_entries = 0
+    if sampling.prompt_logprobs is not None:
+        num_told = request.num_choices if isinstance(request, CompletionRequest) else 1
+        num_entries += num_prompt_tokens * (sampling.prompt_logprobs + 1) * num_told
+    if sampling.logprobs is not None:
+        num_entries += min(sampling.max_tokens, OUTPUT_TOKENS_COUNTED) * (sampling.logprobs + 1) * sampling.n
+    if num_entries > MAX_LOGPROB_ENTRIES:
+        raise RequestError(
+            f"logprobs: the answer could have {num_entries} of them, at most {MAX_LOGPROB_ENTRIES} are given; ask for "
+            f"fewer logprobs, fewer choices or a shorter answer",
+            param="logprobs",
+        )
+
+
+def check_streamed_texts(num_texts: int, num_prompt_chars: int, max_tokens: int) -> None:
+    """Each frame of a streamed /generate holds all texts from their beginning. Raises RequestError."""
+    nbytes = num_texts * max_tokens * num_texts * (num_prompt_chars + 4 * max_tokens)
+    if num_texts > 1 and nbytes > MAX_STREAMED_NBYTES:
+        raise RequestError(
+            f"n: {num_texts} texts of up to {max_tokens} tokens, each behind {num_prompt_chars} characters of prompt, "
+            f"would be {nbytes >> 20} MiB of frames, at most {MAX_STREAMED_NBYTES >> 20} are sent; ask for fewer, or "
+            f"without stream",
+            param="n",
+        )
 
 
 def _check_greedy(request: GenerationRequest, sampling: SamplingParams) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from pd_cluster.api.http import (
     CLIENT_CLOSED_REQUEST,
@@ -19,6 +19,7 @@ from pd_cluster.api.http import (
     chain,
     error_body,
     event,
+    json_response,
     read_body,
     unless_disconnected,
 )
@@ -78,6 +79,7 @@ class Answer(ABC):
         self.request = request
         self._tokenizer = tokenizer
         self._format = LogprobsFormat(tokenizer, bool(request.return_tokens_as_token_ids))
+        self._of_prompt: list[dict[str, Any] | None] | None = None  # the same for every choice
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
@@ -93,6 +95,10 @@ class Answer(ABC):
         ids = {"prompt_token_ids": generation.prompt_token_ids} if self.request.return_token_ids else {}
         logprobs = self._logprobs(piece.logprobs, generation)
         return self._choice(piece.index, self._whole(piece.text), logprobs, piece.token_ids, piece.finish_reason) | ids
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.request.num_logprobs is not None or self.request.prompt_logprobs is not None
 
     @property
     def shows_every_token(self) -> bool:
@@ -147,8 +153,9 @@ class Answer(ABC):
     def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
         if self.request.prompt_logprobs is None:
             return {}
-        found = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
-        return {"prompt_logprobs": found}
+        if self._of_prompt is None:
+            self._of_prompt = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
+        return {"prompt_logprobs": self._of_prompt}
 
 
 class ChatAnswer(Answer):
@@ -180,6 +187,7 @@ class CompletionAnswer(Answer):
         super().__init__(request, model, tokenizer)
         self._echo = request.echo
         self._echoed = echoed
+        self._echoed_logprobs: list[TokenLogprobs] | None = None
 
     def opening(self, index: int, generation: Generation) -> bytes:
         if not self._echoed:
@@ -200,7 +208,10 @@ class CompletionAnswer(Answer):
         """The prompt's own logprobs, as far as they are echoed."""
         if not self._echo:
             return []
-        return prompt_entries(self._tokenizer, generation.prompt_token_ids, generation.prompt_logprobs)
+        if self._echoed_logprobs is None:
+            ids, found = generation.prompt_token_ids, generation.prompt_logprobs
+            self._echoed_logprobs = prompt_entries(self._tokenizer, ids, found)
+        return self._echoed_logprobs
 
     def _whole(self, text: str) -> dict[str, Any]:
         return {"text": self._echoed + text}
@@ -217,7 +228,9 @@ async def _answer(http: Request, service: TextService, answer: Answer, generatio
         pieces = await unless_disconnected(http, service.complete(generation))
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(answer.whole(pieces, generation), headers=served_by(generation))
+        return await json_response(
+            lambda: answer.whole(pieces, generation), large=answer.has_logprobs, headers=served_by(generation)
+        )
     events = _events(service, answer, generation)
     # Whatever cannot be served at all becomes an HTTP status, not a broken stream.
     first = await unless_disconnected(http, anext(events))

@@ -16,6 +16,8 @@ from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams
 
 MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SEQUENCES = 128
 MAX_BAD_WORDS = 128
@@ -93,9 +95,11 @@ class GenerationRequest(BaseModel):
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, allow_inf_nan=False)
     min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     min_tokens: Count | None = None
-    logit_bias: Annotated[dict[str, Bias], FAIL_FAST] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIASES, fail_fast=True)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-    allowed_token_ids: Annotated[list[Id], Field(min_length=1, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[Id], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
     prompt_logprobs: Count | None = None
     return_tokens_as_token_ids: bool | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, truncated
-from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import ChatCompletionRequest, GenerationRequest
 from pd_cluster.api.sequence import Piece, Sequence, joined
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router, Stream
@@ -88,7 +88,6 @@ class TextService:
         max_model_len: int,
         seed: int | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
-        max_num_seqs: int = MAX_SEQUENCES,
     ) -> None:
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.path)
@@ -97,7 +96,7 @@ class TextService:
         self.served_model_names = served_model_names or [model]
         self._max_model_len = max_model_len
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
-        self._limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
+        self._limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs)
         known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         self._sampling_defaults = {
             k: v for k, v in checkpoint.generation_config.items() if k in known and v is not None
@@ -178,7 +177,7 @@ class TextService:
             raise RequestError(f"{param}: token ids must be in 0 to {self._limits.vocab_size - 1}", param=param)
         sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
         sampling = msgspec.structs.replace(sampling, bad_words=await self._bad_words(request))
-        sampling = self._limits.check(request, sampling)
+        sampling = self._limits.check(request, sampling, len(token_ids))
         include = bool(request.include_stop_str_in_output)
         stops = request.stops()
         sequences = [

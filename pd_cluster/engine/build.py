@@ -71,7 +71,7 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
         config,
         core,
         Pool(runner.model_identity, layout, runner.pool.num_blocks),
-        Limits(runner.vocab_size, runner.max_model_len, config.engine.max_num_seqs),
+        Limits(runner.vocab_size, runner.max_model_len),
         mailbox,
         transports.senders,
         transports.receivers,

@@ -84,9 +84,8 @@ class EngineCore:
             logits = self._prompt_logprobs(plan, logits)
         ready = self.scheduler.computed(plan)  # one row of logits each
         rows = [Row(r, index, len(r.output_token_ids)) for r in ready for index in _indices(r)]
-        if len(rows) > len(ready):
-            logits = logits[[at for at, request in enumerate(ready) for _ in _indices(request)]]
-        sampled = self.sampler.sample(logits, rows) if rows else []
+        at = [i for i, request in enumerate(ready) for _ in _indices(request)] if len(rows) > len(ready) else None
+        sampled = self.sampler.sample(logits, rows, at) if rows else []
         sampled_s = self._clock()
         times.sample_s += sampled_s - computed_s
         self._commit(result, ready, rows, sampled)
@@ -136,7 +135,8 @@ class EngineCore:
     # ---- what is told of a prompt
 
     def _prompt_output(self, request: Request) -> PromptOutput:
-        return PromptOutput(request.request_id, request.attempt, request.num_cached_tokens, request.prompt_logprobs)
+        num_cached = max(0, request.num_cached_tokens)
+        return PromptOutput(request.request_id, request.attempt, num_cached, request.prompt_logprobs)
 
     def _prompt_logprobs(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
         """Notes those of this step's prompt tokens; returns the rows of logits that are to be sampled."""

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from pd_cluster.types import Request, SamplingParams
 
+MAX_SEQUENCES = 1024
+MAX_LOGPROB_ENTRIES = 1_000_000  # they travel in one message
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     vocab_size: int
     max_model_len: int
-    max_num_seqs: int
 
     def problem(self, request: Request) -> str | None:
         """Why this engine cannot take it, in one line."""
@@ -25,13 +27,15 @@ class Limits:
                 f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
                 f"max_model_len {self.max_model_len}"
             )
+        if len(prompt) * ((sampling.prompt_logprobs or 0) + 1) > MAX_LOGPROB_ENTRIES:
+            return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
         return self._sampling_problem(sampling)
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
-        if not 1 <= sampling.n <= self.max_num_seqs:
-            return f"n {sampling.n} must be in 1 to --max-num-seqs {self.max_num_seqs}"
+        if not 1 <= sampling.n <= MAX_SEQUENCES:
+            return f"n {sampling.n} must be in 1 to {MAX_SEQUENCES}"
         numbers = (
             sampling.temperature,
             sampling.top_p,

@@ -17,7 +17,7 @@ from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import chain_hashes, root_hash
 from pd_cluster.types import Request, Status, TokenOutput
 
-MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step and request: each of them costs a row of logits
+MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step: each of them costs a row of logits
 
 
 def arrival_order(request: Request) -> tuple[float, str, int]:
@@ -43,6 +43,12 @@ class StepPlan:
     moves: list[Move] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    num_prompt_rows: int = 0  # tokens among them whose logits are wanted for prompt_logprobs
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        self.chunks.append((request, num_tokens))
+        if request.wants_prompt_logprobs:
+            self.num_prompt_rows += num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +128,11 @@ class Scheduler:
         self._remember(request)
 
     def fork(self, parent: Request, index: int) -> Request:
-        """Another running sequence of the same prompt; it shares what is computed and copies what it would change."""
+        """Another sequence of the same prompt; it shares what is computed and copies what it would change.
+
+        When as many run as may, it waits instead, and computes the prompt again, or finds it in the prefix cache.
+        """
+        runs = self.num_seqs < self.max_num_seqs
         child = Request(
             parent.request_id,
             parent.prompt_token_ids,
@@ -135,23 +145,25 @@ class Scheduler:
             transfer_id=parent.transfer_id,
             peer=parent.peer,
             client=parent.client,
-            status=Status.RUNNING,
-            num_computed_tokens=parent.num_computed_tokens,
-            block_table=parent.block_table[: self.num_blocks_for(parent.num_computed_tokens)],
+            num_cached_tokens=parent.num_cached_tokens,
             block_hashes=list(parent.block_hashes),
-            num_hashed_blocks=parent.num_hashed_blocks,
             prompt_logprobs=parent.prompt_logprobs,
         )
-        self._refuse_double(child)
+        self._take_in(child)
+        if not runs:
+            insort(self.waiting, child, key=arrival_order)
+            return child
+        child.status = Status.RUNNING
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.block_table = parent.block_table[: self.num_blocks_for(parent.num_computed_tokens)]
+        child.num_hashed_blocks = parent.num_hashed_blocks
         self.blocks.share(child.block_table)
-        self.requests[child.key] = child
         self.running.append(child)
         return child
 
     def start_sequences(self, request: Request, first_tokens: Sequence[TokenOutput]) -> list[Request]:
-        """The prompt is computed and each sequence's first token chosen: those that go on are running from now on."""
+        """The prompt is computed and each sequence's first token chosen: those that go on run, or wait for room to."""
         going_on = [t for t in first_tokens if t.finish_reason is None and t.index not in request.dropped]
-        request.num_to_fork = 0
         sequences = [request if t.index == request.index else self.fork(request, t.index) for t in going_on]
         for sequence, token in zip(sequences, going_on, strict=True):
             sequence.output_token_ids.append(token.token_id)
@@ -199,9 +211,9 @@ class Scheduler:
                 break
             if request.status is not Status.RUNNING:  # preempted by one before it in this loop
                 continue
-            num_tokens = self._chunk(request, budget)
-            if self._make_room(request, request.num_computed_tokens + num_tokens, plan):
-                plan.chunks.append((request, num_tokens))
+            num_tokens = self._chunk(request, budget, plan)
+            if num_tokens and self._make_room(request, request.num_computed_tokens + num_tokens, plan):
+                plan.add(request, num_tokens)
                 budget = self.max_num_batched_tokens - plan.num_tokens if plan.preempted else budget - num_tokens
         if not plan.preempted:
             self._admit(plan, budget)
@@ -220,9 +232,9 @@ class Scheduler:
 
         Each further sequence is given room for a block, but never is more asked than an empty pool has.
         """
-        num_sequences = request.sampling.n
-        if self.waiting or self.num_seqs + num_sequences > self.max_num_seqs:
+        if self.waiting or self.num_seqs >= self.max_num_seqs:
             return False
+        num_sequences = min(request.sampling.n, self.max_num_seqs - self.num_seqs)
         cached = self._cached_blocks(request, len(request.prompt_token_ids))
         num_blocks = min(self.num_blocks_for(num_tokens) + num_sequences - 1, self.blocks.num_blocks)
         num_available = self.blocks.num_available - self.blocks.num_unheld(cached)
@@ -230,9 +242,8 @@ class Scheduler:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that take part in steps, or will as soon as their KV has landed or their prompt is computed."""
-        active = (Status.RUNNING, Status.LANDING)
-        return sum(1 + r.num_to_fork for r in self.requests.values() if r.status in active)
+        """Sequences that take part in steps, or will as soon as their KV has landed."""
+        return sum(1 for r in self.requests.values() if r.status in (Status.RUNNING, Status.LANDING))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -250,9 +261,10 @@ class Scheduler:
 
     # ---- room
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        wanted = MAX_PROMPT_LOGPROB_TOKENS if request.wants_prompt_logprobs else budget
-        return min(request.num_behind, budget, wanted)
+    def _chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
+        """Tokens of it that the step can take; 0 when other prompts whose logprobs are wanted have its place."""
+        rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
+        return min(request.num_behind, budget, rows)
 
     def _reserve(self) -> int:
         """Blocks kept free for running requests to grow into, so that admitting does not preempt at once."""
@@ -262,15 +274,17 @@ class Scheduler:
         num_seqs = self.num_seqs if self.waiting else 0
         while self.waiting and budget:
             request = self.waiting[0]
-            num_seqs += 1 + request.num_to_fork
-            if num_seqs > self.max_num_seqs or not self._enter(request, plan):
+            num_seqs += 1
+            if num_seqs > self.max_num_seqs or not self._chunk(request, budget, plan):
+                return
+            if not self._enter(request, plan):
                 return
             self.waiting.pop(0)
             request.status = Status.RUNNING
             self.running.append(request)
-            num_tokens = self._chunk(request, budget)
+            num_tokens = self._chunk(request, budget, plan)
             plan.admitted.append(request)
-            plan.chunks.append((request, num_tokens))
+            plan.add(request, num_tokens)
             budget -= num_tokens
 
     def _enter(self, request: Request, plan: StepPlan) -> bool:
@@ -288,9 +302,9 @@ class Scheduler:
             return True
         request.num_computed_tokens = len(cached) * self.block_size
         request.num_hashed_blocks = len(cached)
-        if not request.output_token_ids and self._prefix is not None:
+        if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
-            self.num_prefix_query_tokens += len(request.prompt_token_ids)
+            self.num_prefix_query_tokens += len(request.prompt_token_ids) if self._prefix is not None else 0
             self.num_prefix_hit_tokens += request.num_cached_tokens
         return True
 

@@ -156,8 +156,12 @@ class Worker:
 
     def _flush(self) -> None:
         for client in {*self._tokens, *self._ended, *self._prompts}:
+            prompts = self._prompts.pop(client, [])
+            for prompt in [p for p in prompts if p.logprobs]:  # large, so each has a message of its own
+                self._post.send(client, wire.Outputs(prompts=[prompt]))
+            brief = [p for p in prompts if not p.logprobs]
             tokens, ended = self._tokens.pop(client, []), self._ended.pop(client, [])
-            self._post.send(client, wire.Outputs(tokens, ended, self._prompts.pop(client, [])))
+            self._post.send(client, wire.Outputs(tokens, ended, brief))
 
     def _tick(self) -> None:
         now_s = self._clock()
@@ -319,7 +323,7 @@ class Worker:
         leader = sequences[0]
         if index == -1 or leader.sampling.n == 1:
             self._drop(key)
-        elif leader.num_to_fork:  # its sequences are not told apart yet
+        elif not leader.output_token_ids:  # its sequences are not told apart yet
             leader.dropped.add(index)
         elif leader.leg != "prefill":
             for request in [r for r in sequences if r.index == index]:

@@ -140,7 +140,7 @@ def apply(logits: Tensor, edits: Sequence[Edit]) -> None:
         return torch.from_numpy(joined).to(logits.device)
 
     def numbers(parts: Iterable[Floats]) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(parts)).astype(np.float32)).to(logits.device)
+        return torch.from_numpy(np.concatenate(list(parts)).astype(np.float32, copy=False)).to(logits.device)
 
     if limited := [e for e in edits if e.adjustment.params.allowed_token_ids]:
         at = places((e.row, e.adjustment.allowed) for e in limited)
@@ -156,9 +156,13 @@ def apply(logits: Tensor, edits: Sequence[Edit]) -> None:
         counts = numbers(e.adjustment.counts for e in penalized)
         lengths = [len(e.adjustment.penalized) for e in penalized]
         params = [e.adjustment.params for e in penalized]
-        repetition = numbers([np.repeat([p.repetition_penalty for p in params], lengths)])
-        frequency = numbers([np.repeat([p.frequency_penalty for p in params], lengths)])
-        presence = numbers([np.repeat([p.presence_penalty for p in params], lengths)])
+
+        def repeated(values: Iterable[float]) -> Tensor:
+            return numbers([np.repeat(np.array(list(values), dtype=np.float32), lengths)])
+
+        repetition = repeated(p.repetition_penalty for p in params)
+        frequency = repeated(p.frequency_penalty for p in params)
+        presence = repeated(p.presence_penalty for p in params)
         values = flat[at]
         values = torch.where(values > 0, values / repetition, values * repetition)
         flat[at] = values - frequency * counts - presence * (counts > 0)

@@ -5,57 +5,103 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.types import Request
 
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """All sequences of a step, flattened: sequence i owns rows [query_starts[i], query_starts[i+1])."""
+    """All sequences of a step, flattened: sequence i owns rows [query_starts[i], query_starts[i + 1]).
+
+    Its blocks are block_table[table_starts[i] : table_starts[i + 1]]; every one of them is a block of the pool.
+    """
 
     input_ids: torch.Tensor  # [1, num_tokens] int64
     positions: torch.Tensor  # [1, num_tokens] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64: block * block_size + offset
-    query_lens: list[int]
-    context_lens: list[int]  # tokens in the pool once this step has written, per sequence
-    block_tables: list[torch.Tensor]  # per sequence [num_blocks] int64
-    sample_rows: torch.Tensor  # [num_samples] int64: rows whose logits are wanted
+    query_starts: torch.Tensor  # [num_seqs + 1] int32
+    context_lens: torch.Tensor  # [num_seqs] int32: tokens in the pool once this step has written
+    block_table: torch.Tensor  # [sum of blocks] int32
+    table_starts: torch.Tensor  # [num_seqs + 1] int32
+    sample_rows: torch.Tensor  # [num_samples] int64: rows whose logits are wanted, ascending
     pool: KVPool
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     num_layer_writes: int = 0
+    kernel_state: object = None  # what the kernels keep from layer to layer
 
     @property
     def num_tokens(self) -> int:
         return len(self.slot_mapping)
 
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens)
+
 
 def build_batch(chunks: list[tuple[Request, int]], pool: KVPool) -> ForwardBatch:
-    """Tokens [num_computed, num_computed + n) of every (request, n); a request that catches up is sampled."""
+    """Tokens [num_computed, num_computed + n) of every (request, n), n > 0; the last `num_logit_rows` are sampled.
+
+    Raises ValueError when a block table is too short or names a block that the pool does not have.
+    """
     block_size = pool.layout.block_size
+    rows: list[tuple[int, int, int, int]] = []
     input_ids: list[int] = []
-    positions: list[np.ndarray] = []
-    slots: list[np.ndarray] = []
-    tables: list[torch.Tensor] = []
-    sample_rows: list[int] = []
+    blocks: list[int] = []
     for request, num_tokens in chunks:
-        start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-        table = np.asarray(request.block_table[: -(-stop // block_size)])
-        position = np.arange(start, stop)
+        start = request.num_computed_tokens
+        stop = start + num_tokens
+        num_blocks = -(-stop // block_size)
+        blocks += request.block_table[:num_blocks]
         input_ids += request.token_ids(start, stop)
-        positions.append(position)
-        slots.append(table[position // block_size] * block_size + position % block_size)
-        tables.append(torch.from_numpy(table))
-        if num_tokens == request.num_behind:
-            sample_rows.append(len(input_ids) - 1)
+        rows.append((num_tokens, start, num_blocks, request.num_logit_rows(num_tokens)))
+    lens, starts, nums_blocks, counts = np.array(rows, dtype=np.int64).T  # each [num_seqs]
+    query_starts, table_starts = _starts(lens), _starts(nums_blocks)
+    block_table = np.array(blocks, dtype=np.int64)
+    _check(block_table, int(table_starts[-1]), pool.num_blocks)
+    if len(chunks) == len(input_ids):  # one token each
+        positions, first_block = starts, table_starts[:-1]
+    else:
+        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
+        first_block = np.repeat(table_starts[:-1], lens)
+    block, offset = positions // block_size, positions % block_size
     return ForwardBatch(
-        input_ids=torch.tensor([input_ids]),
-        positions=torch.from_numpy(np.concatenate(positions))[None],
-        slot_mapping=torch.from_numpy(np.concatenate(slots)),
-        query_lens=[n for _, n in chunks],
-        context_lens=[r.num_computed_tokens + n for r, n in chunks],
-        block_tables=tables,
-        sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+        input_ids=torch.from_numpy(np.array([input_ids], dtype=np.int64)),
+        positions=torch.from_numpy(np.ascontiguousarray(positions[None])),
+        slot_mapping=torch.from_numpy(block_table[first_block + block] * block_size + offset),
+        query_starts=torch.from_numpy(query_starts.astype(np.int32)),
+        context_lens=torch.from_numpy((starts + lens).astype(np.int32)),
+        block_table=torch.from_numpy(block_table.astype(np.int32)),
+        table_starts=torch.from_numpy(table_starts.astype(np.int32)),
+        sample_rows=torch.from_numpy(_last_rows(query_starts, counts)),
         pool=pool,
     )
+
+
+def _check(block_table: Ints, wanted: int, num_blocks: int) -> None:
+    """The kernels trust what passes here. Block `num_blocks` is the one for padding."""
+    least, most = int(block_table.min()), int(block_table.max())
+    if len(block_table) != wanted or least < 0 or most > num_blocks:
+        raise ValueError(
+            f"block tables hold {len(block_table)} blocks from {least} to {most}, "
+            f"wanted {wanted} from 0 to {num_blocks}"
+        )
+
+
+def _starts(lens: Ints) -> Ints:
+    """[n] to [n + 1]: 0 and the running sums."""
+    starts = np.zeros(len(lens) + 1, dtype=np.int64)
+    np.cumsum(lens, out=starts[1:])
+    return starts
+
+
+def _last_rows(query_starts: Ints, counts: Ints) -> Ints:
+    """Of each sequence in turn, its last `counts` rows."""
+    if counts.max() <= 1:
+        return query_starts[1:][counts > 0] - 1
+    ends = _starts(counts)
+    return np.arange(ends[-1]) + np.repeat(query_starts[1:] - ends[1:], counts)

@@ -87,7 +87,7 @@ def _draw_above(logits: Tensor, best: Floats, knobs: Knobs, floor: Floats) -> tu
     target = knobs.uniform * total  # less than the total, also when rounded: a uniform number is at most 1 - 2**-53
     block = (cumulative <= target[:, None]).sum(1)
     inside = weights[rows, block].cpu().numpy().astype(np.float64).cumsum(1)  # [num_rows, BLOCK_SIZE]
-    before = cumulative[rows, block] - sums[rows, block]
+    before = np.where(block > 0, cumulative[rows, block - 1], 0.0)
     target = np.minimum(target - before, np.nextafter(inside[:, -1], 0.0))
     return block * weights.shape[2] + (inside <= target[:, None]).sum(1), total
 

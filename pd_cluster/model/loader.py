@@ -1,11 +1,13 @@
 """A checkpoint folder to a torch module that attends through the paged pool.
 
 transformers builds the modules and reads the safetensors; this file picks the dtype, registers the attention
-function and proves, on one small forward pass, that every layer used it.
+function, fuses what it can and proves, on small forward passes, that the numbers stayed and every layer used the pool.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from typing import Any
 
@@ -20,8 +22,17 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import build_batch
+from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
+from pd_cluster.model.cpu.build import KernelsUnavailable
+from pd_cluster.model.cpu.ops import CpuOps, supports
+from pd_cluster.model.fuse import can_fuse, fuse
+from pd_cluster.model.ops import Ops, TorchOps
 from pd_cluster.types import Request, SamplingParams
 
+log = logging.getLogger(__name__)
+
+PROBE_NUM_TOKENS = 4
+PROBE_TOLERANCE = 1e-3  # relative; fusing moves logits by about 1e-6
 ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -34,8 +45,33 @@ def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
     return str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
 
 
-def load_model(checkpoint: Checkpoint, dtype: str, device: Device) -> torch.nn.Module:
+def load_model(checkpoint: Checkpoint, dtype: str, device: Device) -> CausalLM:
     """Raises ModelError when the weights do not fit the architecture."""
+    model = load_plain(checkpoint, dtype, device)
+    if device.kind != "cpu" or not can_fuse(model):
+        return PlainCausalLM(model)
+    expected = _probe_logits(PlainCausalLM(model), dtype)
+    fused = fuse(model, choose_ops(model.config))
+    error = (_probe_logits(fused, dtype) - expected).abs().max() / expected.abs().max()
+    if not error <= PROBE_TOLERANCE:
+        raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
+    log.info("model: %s", fused.kernels)
+    return fused
+
+
+def choose_ops(config: Any) -> Ops:
+    """The C kernels, unless they cannot be built, do not know the shape or PD_CLUSTER_CPU_KERNELS is 0."""
+    if os.environ.get("PD_CLUSTER_CPU_KERNELS", "1") == "0" or not supports(config):
+        return TorchOps()
+    try:
+        return CpuOps()
+    except KernelsUnavailable as error:
+        log.warning("no C kernels, the forward pass is slower: %s", error)
+        return TorchOps()
+
+
+def load_plain(checkpoint: Checkpoint, dtype: str, device: Device) -> torch.nn.Module:
+    """transformers' model as it is, attending through the pool. Raises ModelError as above."""
     AttentionInterface.register(sdpa.NAME, sdpa.forward)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -81,22 +117,30 @@ def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:
     )
 
 
-def prove_attention(model: torch.nn.Module, pool: KVPool) -> None:
+def prove_attention(model: CausalLM, pool: KVPool) -> None:
     """Raises ModelError unless every layer wrote the pool exactly once; also the warm-up. Uses the padding block."""
     probe = Request("probe", [0, 0], SamplingParams(), block_table=[pool.num_blocks])
     if pool.layout.block_size < 2:
         probe.prompt_token_ids = [0]
     batch = build_batch([(probe, probe.num_tokens)], pool)
     with torch.inference_mode():
-        model(
-            input_ids=batch.input_ids,
-            position_ids=batch.positions,
-            use_cache=False,
-            logits_to_keep=batch.sample_rows,
-            forward_batch=batch,
-        )
+        model(batch)
     if batch.num_layer_writes != pool.layout.num_layers:
         raise ModelError(
             f"{type(model).__name__}: {batch.num_layer_writes} of {pool.layout.num_layers} layers used the KV pool; "
             f"this architecture cannot be served"
         )
+
+
+def _probe_logits(model: CausalLM, dtype: str) -> torch.Tensor:
+    """Logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a pool of their own."""
+    vocab_size = model.config.vocab_size
+    token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
+    probe = Request("probe", token_ids, SamplingParams(), block_table=[0])
+    pool = KVPool(layout_of(model.config, PROBE_NUM_TOKENS, dtype), num_blocks=1)
+    batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
+    batch.sample_rows = torch.arange(PROBE_NUM_TOKENS)
+    with torch.inference_mode():
+        logits = model(batch)
+    pool.close()
+    return logits

@@ -76,17 +76,21 @@ class Sampler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
 
-    def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
-        """One token for each row of logits [num_rows, vocab_size] float32, which may be overwritten.
+    def sample(self, logits: Tensor, rows: Sequence[Row], at: Sequence[int] | None = None) -> list[Sampled]:
+        """One token for each of `rows`, from logits [num_rows, vocab_size] float32, which may be overwritten.
+
+        `at` says which row of logits each is chosen from, when several are from the same one.
 
         Never raises for what the logits or the parameters are. Where masks forbid every token, the most likely of the
         allowed_token_ids is chosen, or of all when there are none.
         """
-        assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} for {len(rows)} rows"
+        num_rows = len(rows) if at is None else len(logits)
+        assert logits.shape == (num_rows, self.vocab_size), f"{tuple(logits.shape)} for {num_rows} rows"
         sampled: list[Sampled] = []
         with torch.inference_mode():  # what the model made in that mode can be mended in it only
             for part in self._parts(len(rows)):
-                sampled += self._sample(logits[part], rows[part])
+                own = logits[part] if at is None else logits[list(at[part])]
+                sampled += self._sample(own, rows[part])
         return sampled
 
     def prompt_logprobs(self, logits: Tensor, targets: list[int], num_top: int) -> list[Logprobs]:

@@ -88,6 +88,7 @@ class SendThread:
         self._queue.put(lambda: self._ship(transfer_id, sequence, first_block, block_ids))
 
     def ship_end(self, end: wire.KVEnd) -> None:
+        self._live.add(end.transfer_id)  # there may have been nothing to ship
         self._queue.put(lambda: self._post(end) if end.transfer_id in self._live else None)
 
     def drop(self, transfer_id: str) -> None:

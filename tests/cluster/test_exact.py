@@ -93,7 +93,7 @@ def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Pat
         jobs = [lambda: choices.append(cluster.complete_choices(prompt, MAX_TOKENS, **fields))] * 4
         assert not in_parallel(jobs, concurrency=4)
     assert choices == [expected] * 8
-    assert cluster.instance("prefill-0")["num_prefix_hit_tokens"] > 0
+    cluster.wait_until("hits are told", lambda: cluster.instance("prefill-0")["num_prefix_hit_tokens"] > 0)
     cluster.assert_home()
 
 

@@ -150,7 +150,7 @@ class World:
             self._one_event()
             if self.trouble:
                 continue
-            if self.rng.random() < 0.02:
+            if self.num_troubles and self.rng.random() < 0.02:  # without any trouble nothing may need a deadline
                 self._pass_time()
         raise AssertionError(f"not ended: P {self._standing(self.p)}, D {self._standing(self.d)}")
 
@@ -317,7 +317,6 @@ class World:
             self.p_conn = self.d_conn = f"link-{self.generation}"
 
     def _pass_time(self) -> None:
-        self.num_troubles += 1
         self.now_s += self.rng.choice([0.5, 3.0, 31.0])
         if not self.trouble and (self.p_conn is None or self.d_conn is None):
             self._break_link()
@@ -337,6 +336,7 @@ class World:
         self.jobs.append((conn, lambda: chunk if transfer_id in self.live else None))
 
     def ship_end(self, conn: str, end: wire.KVEnd) -> None:
+        self.live.add(end.transfer_id)
         self.jobs.append((conn, lambda: end if end.transfer_id in self.live else None))
 
     def drop(self, conn: str, transfer_id: str) -> None:
@@ -359,7 +359,7 @@ class World:
         assert tokens == first_tokens(request)
         assert [s.index for s in sequences] == [t.index for t in tokens if t.finish_reason is None]
         for sequence in sequences:
-            self.d.check_memory(sequence, len(request.prompt_token_ids))
+            self.d.check_memory(sequence, sequence.num_computed_tokens)
             assert sequence.output_token_ids == [tokens[sequence.index].token_id]
         self.d.legs[request.request_id] = list(sequences)
 

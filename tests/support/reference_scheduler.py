@@ -28,7 +28,7 @@ class Job:
     prompt: int
     salt: str
     leg: str
-    weight: int  # sequences it will be
+    num_sequences: int = 1  # that it will be
     status: str = "waiting"
     computed: int = 0
     blocks: list[Block] = field(default_factory=list)
@@ -107,16 +107,17 @@ class Reference:
         return sorted((j for j in self.jobs.values() if j.status == status), key=lambda j: j.order)
 
     def seqs(self) -> int:
-        return sum(j.weight for j in self.jobs.values() if j.status in ("running", "landing"))
+        return sum(1 for j in self.jobs.values() if j.status in ("running", "landing"))
 
     def room(self) -> int:
         return len(self.free()) + len(self.cached())
 
     def can_land(self, job: Job, num_tokens: int) -> bool:
-        weight, shared = job.weight, self.known(job, job.prompt)
-        wanted = min(self.need(num_tokens) + weight - 1, len(self.pool)) - len(shared)
+        shared = self.known(job, job.prompt)
+        slots = min(job.num_sequences, self.max_seqs - self.seqs())
+        wanted = min(self.need(num_tokens) + slots - 1, len(self.pool)) - len(shared)
         fits = wanted + len(self.of("running")) <= self.room() - sum(1 for b in shared if not b.holders)
-        return not self.of("waiting") and self.seqs() + weight <= self.max_seqs and fits
+        return not self.of("waiting") and self.seqs() < self.max_seqs and fits
 
     def land(self, job: Job, num_tokens: int) -> int:
         shared = self.known(job, job.prompt)
@@ -138,7 +139,7 @@ class Reference:
                 chunks[job.key] = min(left, job.behind)
         while not preempted and self.of("waiting") and sum(chunks.values()) < self.budget:
             job = self.of("waiting")[0]
-            if self.seqs() + job.weight > self.max_seqs or not self.enter(job):
+            if self.seqs() >= self.max_seqs or not self.enter(job):
                 break
             admitted.append(job.key)
             chunks[job.key] = min(job.behind, self.budget - sum(chunks.values()))
@@ -193,8 +194,11 @@ class Reference:
     def fork(self, job: Job, index: int) -> Job:
         key = f"{job.key}/{index}"
         order = (job.order[0], job.order[1], index)
-        child = Job(key, order, list(job.tokens), job.prompt, job.salt, job.leg, 1, "running", job.computed)
-        child.asked = job.asked
+        child = Job(key, order, list(job.tokens), job.prompt, job.salt, job.leg)
+        if self.seqs() >= self.max_seqs:
+            self.jobs[key] = child
+            return child
+        child.status, child.computed, child.asked = "running", job.computed, job.asked
         child.blocks = job.blocks[: self.need(job.computed)]
         for block in child.blocks:
             block.holders += 1

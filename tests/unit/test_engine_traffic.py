@@ -60,7 +60,7 @@ class Traffic:
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size,
-            max_num_seqs=rng.randrange(4, 10),
+            max_num_seqs=rng.randrange(2, 10),
             max_num_batched_tokens=rng.randrange(1, 30),
             prefix=prefix,
             swap=BlockPool(num_swap_blocks),

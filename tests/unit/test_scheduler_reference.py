@@ -62,8 +62,7 @@ class Both:
         sampling = SamplingParams(max_tokens=rng.randrange(1, LONGEST - len(prompt)), n=rng.choice([1, 1, 2, 3]))
         salt = rng.choice(["", "", "x"])
         request = Request(name, prompt, sampling, arrival_s=self.now_s, leg=leg, cache_salt=salt)  # type: ignore[arg-type]
-        weight = 1 if leg == "prefill" else sampling.n
-        job = Job(request.key, (self.now_s, name, 0), list(prompt), len(prompt), salt, leg, weight)
+        job = Job(request.key, (self.now_s, name, 0), list(prompt), len(prompt), salt, leg, sampling.n)
         if leg == "decode":
             num_tokens = len(prompt) + min(sampling.max_tokens, 4)
             can = self.real.can_land(request, num_tokens)
@@ -127,7 +126,6 @@ class Both:
             for index in range(request.sampling.n)
         ]
         sequences = self.real.start_sequences(request, tokens)
-        job.weight = 1
         for token in tokens:
             if token.finish_reason is None:
                 own = job if token.index == 0 else self.reference.fork(job, token.index)
@@ -135,6 +133,7 @@ class Both:
         if tokens[0].finish_reason is not None:
             self.reference.finish(job)
         self.seen["forked"] += sum(1 for s in sequences if s is not request)
+        self.seen["forked to wait"] += sum(1 for s in sequences if s.status is Status.WAITING)
 
     def next_token(self, request: Request, job: Job) -> None:
         token = (len(request.output_token_ids) * 7 + request.index) % 3
@@ -174,7 +173,16 @@ def explore(seeds: range) -> Counter[str]:
 
 def test_random_traffic_is_planned_as_the_reference_plans_it() -> None:
     seen = explore(range(120))
-    for what in ("preempted", "forked", "cached", "landed on cached blocks", "move copy", "move out", "move in"):
+    for what in (
+        "preempted",
+        "forked",
+        "forked to wait",
+        "cached",
+        "landed on cached blocks",
+        "move copy",
+        "move out",
+        "move in",
+    ):
         assert seen[what] > 30, f"{what} was hardly seen: {seen}"
 
 

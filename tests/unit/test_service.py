@@ -462,13 +462,13 @@ def test_no_more_logprobs_than_tokens(make: Services, tmp_path: Path) -> None:
     assert (sampling.logprobs, sampling.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
 
 
-def test_no_more_sequences_than_a_step_has(make: Services) -> None:
+def test_answers_that_would_fill_the_memory_are_refused(make: Services) -> None:
     service, _ = make()
-    service._limits = service._limits._replace(max_num_seqs=3)
-    assert completion(service, "a", n=3).sampling.n == 3
-    for fields, message in (({"n": 4}, "n: 4 is more"), ({"n": 1, "best_of": 4}, "best_of: 4 is more")):
-        with pytest.raises(RequestError, match=f"^{message} .* 3 .--max-num-seqs"):
-            completion(service, "a", **fields)
+    service._limits = service._limits._replace(max_logprobs=5000, vocab_size=10**6)
+    assert completion(service, "a", n=128, temperature=1, max_tokens=10, logprobs=20).sampling.n == 128
+    for fields in ({"n": 128, "max_tokens": 10, "logprobs": 2000}, {"n": 128, "prompt_logprobs": 5000}):
+        with pytest.raises(RequestError, match=r"^logprobs: the answer could have \d+ of them, at most 1000000"):
+            completion(service, "a" * 50, temperature=1, **fields)
 
 
 def test_bad_words_become_tokens(make: Services) -> None:

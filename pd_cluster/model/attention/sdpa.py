@@ -29,19 +29,37 @@ def forward(
 ) -> tuple[torch.Tensor, None]:
     """Returns ([1, num_tokens, num_heads, head_dim], None)."""
     batch = forward_batch
-    layer_idx = module.layer_idx
-    key_pool, value_pool = batch.pool.layer(layer_idx)  # type: ignore[arg-type]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [num_tokens, num_kv_heads, head_dim]
+    layer_idx = module.layer_idx
+    assert isinstance(layer_idx, int)
+    output = write_and_attend(layer_idx, query[0], keys, values, batch, scaling, sliding_window, softcap)
+    return output[None], None
+
+
+def write_and_attend(
+    layer_idx: int,
+    query: torch.Tensor,  # [num_heads, num_tokens, head_dim]
+    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    values: torch.Tensor,
+    batch: ForwardBatch,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Puts the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
+    key_pool, value_pool = batch.pool.layer(layer_idx)
     block_size = batch.pool.layout.block_size
     block, offset = batch.slot_mapping // block_size, batch.slot_mapping % block_size
     key_pool.index_put_((block, offset), keys.to(key_pool.dtype))
     value_pool.index_put_((block, offset), values.to(value_pool.dtype))
     batch.num_layer_writes += 1
 
-    output = torch.empty_like(query[0].transpose(0, 1))  # [num_tokens, num_heads, head_dim]
-    start = 0
-    for query_len, context_len, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
-        rows = slice(start, start + query_len)
+    output = torch.empty_like(query.transpose(0, 1))  # [num_tokens, num_heads, head_dim]
+    query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()
+    for i, context_len in enumerate(batch.context_lens.tolist()):
+        rows = slice(query_starts[i], query_starts[i + 1])
+        query_len = rows.stop - rows.start
+        table = batch.block_table[table_starts[i] : table_starts[i + 1]]
         first = 0 if sliding_window is None else max(0, context_len - query_len - sliding_window + 1) // block_size
         seen = context_len - first * block_size  # keys at hand; the last query_len of them are the queries' own
         if seen == query_len:
@@ -49,10 +67,8 @@ def forward(
         else:
             k = key_pool.index_select(0, table[first:]).flatten(0, 1)[:seen]  # [seen, num_kv_heads, head_dim]
             v = value_pool.index_select(0, table[first:]).flatten(0, 1)[:seen]
-        q = query[0, :, rows]  # [num_heads, query_len, head_dim]
-        output[rows] = _attend(q, k, v, batch, scaling, sliding_window, softcap).transpose(0, 1)
-        start += query_len
-    return output[None], None
+        output[rows] = _attend(query[:, rows], k, v, batch, scaling, sliding_window, softcap).transpose(0, 1)
+    return output
 
 
 def _attend(
@@ -74,7 +90,7 @@ def _attend(
     if query_len == 1:  # query heads of a group become rows of one matrix
         if window:
             k, v = k[:, :, -window:], v[:, :, -window:]
-        grouped = q.view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        grouped = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         return scaled_dot_product_attention(grouped, k, v, scale=scaling).view(num_heads, 1, head_dim)
     if seen == query_len and not window:
         return scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling, enable_gqa=True)[0]
@@ -88,7 +104,7 @@ def _attend_softcapped(
     """softcap * tanh(scores / softcap) before the softmax (Gemma 2)."""
     num_heads, query_len, head_dim = q.shape
     num_kv_heads = k.shape[0]
-    grouped = q.view(num_kv_heads, -1, query_len, head_dim)  # [num_kv_heads, group, query_len, head_dim]
+    grouped = q.reshape(num_kv_heads, -1, query_len, head_dim)  # [num_kv_heads, group, query_len, head_dim]
     scores = torch.einsum("hgqd,hkd->hgqk", grouped, k) * scaling
     scores = torch.tanh(scores / softcap) * softcap
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)

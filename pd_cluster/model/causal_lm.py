@@ -1,0 +1,117 @@
+"""A loaded model as the runner sees it: a ForwardBatch in, logits of its sampled rows out.
+
+`PlainCausalLM` calls transformers' own forward; `FusedCausalLM` runs the same layers in its own loop. Neither knows
+requests or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.linear import Linear
+from pd_cluster.model.ops import Heads, Norm, Ops, Rope
+
+
+class CausalLM(Protocol):
+    config: Any  # transformers' own
+    kernels: str  # what computes, for the log
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [num_samples, vocab_size] of `batch.sample_rows`; writes the batch's keys and values to its pool."""
+
+
+class PlainCausalLM:
+    """transformers' forward, with attention through the function that the loader registered."""
+
+    kernels = "transformers' modules"
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config
+        self.model = model
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        logits: torch.Tensor = self.model(
+            input_ids=batch.input_ids,
+            position_ids=batch.positions,
+            use_cache=False,
+            logits_to_keep=batch.sample_rows,
+            forward_batch=batch,
+        ).logits
+        return logits[0]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """One decoder layer. The two `post_*` norms are Gemma 2's, on what a half adds to the residual stream."""
+
+    heads: Heads
+    qkv: Linear
+    output: Linear
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+    input_norm: Norm
+    mlp_norm: Norm
+    post_attention_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+
+
+class FusedCausalLM:
+    """The residual stream x is updated in place; what a half-layer adds to it waits for the next norm."""
+
+    def __init__(
+        self,
+        config: Any,
+        ops: Ops,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        rotary: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        layers: list[FusedLayer],
+        norm: Norm,
+        head: Linear,
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.kernels = f"fused layers, {ops.name} kernels"
+        self._embed, self._rotary, self._layers, self._norm, self._head = embed, rotary, layers, norm, head
+        self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
+        cos, sin = self._rotary(x, batch.positions)
+        rope = Rope(cos[0], sin[0])
+        delta = None
+        for layer in self._layers[:-1]:
+            delta = self._after_attention(layer, x, self._attention(layer, x, delta, rope, batch))
+        last = self._layers[-1]
+        attended = self._attention(last, x, delta, rope, batch)
+        rows = batch.sample_rows  # nobody reads the other rows of the last layer
+        if len(rows) == 0:
+            return x.new_empty(0, self.config.vocab_size)
+        if len(rows) < len(x):
+            x, attended = x[rows], attended[rows]
+        delta = self._after_attention(last, x, attended)
+        logits = self._head(self.ops.add_norm(x, delta, self._norm))
+        if self._final_softcap is not None:
+            logits = logits.div_(self._final_softcap).tanh_().mul_(self._final_softcap)
+        return logits
+
+    def _attention(
+        self, layer: FusedLayer, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Adds what is due to x; returns [num_tokens, num_heads * head_dim]."""
+        ops = self.ops
+        normed = ops.norm(x, layer.input_norm) if delta is None else ops.add_norm(x, delta, layer.input_norm)
+        return ops.attend(layer.heads, layer.qkv(normed), rope, batch)
+
+    def _after_attention(self, layer: FusedLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Adds the attention's output to x; returns what is due next."""
+        delta = layer.output(attended)
+        if layer.post_attention_norm is not None:
+            delta = self.ops.norm(delta, layer.post_attention_norm)
+        delta = layer.mlp(self.ops.add_norm(x, delta, layer.mlp_norm))
+        if layer.post_mlp_norm is not None:
+            delta = self.ops.norm(delta, layer.post_mlp_norm)
+        return delta

@@ -1,0 +1,189 @@
+"""The C kernels as `Ops`. Everything that C takes on trust is checked here: dtypes, shapes, contiguity.
+
+Block ids were checked against the pool when the batch was built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.cpu import build
+from pd_cluster.model.ops import Activation, Heads, Norm, Rope
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 16
+
+_Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Step(ctypes.Structure):
+    """Step in attention.h: one batch."""
+
+    _fields_ = (
+        *((name, _Int) for name in ("num_tokens", "num_seqs", "num_threads")),
+        *((name, _Pointer) for name in ("query_starts", "context_lens", "block_table", "table_starts", "order")),
+        *((name, _Pointer) for name in ("slots", "cos", "sin")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """Layer in attention.h: one layer in one pool."""
+
+    _fields_ = (
+        *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "block_size")),
+        *((name, _Int) for name in ("block_stride", "key_offset", "value_offset")),
+        *((name, _Float) for name in ("scaling", "softcap", "eps")),
+        *((name, _Pointer) for name in ("q_norm", "k_norm")),
+    )
+
+
+@dataclass(slots=True)
+class _BatchState:
+    """What C sees of a batch, and what must live as long."""
+
+    step: _Step
+    address: int
+    rope: Rope
+    order: npt.NDArray[np.int32]
+
+
+@functools.cache
+def _library(flags: tuple[str, ...]) -> ctypes.CDLL:
+    library = build.load(flags)
+    library.pd_norm.argtypes = [*[_Pointer] * 4, _Int, _Int, _Float, _Int]
+    library.pd_gate.argtypes = [*[_Pointer] * 2, _Int, _Int, ctypes.c_int, _Int]
+    library.pd_attend.argtypes = [_Pointer] * 5
+    for function in (library.pd_norm, library.pd_gate, library.pd_attend):
+        function.restype = None
+    return library
+
+
+def supports(config: Any) -> bool:
+    """Whether the attention kernel takes heads of this size (a transformers config)."""
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim % HEAD_DIM_MULTIPLE == 0 and head_dim <= MAX_HEAD_DIM
+
+
+class CpuOps:
+    """`Ops` in C. Raises KernelsUnavailable when the kernels cannot be built or loaded."""
+
+    name = "C"
+
+    def __init__(self, flags: tuple[str, ...] = build.FLAGS) -> None:
+        library = _library(flags)
+        self._norm, self._gate, self._attend = library.pd_norm, library.pd_gate, library.pd_attend
+        self._layers: dict[Heads, tuple[KVPool, _Layer, int]] = {}
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self._add_norm(x, None, norm)
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
+        assert delta.shape == x.shape
+        assert delta.is_contiguous()
+        return self._add_norm(x, delta, norm)
+
+    def _add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        num_rows, features = x.shape
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        assert norm.weight.shape[0] == features
+        out = torch.empty_like(x)
+        self._norm(
+            x.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            norm.weight.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            features,
+            norm.eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        num_rows, features = gate_up.shape
+        assert gate_up.dtype == torch.float32
+        assert gate_up.is_contiguous()
+        out = torch.empty(num_rows, features // 2)
+        self._gate(
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            features // 2,
+            int(activation == "gelu_tanh"),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
+        num_tokens, width = qkv.shape
+        assert num_tokens == batch.num_tokens
+        assert width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        assert qkv.dtype == torch.float32
+        assert qkv.is_contiguous()
+        state = batch.kernel_state
+        if not isinstance(state, _BatchState):
+            state = batch.kernel_state = _batch_state(batch, rope, heads.head_dim)
+        pool, _, layer = self._layers.get(heads) or self._bind(heads, batch.pool)
+        if pool is not batch.pool:
+            _, _, layer = self._bind(heads, batch.pool)
+        out = torch.empty(num_tokens, heads.num_heads * heads.head_dim)
+        self._attend(state.address, layer, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
+        batch.num_layer_writes += 1
+        return out
+
+    def _bind(self, heads: Heads, pool: KVPool) -> tuple[KVPool, _Layer, int]:
+        data, layout = pool.data, pool.layout
+        assert data.dtype == torch.float32
+        assert data.is_contiguous()
+        assert (layout.local_kv_heads, layout.k_head_dim) == (heads.num_kv_heads, heads.head_dim)
+        assert heads.num_heads % heads.num_kv_heads == 0
+        assert heads.layer_idx < layout.num_layers
+        layer = _Layer(
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            window=heads.sliding_window or 0,
+            block_size=layout.block_size,
+            block_stride=data.stride(0),
+            key_offset=heads.layer_idx * data.stride(1),
+            value_offset=heads.layer_idx * data.stride(1) + data.stride(2),
+            scaling=heads.scaling,
+            softcap=heads.softcap or 0.0,
+            eps=heads.q_norm.eps if heads.q_norm is not None else 0.0,
+            q_norm=heads.q_norm.weight.data_ptr() if heads.q_norm is not None else None,
+            k_norm=heads.k_norm.weight.data_ptr() if heads.k_norm is not None else None,
+        )
+        bound = self._layers[heads] = (pool, layer, ctypes.addressof(layer))
+        return bound
+
+
+def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
+    for table in (rope.cos, rope.sin):
+        assert table.shape == (batch.num_tokens, head_dim)
+        assert table.dtype == torch.float32
+        assert table.is_contiguous()
+    order = np.argsort(-batch.context_lens.numpy(), kind="stable").astype(np.int32)  # the longest first
+    step = _Step(
+        batch.num_tokens,
+        batch.num_seqs,
+        torch.get_num_threads(),
+        batch.query_starts.data_ptr(),
+        batch.context_lens.data_ptr(),
+        batch.block_table.data_ptr(),
+        batch.table_starts.data_ptr(),
+        order.ctypes.data,
+        batch.slot_mapping.data_ptr(),
+        rope.cos.data_ptr(),
+        rope.sin.data_ptr(),
+    )
+    return _BatchState(step, ctypes.addressof(step), rope, order)

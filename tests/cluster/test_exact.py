@@ -95,25 +95,3 @@ def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Pat
     assert choices == [expected] * 8
     cluster.wait_until("hits are told", lambda: cluster.instance("prefill-0")["num_prefix_hit_tokens"] > 0)
     cluster.assert_home()
-
-
-def test_a_second_turn_moves_only_what_is_new(cluster: LiveCluster, model: Path) -> None:
-    """The decode instance keeps what it landed and what it generated; one after the other, both go to the first one."""
-
-    def received(turn: list[int]) -> tuple[list[int], int]:
-        cluster.assert_home()
-        before = cluster.instance("decode-0")["kv_received_nbytes"]
-        answer = cluster.complete(turn, MAX_TOKENS, ignore_eos=True)
-        cluster.assert_home()
-        nbytes: int = cluster.instance("decode-0")["kv_received_nbytes"] - before
-        return answer, nbytes
-
-    first = random_prompt(random.Random(12), 4 * BLOCK_SIZE)
-    answer, whole = received(first)
-    block_nbytes = whole // 4
-    second = [*first, *answer, *random_prompt(random.Random(13), 2 * BLOCK_SIZE)]
-    again, rest = received(second)
-    assert rest == 3 * block_nbytes  # the block whose last token the decode instance had not computed, and two new ones
-    assert_same(model, second, again, MAX_TOKENS)
-    _, nothing = received(first)
-    assert nothing == 0

@@ -321,7 +321,7 @@ class Worker:
         if not sequences or sequences[0].client != conn:
             return
         leader = sequences[0]
-        if index == -1 or leader.sampling.n == 1:
+        if index == -1 or (leader.sampling.n == 1 and index == 0):
             self._drop(key)
         elif not leader.output_token_ids:  # its sequences are not told apart yet
             leader.dropped.add(index)

@@ -20,6 +20,8 @@ from pd_cluster.model.linear import Linear, join, make_linear
 from pd_cluster.model.ops import Activation, Heads, Norm, Ops
 
 log = logging.getLogger(__name__)
+MLP_NBYTES_AT_ONCE = 8 << 20  # of gate and up together
+MLP_LEAST_ROWS = 256  # fewer would read the weights more often than that saves
 
 ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Gemma2")
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -123,9 +125,34 @@ def _mlp(mlp: Any, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: mlp(x[None])[0]
     if hasattr(mlp, "experts"):
         return Experts(mlp, ops, activation)
+    intermediate_size: int = mlp.gate_proj.out_features
     gate_up, down = join([mlp.gate_proj, mlp.up_proj]), join([mlp.down_proj])
     del mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return lambda x: down(ops.gate(gate_up(x), activation))
+    return GatedMLP(gate_up, down, ops, activation, intermediate_size)
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)), for some rows at a time.
+
+    What lies between is a large temporary, and from 32 MiB on glibc maps each of them anew, which takes longer than to
+    compute it.
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear, ops: Ops, activation: Activation, intermediate_size: int) -> None:
+        self._gate_up, self._down, self._ops, self._activation = gate_up, down, ops, activation
+        self._num_rows = max(MLP_LEAST_ROWS, MLP_NBYTES_AT_ONCE // (2 * intermediate_size * 4))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) <= self._num_rows:
+            return self._some(x)
+        result = torch.empty_like(x)
+        for start in range(0, len(x), self._num_rows):
+            part = slice(start, start + self._num_rows)
+            result[part] = self._some(x[part])
+        return result
+
+    def _some(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(self._ops.gate(self._gate_up(x), self._activation))
 
 
 class Experts:

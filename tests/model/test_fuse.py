@@ -18,7 +18,8 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
-from pd_cluster.model.fuse import can_fuse, fuse
+from pd_cluster.model.fuse import GatedMLP, can_fuse, fuse
+from pd_cluster.model.linear import make_linear
 from pd_cluster.model.ops import Ops, TorchOps
 from pd_cluster.types import Request, SamplingParams
 from tests.support.checkpoints import CONFIGS, VOCAB_SIZE
@@ -109,3 +110,14 @@ def test_fusing_that_changes_the_numbers_is_refused(checkpoint: Checkpoints, mon
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     with pytest.raises(ModelError, match="changed the logits by"):
         loader.load_model(Checkpoint.open(str(checkpoint("llama"))), "float32", CPU)
+
+
+@pytest.mark.parametrize("num_rows", [1, 256, 257, 600])
+def test_many_rows_go_through_the_mlp_in_parts(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    monkeypatch.setattr("pd_cluster.model.fuse.MLP_NBYTES_AT_ONCE", 1)
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(64, 16), torch.randn(16, 32)
+    mlp = GatedMLP(make_linear(gate_up), make_linear(down), TorchOps(), "silu", intermediate_size=32)
+    x = torch.randn(num_rows, 16)
+    gate, up = (x @ gate_up.T).split(32, dim=-1)
+    torch.testing.assert_close(mlp(x), (torch.nn.functional.silu(gate) * up) @ down.T, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,229 @@
+"""A worker without sockets or a model: legs of several sequences come, end one by one, are aborted and time out."""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.events import Closed, Event, Mail, Opened
+from pd_cluster.engine.limits import Limits
+from pd_cluster.engine.links import Pool
+from pd_cluster.engine.scheduler import PrefixScope, Scheduler
+from pd_cluster.engine.worker import Worker
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.types import LegEnd, SamplingParams
+from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 16
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, k_head_dim=8, v_head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
+CONN = "scheduler-conn"
+
+
+class Post:
+    """Keeps what the worker sends to its scheduler."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self.ended: list[LegEnd] = []
+
+    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+        raise AssertionError("nobody to connect to")
+
+    def disconnect(self, conn: str) -> None: ...
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        assert conn == CONN
+        assert isinstance(body, wire.Outputs)
+        wire.encode_body(body)
+        self.ended += body.ended
+        for token in body.tokens:
+            known = self.tokens[token.request_id][token.index]
+            assert token.position == len(known)
+            known.append(token.token_id)
+
+
+class World:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.post = Post()
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        prefix = PrefixScope("model", "float32")
+        scheduler = Scheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, 4, 16, prefix)
+        config = WorkerConfig(
+            name="decode-0",
+            role="decode",
+            server_ip="127.0.0.1",
+            bind_address="127.0.0.1",
+            device_ids=["0"],
+            hosts={},
+            epoch=1,
+            secret=b"",
+            num_threads=1,
+            kv_transport="auto",
+            kv_port_range=PortRange(),
+            kv_checksum=True,
+            engine=EngineConfig(model="m"),
+            timeouts=Timeouts(),
+        )
+        self.worker = Worker(
+            config,
+            EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler),
+            Pool("model", LAYOUT, NUM_BLOCKS),
+            Limits(VOCAB_SIZE, 40),
+            self.post,
+            list,
+            lambda peer, opened: [],
+            self.inbox,
+            clock=lambda: self.now_s,
+        )
+        self.inbox.put(Opened(CONN, "scheduler@1", "scheduler"))
+
+    def submit(self, name: str, prompt: list[int], sampling: SamplingParams, deadline_s: float = 0.0) -> None:
+        self.mail(wire.Submit(name, 0, name, "hybrid", "", prompt, sampling, deadline_s))
+
+    def mail(self, body: wire.Body) -> None:
+        self.inbox.put(Mail(CONN, "scheduler@1", body))
+
+    def step(self) -> None:
+        self.worker._read_inbox(wait_s=0.0)
+        self.worker._tick()
+        self.worker._step()
+        self.worker._publish_load()
+        self.worker._flush()
+        self.worker.core.scheduler.check()
+        self.now_s += 0.2
+
+    def run(self, num_steps: int = 400) -> None:
+        for _ in range(num_steps):
+            self.step()
+            if not self.worker.core.scheduler.requests and self.inbox.empty():
+                return
+        raise AssertionError("not ended")
+
+    def assert_home(self) -> None:
+        assert self.worker.core.scheduler.blocks.num_held == 0
+        assert not self.worker._legs
+        assert not self.worker._deadlines
+
+
+def sampling(n: int = 3, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"n": n, "max_tokens": 8, "temperature": 1.0, "seed": 4, "ignore_eos": True, **changes})
+
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def found(world: World, name: str) -> list[list[int]]:
+    return [world.post.tokens[name][index] for index in range(3)]
+
+
+def test_all_sequences_come_to_their_end() -> None:
+    world = World()
+    world.submit("r", PROMPT, sampling())
+    world.run()
+    assert found(world, "r") == generate_alone(PROMPT, sampling())
+    world.assert_home()
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_one_sequence_is_aborted_and_the_others_go_on(index: int, num_steps: int) -> None:
+    """Before they are forked, just after, and later. The token of the fork itself is told in any case."""
+    world = World()
+    world.submit("r", PROMPT, sampling())
+    for _ in range(num_steps):
+        world.step()
+    world.mail(wire.Abort("r", 0, index))
+    world.run()
+    expected = generate_alone(PROMPT, sampling())
+    for at, tokens in enumerate(found(world, "r")):
+        assert tokens == (expected[at][: max(1, num_steps)] if at == index else expected[at])
+    world.assert_home()
+
+
+def test_the_only_sequence_is_aborted_by_its_index() -> None:
+    world = World()
+    world.submit("r", PROMPT, sampling(n=1))
+    world.mail(wire.Abort("r", 0, 0))
+    world.run()
+    world.assert_home()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_deadline_ends_all_sequences_once(num_steps: int) -> None:
+    world = World()
+    world.submit("r", PROMPT, sampling(), deadline_s=0.1 + 0.2 * num_steps)
+    world.run()
+    assert [(e.request_id, e.error) for e in world.post.ended] == [("r", "the request's deadline has passed")]
+    world.assert_home()
+
+
+def test_a_scheduler_that_is_gone_leaves_nothing_behind() -> None:
+    world = World()
+    world.submit("r", PROMPT, sampling())
+    world.submit("s", PROMPT, sampling(n=1))
+    world.step()
+    world.step()
+    world.inbox.put(Closed(CONN, "scheduler@1", "cut"))
+    world.run()
+    world.assert_home()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"n": 0}, "n 0 must be in 1 to 1024"),
+        ({"temperature": float("nan")}, "sampling parameters must be finite numbers"),
+        ({"top_p": 0.0}, "top_p must be in"),
+        ({"repetition_penalty": -1.0}, "top_p must be in"),
+        ({"logit_bias": ((VOCAB_SIZE, 1.0),)}, "token ids in sampling parameters must be in 0 to"),
+        ({"allowed_token_ids": (-1,)}, "token ids in sampling parameters must be in 0 to"),
+        ({"bad_words": ((),)}, "token ids in sampling parameters must be in 0 to"),
+        ({"logprobs": -1}, "logprobs, prompt_logprobs and min_tokens must not be negative"),
+        ({"prompt_logprobs": 10**6}, "prompt_logprobs 1000000 for 5 tokens are too many to tell"),
+        ({"max_tokens": 36}, "5 prompt tokens and max_tokens 36 exceed max_model_len 40"),
+    ],
+)
+def test_what_the_engine_cannot_do_ends_that_leg_only(changes: dict[str, Any], problem: str) -> None:
+    world = World()
+    world.submit("good", PROMPT, sampling())
+    world.submit("bad", PROMPT, sampling(**changes))
+    world.run()
+    assert [e.request_id for e in world.post.ended] == ["bad"]
+    assert (world.post.ended[0].error or "").startswith(problem)
+    assert found(world, "good") == generate_alone(PROMPT, sampling())
+    world.assert_home()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_aborts(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World()
+    wanted: dict[str, tuple[list[int], SamplingParams]] = {}
+    touched: set[tuple[str, int]] = set()
+    for at in range(200):
+        if at < 60 and rng.random() < 0.4:
+            name = f"r{at}"
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 14))]
+            wanted[name] = prompt, sampling(n=rng.randrange(1, 7), max_tokens=rng.randrange(1, 12), seed=at)
+            world.submit(name, *wanted[name], deadline_s=0.0)
+        if wanted and rng.random() < 0.2:
+            name, index = rng.choice(list(wanted)), rng.randrange(-1, 7)
+            world.mail(wire.Abort(name, 0, index))
+            touched |= {(name, i) for i in range(7) if index in (-1, i)}
+        world.step()
+    world.run()
+    world.assert_home()
+    for name, (prompt, params) in wanted.items():
+        for index, expected in enumerate(generate_alone(prompt, params)):
+            tokens = world.post.tokens[name][index]
+            assert tokens == expected[: len(tokens)]
+            assert len(tokens) == len(expected) or (name, index) in touched, f"{name}/{index} never ended"

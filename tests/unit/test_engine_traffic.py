@@ -155,6 +155,7 @@ def test_random_traffic_gives_the_tokens_of_each_request_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_much_random_traffic() -> None:
     explore(range(1000, 2500))
 

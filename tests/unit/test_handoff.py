@@ -45,6 +45,7 @@ def test_random_orders_of_events() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_many_random_orders_of_events() -> None:
     explore(range(400, 10_000))
 

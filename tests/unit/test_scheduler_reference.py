@@ -187,5 +187,6 @@ def test_random_traffic_is_planned_as_the_reference_plans_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_much_random_traffic() -> None:
     explore(range(1000, 4000))

@@ -21,6 +21,7 @@ FLAGS = {
     "connect_timeout_s": "opening a connection or a link; tried again after 0.5 s, doubling to 5 s",
     "credit_timeout_s": "a decode instance that makes no progress must take an offered transfer within this",
     "transfer_timeout_s": "a transfer that stands still is given up",
+    "link_keepalive_s": "a link that is idle is probed",
     "request_timeout_s": "a whole request",
     "drain_timeout_s": "running requests after SIGTERM",
 }

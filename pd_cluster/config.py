@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.types import Role
-from pd_cluster.wire import TransportName
+from pd_cluster.wire import KVOptions, TransportName
 
 KVTransportChoice = Literal["auto", "shm", "dist"]
 PREEMPTION_MODES = ("recompute", "swap")
@@ -29,6 +29,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     transfer_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
+    link_keepalive_s: float = 30.0
 
 
 class PortRange(msgspec.Struct, frozen=True):
@@ -121,7 +122,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     kv_transport: KVTransportChoice
     kv_port_range: PortRange
-    kv_checksum: bool
+    kv: KVOptions = KVOptions()
+    kv_rate_limit_bytes_per_s: float = 0.0  # of each link; 0: none
     engine: EngineConfig
     timeouts: Timeouts
     log_level: str = "INFO"
@@ -129,4 +131,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def transports(self) -> tuple[TransportName, ...]:
         """In order of preference."""
-        return ("shm", "dist") if self.kv_transport == "auto" else (self.kv_transport,)
+        return ("local", "shm", "dist") if self.kv_transport == "auto" else (self.kv_transport,)

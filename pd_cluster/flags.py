@@ -118,7 +118,11 @@ REFUSED: dict[str, str] = {
     "--typical-acceptance-sampler-posterior-threshold": "speculative decoding is not supported",
 }
 REFUSED_UNLESS: dict[str, tuple[str, ...]] = {"--quantization": ("None", "none")}
-SWITCHES = ("--enable-prefix-caching", "--kv-checksum")  # honoured flags that may have the value True or False
+SWITCHES = (
+    "--enable-prefix-caching",
+    "--kv-checksum",
+    "--kv-hmac",
+)  # honoured flags that may have the value True or False
 MANY_VALUES = ("--served-model-name",)  # `--served-model-name a b` as argparse's nargs="+" has it
 ALIASES = {"-tp": "--tensor-parallel-size", "-q": "--quantization", "-pp": "--pipeline-parallel-size"}
 

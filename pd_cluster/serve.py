@@ -19,6 +19,7 @@ from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.device import num_threads_for, resolve
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
+from pd_cluster.wire import KVOptions
 
 MOST_LOGPROBS = 1000  # all tokens of a step travel in one message
 
@@ -52,6 +53,10 @@ class ServeOptions:
     kv_transport: str
     kv_port_range: str
     kv_checksum: bool
+    kv_hmac: bool
+    kv_wire_dtype: str
+    kv_rate_limit: float
+    link_keepalive: float
     secret_file: str | None
     admin_port: int | None
     admin_host: str
@@ -93,6 +98,7 @@ class ServeOptions:
             transfer_timeout_s=self.transfer_timeout,
             request_timeout_s=self.request_timeout,
             drain_timeout_s=self.drain_timeout,
+            link_keepalive_s=self.link_keepalive,
         )
         for name in (
             "heartbeat_interval",
@@ -100,6 +106,7 @@ class ServeOptions:
             "connect_timeout",
             "credit_timeout",
             "transfer_timeout",
+            "link_keepalive",
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
@@ -119,6 +126,10 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
         raise ConfigError(f"--log-level {options.log_level!r}: expected debug, info, warning or error")
     if options.kv_transport not in ("auto", "shm", "dist"):
         raise ConfigError(f"--kv-transport {options.kv_transport!r}: expected auto, shm or dist")
+    if options.kv_wire_dtype not in ("auto", "int8"):
+        raise ConfigError(f"--kv-wire-dtype {options.kv_wire_dtype!r}: expected auto or int8")
+    if not 0 <= options.kv_rate_limit < float("inf"):
+        raise ConfigError(f"--kv-rate-limit {options.kv_rate_limit:g}: must be a number of MB/s, 0 for no limit")
     engine, timeouts = options.engine(), options.timeouts()
     place = find_place(env, options.secret_file)
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
@@ -182,7 +193,12 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         num_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(place.num_local_instances),
         kv_transport=options.kv_transport,  # type: ignore[arg-type]
         kv_port_range=PortRange.parse(options.kv_port_range),
-        kv_checksum=options.kv_checksum,
+        kv=KVOptions(
+            wire_dtype=options.kv_wire_dtype,  # type: ignore[arg-type]
+            checksum=options.kv_checksum,
+            hmac=options.kv_hmac,
+        ),
+        kv_rate_limit_bytes_per_s=options.kv_rate_limit * 1e6,
         engine=msgspec.structs.replace(engine, num_local_instances=place.num_local_instances),
         timeouts=timeouts,
         log_level=options.log_level.upper(),

@@ -114,6 +114,7 @@ class Request:
     index: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     cache_salt: str = ""  # requests share cached KV only with those of the same salt
+    kv_precision: str = ""  # what its landed KV was on its way, when that is not what the pool holds
 
     arrival_s: float = 0.0
     leg: Leg = "hybrid"

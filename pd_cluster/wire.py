@@ -12,9 +12,10 @@ import msgspec
 
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_NBYTES = 64 << 20
 TransportName = Literal["local", "shm", "dist"]
+KVWireDtype = Literal["auto", "int8"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -41,6 +42,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_landings: int = 0
     kv_sent_nbytes: int = 0
     kv_received_nbytes: int = 0
+    num_dropped_kv_frames: int = 0  # replayed, forged, foreign, out of order or not decodable
     links: dict[str, str] = {}  # peer's name@epoch -> "up (shm)", "opening", "refused: …"
 
     @property
@@ -121,18 +123,28 @@ class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: int
 
 
+class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What both ends of a link must have been started with alike."""
+
+    wire_dtype: KVWireDtype = "auto"
+    checksum: bool = True
+    hmac: bool = True
+
+
 class LinkOpen(Message, frozen=True):
-    """`offers` holds, for each transport that P allows, where D finds it."""
+    """`offers` holds, for each transport that P allows, where D finds it. `probe_seed`: what P's probe block holds."""
 
     link_id: str
     model_identity: str
     layout: LayoutInfo
     num_blocks: int
     offers: list[TransportOffer]
+    options: KVOptions
+    probe_seed: int
 
 
 class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """shm: `address` is the abstract Unix socket's name. dist: `port` of the store, `address` the group's name."""
+    """local, shm: `address` is a random name. dist: `port` of the store, `address` the group's name."""
 
     transport: TransportName
     address: str = ""
@@ -141,13 +153,19 @@ class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkAnswer(Message, frozen=True):
+    """D tries this transport; `layout` is its pool's."""
+
     link_id: str
     transport: TransportName
+    layout: LayoutInfo
 
 
 class LinkReady(Message, frozen=True):
+    """P's probe has come through. `precision` names what the KV loses on its way ("" when it is exact)."""
+
     link_id: str
     transport: TransportName
+    precision: str = ""
 
 
 class LinkRefused(Message, frozen=True):
@@ -177,22 +195,60 @@ class Cancel(Message, frozen=True):
     reason: str
 
 
-class KVChunk(Message, frozen=True):
-    """Blocks that are complete on P: the `first_block`-th block of the prompt and the following ones."""
+class KVPiece(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [first_token, first_token + num_tokens) of a prompt in layers [first_layer, first_layer + num_layers).
+
+    `block_ids` are P's blocks that hold these tokens; one-sided transports read them.
+    """
+
+    first_token: int
+    num_tokens: int
+    first_layer: int
+    num_layers: int
+    block_ids: list[int]
+
+    @property
+    def stop_token(self) -> int:
+        return self.first_token + self.num_tokens
+
+    @property
+    def stop_layer(self) -> int:
+        return self.first_layer + self.num_layers
+
+
+class KVChunk(msgspec.Struct, frozen=True, tag=True):
+    """Announces one payload. `index` counts the chunks of this transfer from 0; checksum 0: none."""
 
     transfer_id: str
-    sequence: int  # counts the chunks of this transfer from 0
-    first_block: int
-    block_ids: list[int]  # P's; one-sided transports read these
+    index: int
+    piece: KVPiece
     nbytes: int
     checksum: int
 
 
-class KVEnd(Message, frozen=True):
+class KVEnd(msgspec.Struct, frozen=True, tag=True):
     transfer_id: str
     num_chunks: int
     num_tokens: int
     first_tokens: list[TokenOutput]
+
+
+class KVProbe(msgspec.Struct, frozen=True, tag=True):
+    """Announces the probe block as a payload of this transport."""
+
+    transport: TransportName
+    chunk: KVChunk
+
+
+KVHeader = KVChunk | KVEnd | KVProbe
+
+
+class KVFrame(Message, frozen=True):
+    """A header on its way: `sequence` counts the frames of its link from 0; see transport/guard.py."""
+
+    sequence: int
+    header: bytes
+    mac: bytes
 
 
 class Confirm(Message, frozen=True):
@@ -219,8 +275,7 @@ Body = (
     | Credit
     | Revoke
     | Cancel
-    | KVChunk
-    | KVEnd
+    | KVFrame
     | Confirm
     | Confirmed
 )
@@ -244,6 +299,7 @@ class _Sealed(msgspec.Struct, frozen=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
+_header_decoder: msgspec.msgpack.Decoder[KVHeader] = msgspec.msgpack.Decoder(KVHeader)
 
 
 def encode(envelope: Envelope) -> bytes:
@@ -253,6 +309,15 @@ def encode(envelope: Envelope) -> bytes:
 def encode_body(body: Body) -> msgspec.Raw:
     """Done by whoever sends, so that what cannot be encoded is the sender's own error, not the mailbox's end."""
     return msgspec.Raw(_encoder.encode(body))
+
+
+def encode_header(header: KVHeader) -> bytes:
+    return _encoder.encode(header)
+
+
+def decode_header(data: bytes) -> KVHeader:
+    """Raises msgspec.DecodeError (ValidationError included)."""
+    return _header_decoder.decode(data)
 
 
 def seal(from_name: str, from_epoch: int, to_epoch: int, body: msgspec.Raw) -> bytes:

@@ -195,5 +195,6 @@ def describe(instance: Instance) -> dict[str, Any]:
         "num_heartbeats": instance.num_heartbeats,
         "kv_sent_nbytes": load.kv_sent_nbytes,
         "kv_received_nbytes": load.kv_received_nbytes,
+        "num_dropped_kv_frames": load.num_dropped_kv_frames,
         "links": load.links,
     }

@@ -7,13 +7,13 @@ import queue
 from pd_cluster import wire
 from pd_cluster.config import EngineConfig, WorkerConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
+from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
 from pd_cluster.engine.limits import Limits
-from pd_cluster.engine.links import Pool
+from pd_cluster.engine.links import Side
 from pd_cluster.engine.scheduler import PrefixScope, Scheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.mailbox import Mailbox
+from pd_cluster.mailbox import Mailbox, peer_key
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.transport.factory import Transports
 
@@ -34,20 +34,35 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelRunner]:
 
 
 class _Handler:
-    """The mailbox's owner: everything becomes an event, except KV headers, which go straight to their link."""
+    """The mailbox's owner: everything becomes an event for the engine's thread, but what must not wait for its step.
+
+    KV headers go straight to their link's thread; whether a transfer still stands is answered at once.
+    """
 
     def __init__(self, inbox: queue.SimpleQueue[Event]) -> None:
         self._inbox = inbox
         self.worker: Worker | None = None
+        self.mailbox: Mailbox | None = None
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
         self._inbox.put(Opened(conn, peer, kind))
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
-        if isinstance(body, wire.KVChunk | wire.KVEnd) and self.worker is not None:
-            self.worker.in_links.route(conn, body)
-        else:
-            self._inbox.put(Mail(conn, peer, body))
+        if self.worker is None or self.mailbox is None:
+            return  # before the worker is there, nobody has its port
+        match body:
+            case wire.KVFrame():
+                self.worker.in_links.route(conn, body)
+            case wire.Confirm(transfer_id):
+                held = self.worker.exports.held.take(conn, transfer_id)
+                self.mailbox.send(conn, wire.Confirmed(transfer_id, held))
+                if held:
+                    self._inbox.put(HandedOver(conn, transfer_id))
+            case wire.Credit():
+                self.worker.credits.put((conn, body))  # a running step looks here
+                self._inbox.put(Mail(conn, peer, body))
+            case _:
+                self._inbox.put(Mail(conn, peer, body))
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
         self._inbox.put(Closed(conn, peer, reason))
@@ -70,14 +85,21 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
     worker = Worker(
         config,
         core,
-        Pool(runner.model_identity, layout, runner.pool.num_blocks),
+        Side(
+            peer_key(config.name, config.epoch),
+            config.secret,
+            runner.model_identity,
+            layout,
+            runner.pool.num_blocks,
+            runner.pool.probe_seed,
+            config.kv,
+        ),
         Limits(runner.vocab_size, runner.max_model_len),
         mailbox,
-        transports.senders,
-        transports.receivers,
+        transports,
         inbox,
     )
-    handler.worker = worker
+    handler.worker, handler.mailbox = worker, mailbox
     report = wire.RankReport(
         state="ready",
         control_port=control_port,

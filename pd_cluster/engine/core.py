@@ -17,6 +17,8 @@ from pd_cluster.engine.scheduler import Move, Scheduler, StepPlan
 from pd_cluster.model.sampler import Row, Sampled, Sampler
 from pd_cluster.types import PromptOutput, Request, TokenOutput
 
+OnLayer = Callable[[int], None]
+
 
 class Runner(Protocol):
     """What the engine needs of a model; tests put a toy in its place."""
@@ -27,8 +29,11 @@ class Runner(Protocol):
     def move(self, moves: Sequence[Move]) -> None:
         """Copies blocks, in this order."""
 
-    def forward(self, chunks: list[tuple[Request, int]]) -> torch.Tensor:
-        """Logits [num_rows, vocab_size] float32: of each chunk in turn, its last `num_logit_rows` tokens."""
+    def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Logits [num_rows, vocab_size] float32: of each chunk in turn, its last `num_logit_rows` tokens.
+
+        `on_layer` is told how many layers of the chunks' KV are in the pool, as often as the runner can tell.
+        """
 
 
 @dataclass(slots=True)
@@ -69,7 +74,7 @@ class EngineCore:
         self.times.plan_s += self._clock() - start_s
         return plan
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepResult:
         """Computes a plan: forward pass, sampling, bookkeeping. A request handed over keeps its blocks."""
         result = StepResult(plan)
         times, start_s = self.times, self._clock()
@@ -77,7 +82,7 @@ class EngineCore:
             self.runner.move(plan.moves)
         if not plan.chunks:
             return result
-        logits = self.runner.forward(plan.chunks)  # [num_rows, vocab_size]
+        logits = self.runner.forward(plan.chunks, on_layer)  # [num_rows, vocab_size]
         computed_s = self._clock()
         times.forward_s += computed_s - start_s
         if any(request.wants_prompt_logprobs for request, _ in plan.chunks):

@@ -30,8 +30,16 @@ class Mail:
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The mailbox's thread has told D that this transfer stood: it is D's now."""
+
+    conn: str
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     error: BaseException | None = None
 
 
-Event = Opened | Closed | Mail | Stop | LinkEvent
+Event = Opened | Closed | Mail | HandedOver | Stop | LinkEvent

@@ -17,7 +17,17 @@ from pd_cluster.config import Timeouts
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.types import Request, Status, TokenOutput
 
+MIN_GROUP_NBYTES = 1 << 20  # finished layers that are less wait for more
+
 Ended = Callable[[Request, str | None], None]  # the leg is over; None: handed over as it should be
+
+
+@dataclass(frozen=True, slots=True)
+class ShipLimits:
+    """What a link's other end and its transport ask of pieces."""
+
+    peer_block_size: int  # tokens
+    max_payload_nbytes: int
 
 
 class ExportPorts(Protocol):
@@ -26,9 +36,11 @@ class ExportPorts(Protocol):
     def link_to(self, peer: str) -> str | None:
         """The connection of the link to this peer, if it is up."""
 
+    def limits(self, conn: str) -> ShipLimits: ...
+
     def send(self, conn: str, body: wire.Body) -> None: ...
 
-    def ship(self, conn: str, transfer_id: str, sequence: int, first_block: int, block_ids: list[int]) -> None:
+    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
         """Queues a KVChunk and its payload."""
 
     def ship_end(self, conn: str, end: wire.KVEnd) -> None:
@@ -41,6 +53,25 @@ class ExportPorts(Protocol):
         """When the peer was last seen to get on with its work."""
 
 
+class Held:
+    """Transfers whose KV cache is complete and still in its blocks. Two threads take them out; one of them gets each.
+
+    Who takes it for a `Confirm` may say so to D; who takes it to give it up may then release the blocks.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str], None] = {}  # one operation of a dict is never half done
+
+    def add(self, conn: str, transfer_id: str) -> None:
+        self._held[conn, transfer_id] = None
+
+    def take(self, conn: str, transfer_id: str) -> bool:
+        return self._held.pop((conn, transfer_id), False) is None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
 class ExportState(enum.Enum):
     OFFERED = "offered"
     STREAMING = "streaming"
@@ -49,11 +80,15 @@ class ExportState(enum.Enum):
 
 @dataclass(slots=True)
 class Export:
+    """`next_token`: all before it are on their way, in every layer; of those up to `step_stop`, `num_layers` layers."""
+
     request: Request
     conn: str
     state: ExportState
     since_s: float
-    num_shipped_blocks: int = 0
+    next_token: int = 0
+    step_stop: int = 0  # prompt tokens that will be computed when the step that runs now has ended
+    num_layers: int = 0
     num_chunks: int = 0
     first_tokens: list[TokenOutput] = field(default_factory=list)
 
@@ -66,15 +101,21 @@ class Exports:
         ended: Ended,
         clock: Callable[[], float],
         timeouts: Timeouts,
-        max_chunk_blocks: int,
+        num_layers: int,
+        block_nbytes: int,
+        min_group_nbytes: int = MIN_GROUP_NBYTES,
     ) -> None:
         self._scheduler = scheduler
         self._ports = ports
         self._ended = ended
         self._clock = clock
         self._timeouts = timeouts
-        self._max_chunk_blocks = max_chunk_blocks
+        self._num_layers = num_layers
+        self._layer_nbytes = max(1, block_nbytes // num_layers)  # of a block
+        self._min_group_nbytes = min_group_nbytes
         self._exports: dict[str, Export] = {}
+        self._step: list[Export] = []  # those whose prompts the step that runs now computes
+        self.held = Held()
 
     def __len__(self) -> int:
         return len(self._exports)
@@ -88,60 +129,77 @@ class Exports:
         self._exports[request.transfer_id] = Export(request, conn, ExportState.OFFERED, self._clock())
         self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids)))
 
+    # ---- a step computes
+
+    def computing(self, chunks: list[tuple[Request, int]]) -> bool:
+        """A step begins; whether any of it will be handed over, so that `layers_done` should be told."""
+        self._step = []
+        for request, num_tokens in chunks:
+            export = self._exports.get(request.transfer_id) if request.leg == "prefill" else None
+            if export is not None:
+                export.step_stop = request.num_computed_tokens + num_tokens
+                self._step.append(export)
+        return bool(self._step)
+
+    def layers_done(self, num_layers: int) -> None:
+        """The step has written the KV of its tokens in the first `num_layers` layers."""
+        for export in self._step:
+            if export.state is ExportState.STREAMING:
+                self._ship_layers(export, num_layers)
+
     def computed(self, request: Request, first_tokens: list[TokenOutput]) -> None:
         """A step computed some of the prompt, and if it reached the end, chose the first token of each sequence."""
         export = self._exports.get(request.transfer_id)
         if export is None:
             return
         if request.status is Status.FINISHED:  # on token one; the engine has released the blocks already
-            self._forget(export)
+            self._let_go(export)
             self._ports.send(export.conn, wire.Revoke(request.transfer_id))
             return
         export.first_tokens = first_tokens
         if export.state is ExportState.STREAMING:
             self._ship(export)
 
+    # ---- what the peer says
+
     def on_credit(self, conn: str, credit: wire.Credit) -> None:
+        """Also while a step runs."""
         export = self._find(conn, credit.transfer_id)
         if export is None or export.state is not ExportState.OFFERED:
             return
         in_prompt = 0 <= credit.first_token <= len(export.request.prompt_token_ids)
-        if not in_prompt or credit.first_token % self._scheduler.block_size:
+        if not in_prompt or credit.first_token % self._ports.limits(conn).peer_block_size:
             self.abort(export.request)
             self._ended(export.request, f"{export.request.peer} wants KV cache from token {credit.first_token} on")
         else:
             export.state = ExportState.STREAMING
-            export.num_shipped_blocks = credit.first_token // self._scheduler.block_size
+            export.next_token = credit.first_token
             self._ship(export)
 
-    def on_confirm(self, conn: str, transfer_id: str) -> None:
+    def on_handed_over(self, conn: str, transfer_id: str) -> None:
+        """D was told that the transfer still stood; see Held."""
         export = self._find(conn, transfer_id)
-        held = export is not None and export.state is ExportState.ENDED
-        self._ports.send(conn, wire.Confirmed(transfer_id, held))
-        if export is not None and held:
-            self._forget(export)
+        if export is not None:
+            self._let_go(export)
             self._ended(export.request, None)
 
     def on_cancel(self, conn: str, cancel: wire.Cancel) -> None:
         export = self._find(conn, cancel.transfer_id)
         if export is not None:
-            self._forget(export)
-            self._ended(export.request, f"{export.request.peer} gave the transfer up: {cancel.reason}")
+            self._give_up(export, f"{export.request.peer} gave the transfer up: {cancel.reason}")
 
     def abort(self, request: Request) -> None:
         """The request is not wanted any more. The caller releases it."""
         export = self._exports.get(request.transfer_id)
-        if export is not None:
-            self._forget(export)
+        if export is not None and not self._let_go(export):
             self._ports.send(export.conn, wire.Revoke(request.transfer_id))
 
     def on_link_down(self, conn: str, reason: str) -> None:
         for export in [e for e in self._exports.values() if e.conn == conn]:
-            self._forget(export)
-            self._ended(export.request, f"the link to {export.request.peer} is down: {reason}")
+            self._give_up(export, f"the link to {export.request.peer} is down: {reason}")
 
     def expire(self) -> None:
-        """Ends every transfer that waits for a peer which stood still for longer than its deadline.
+        """Ends every transfer that waits for a peer which stood still for longer than its lease.
 
         While it streams it waits for nobody but this engine, however long that takes.
         """
@@ -151,31 +209,77 @@ class Exports:
             limit_s = self._timeouts.credit_timeout_s if offered else self._timeouts.transfer_timeout_s
             if now_s - max(export.since_s, self._ports.progress_s(export.conn)) > limit_s:
                 what = "did not take the transfer" if offered else "did not finish the transfer"
-                self.abort(export.request)
-                self._ended(export.request, f"{export.request.peer} {what} within {limit_s:g} s")
+                self._ports.send(export.conn, wire.Revoke(export.request.transfer_id))
+                self._give_up(export, f"{export.request.peer} {what} within {limit_s:g} s")
+
+    # ---- inside
+
+    def _ship_layers(self, export: Export, num_layers: int) -> None:
+        """What the running step has finished of its complete blocks, if it is worth a payload."""
+        stop = self._complete(export, export.step_stop)
+        first, is_last = export.num_layers, num_layers == self._num_layers
+        if stop <= export.next_token or num_layers <= first:
+            return
+        num_blocks = len(self._blocks(export, export.next_token, stop))
+        if is_last or (num_layers - first) * num_blocks * self._layer_nbytes >= self._min_group_nbytes:
+            self._send(export, stop, first, num_layers)
 
     def _ship(self, export: Export) -> None:
-        """Everything that is complete and not yet shipped; with token one, the rest and the end."""
-        request = export.request
-        done = bool(export.first_tokens)
-        num_prompt_blocks = self._scheduler.num_blocks_for(len(request.prompt_token_ids))
-        complete = num_prompt_blocks if done else request.num_computed_tokens // self._scheduler.block_size
+        """Everything that is complete and not yet on its way; with token one, the rest and the end."""
         export.since_s = self._clock()
-        for first in range(export.num_shipped_blocks, complete, self._max_chunk_blocks):
-            block_ids = request.block_table[first : min(first + self._max_chunk_blocks, complete)]
-            self._ports.ship(export.conn, request.transfer_id, export.num_chunks, first, block_ids)
-            export.num_chunks += 1
-            export.num_shipped_blocks = first + len(block_ids)
+        done = bool(export.first_tokens)
+        num_computed = len(export.request.prompt_token_ids) if done else export.request.num_computed_tokens
+        stop = self._complete(export, num_computed)
+        if stop > export.next_token:
+            self._send(export, stop, export.num_layers, self._num_layers)
         if done:
             export.state = ExportState.ENDED
-            num_tokens = len(request.prompt_token_ids)
-            end = wire.KVEnd(request.transfer_id, export.num_chunks, num_tokens, export.first_tokens)
-            self._ports.ship_end(export.conn, end)
+            transfer_id, num_tokens = export.request.transfer_id, len(export.request.prompt_token_ids)
+            self.held.add(export.conn, transfer_id)
+            self._ports.ship_end(
+                export.conn, wire.KVEnd(transfer_id, export.num_chunks, num_tokens, export.first_tokens)
+            )
+
+    def _send(self, export: Export, stop: int, first_layer: int, stop_layer: int) -> None:
+        """Tokens from `next_token` to `stop` in these layers, in pieces of whole blocks that a payload can hold."""
+        limits, size = self._ports.limits(export.conn), self._scheduler.block_size
+        num_layers = stop_layer - first_layer
+        num_blocks = max(1, limits.max_payload_nbytes // (num_layers * self._layer_nbytes))
+        start = export.next_token
+        while start < stop:
+            end = min(stop, (start // size + num_blocks) * size)
+            blocks = self._blocks(export, start, end)
+            piece = wire.KVPiece(start, end - start, first_layer, num_layers, blocks)
+            self._ports.ship(export.conn, export.request.transfer_id, export.num_chunks, piece)
+            export.num_chunks += 1
+            start = end
+        if stop_layer == self._num_layers:
+            export.next_token, export.num_layers = stop, 0
+        else:
+            export.num_layers = stop_layer
+
+    def _complete(self, export: Export, num_tokens: int) -> int:
+        """Of the prompt's first tokens, those in blocks that are not written any more."""
+        size, num_prompt = self._scheduler.block_size, len(export.request.prompt_token_ids)
+        return num_prompt if num_tokens >= num_prompt else num_tokens // size * size
+
+    def _blocks(self, export: Export, start: int, stop: int) -> list[int]:
+        size = self._scheduler.block_size
+        return export.request.block_table[start // size : -(-stop // size)]
 
     def _find(self, conn: str, transfer_id: str) -> Export | None:
         export = self._exports.get(transfer_id)
         return export if export is not None and export.conn == conn else None
 
-    def _forget(self, export: Export) -> None:
-        del self._exports[export.request.transfer_id]
-        self._ports.drop(export.conn, export.request.transfer_id)
+    def _give_up(self, export: Export, error: str) -> None:
+        handed_over = self._let_go(export)
+        self._ended(export.request, None if handed_over else error)
+
+    def _let_go(self, export: Export) -> bool:
+        """Forgets it; True when D has been told already that it stood: then it is D's."""
+        transfer_id = export.request.transfer_id
+        del self._exports[transfer_id]
+        if export in self._step:
+            self._step.remove(export)
+        self._ports.drop(export.conn, transfer_id)
+        return export.state is ExportState.ENDED and not self.held.take(export.conn, transfer_id)

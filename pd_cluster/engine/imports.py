@@ -25,8 +25,11 @@ class ImportPorts(Protocol):
 
     def send(self, conn: str, body: wire.Body) -> None: ...
 
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_block: int) -> None:
-        """The link's thread may write `block_ids[first_block:]` from now on; the prompt's earlier blocks are here."""
+    def precision(self, conn: str) -> str:
+        """What KV cache loses on its way over this link; "" when it is exact."""
+
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
+        """The link's thread may write the prompt's tokens from `first_token` on; those before are here already."""
 
     def forget(self, conn: str, transfer_id: str) -> None:
         """The link's thread must stop; `on_drained` follows, whatever has become of the link."""
@@ -114,6 +117,7 @@ class Imports:
         for waiting in [i for i in self._imports.values() if i.state is ImportState.QUEUED]:
             request = waiting.request
             assert request is not None
+            request.kv_precision = self._ports.precision(waiting.conn)
             growth = min(request.sampling.max_tokens, self._growth_tokens)
             num_tokens = waiting.num_tokens + growth
             if not self._scheduler.can_land(request, num_tokens):
@@ -122,9 +126,8 @@ class Imports:
             waiting.state = ImportState.LANDING
             waiting.since_s = self._clock()
             num_prompt_blocks = self._scheduler.num_blocks_for(waiting.num_tokens)
-            first_block = first_token // self._scheduler.block_size
             block_ids = request.block_table[:num_prompt_blocks]
-            self._ports.begin(waiting.conn, waiting.transfer_id, block_ids, first_block)
+            self._ports.begin(waiting.conn, waiting.transfer_id, block_ids, first_token, waiting.num_tokens)
             self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))
 
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:

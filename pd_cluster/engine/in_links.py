@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable
 
 from pd_cluster import wire
-from pd_cluster.engine.links import Pool, Post, Progress
+from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, check_pair
-from pd_cluster.transport.base import KVReceiver
-from pd_cluster.transport.threads import Drained, ReceiveThread, Report
+from pd_cluster.transport.receiving import ReceiveThread
+from pd_cluster.transport.threads import Drained, Report
 
 log = logging.getLogger(__name__)
 
@@ -23,41 +23,48 @@ class InLinks:
 
     def __init__(
         self,
-        pool: Pool,
+        side: Side,
         post: Post,
-        make_receivers: Callable[[str, wire.LinkOpen], list[KVReceiver]],  # may raise LinkError
+        threads: LinkThreads,
         report: Report,
         down: Callable[[str, str], None],
         progress: Progress,
     ) -> None:
-        self._pool = pool
+        self._side = side
         self._post = post
-        self._make_receivers = make_receivers
+        self._make = threads
         self._report = report
         self._down = down
         self._progress = progress
         self._threads: dict[str, ReceiveThread] = {}
         self._link_ids: dict[str, str] = {}
-        self._received_nbytes = 0
+        self._received_nbytes = 0  # by links that are gone
+        self._num_dropped = 0
 
     @property
     def received_nbytes(self) -> int:
         return self._received_nbytes + sum(t.received_nbytes for t in self._threads.values())
+
+    @property
+    def num_dropped(self) -> int:
+        """KV frames that were no part of their link."""
+        return self._num_dropped + sum(t.num_dropped for t in self._threads.values())
 
     def on_open(self, conn: str, peer: str, opened: wire.LinkOpen) -> None:
         if conn in self._threads:
             return
         try:
             self._check(opened)
-            receivers = self._make_receivers(peer, opened)
+            key = self._side.key(opened.link_id, peer, self._side.own)
+            thread = self._make.receive_thread(
+                conn, peer, opened, key, lambda body: self._post.send(conn, body), self._report
+            )
         except LinkError as error:
             log.error("refused %s: %s", peer, error)
             self._post.send(conn, wire.LinkRefused(opened.link_id, str(error), error.retry))
             return
         self._link_ids[conn] = opened.link_id
-        self._threads[conn] = ReceiveThread(
-            conn, opened.link_id, receivers, lambda body: self._post.send(conn, body), self._report
-        )
+        self._threads[conn] = thread
 
     def on_failed(self, conn: str, reason: str) -> None:
         """This end's thread failed: P shall open a new link."""
@@ -71,27 +78,32 @@ class InLinks:
         if thread is not None:
             del self._threads[conn], self._link_ids[conn]
             self._received_nbytes += thread.received_nbytes
+            self._num_dropped += thread.num_dropped
             thread.close()
         self._progress.forget(conn)
 
     def is_open(self, conn: str) -> bool:
         return conn in self._threads
 
-    def route(self, conn: str, body: wire.KVChunk | wire.KVEnd) -> None:
+    def route(self, conn: str, frame: wire.KVFrame) -> None:
         """On the mailbox's thread."""
         thread = self._threads.get(conn)
         if thread is not None:
-            thread.put(body)
+            thread.put(frame)
 
     # ---- ImportPorts
 
     def send(self, conn: str, body: wire.Body) -> None:
         self._post.send(conn, body)
 
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_block: int) -> None:
+    def precision(self, conn: str) -> str:
+        thread = self._threads.get(conn)
+        return thread.precision if thread is not None else ""
+
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
         thread = self._threads.get(conn)
         if thread is not None:
-            thread.begin(transfer_id, block_ids, first_block)
+            thread.begin(transfer_id, block_ids, first_token, num_tokens)
 
     def forget(self, conn: str, transfer_id: str) -> None:
         thread = self._threads.get(conn)
@@ -104,9 +116,17 @@ class InLinks:
         return self._progress.at_s(conn)
 
     def _check(self, opened: wire.LinkOpen) -> None:
-        if opened.model_identity != self._pool.model_identity:
+        side = self._side
+        if opened.model_identity != side.model_identity:
             raise LinkError(
                 f"the models differ: the prefill instance serves {opened.model_identity[:12]}, "
-                f"the decode instance {self._pool.model_identity[:12]}; start both with the same --model"
+                f"the decode instance {side.model_identity[:12]}; start both with the same --model"
             )
-        check_pair(KVLayout.from_info(opened.layout), self._pool.layout)
+        for name in opened.options.__struct_fields__:
+            theirs, ours = getattr(opened.options, name), getattr(side.options, name)
+            if theirs != ours:
+                raise LinkError(
+                    f"--kv-{name.replace('_', '-')} differs: {theirs} on the prefill instance and {ours} on the "
+                    f"decode instance; start both with the same"
+                )
+        check_pair(KVLayout.from_info(opened.layout), side.layout)

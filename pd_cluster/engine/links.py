@@ -8,6 +8,9 @@ from typing import Protocol
 
 from pd_cluster import wire
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.transport.guard import LinkKey
+from pd_cluster.transport.receiving import ReceiveThread
+from pd_cluster.transport.threads import Report, SendThread
 
 
 class Post(Protocol):
@@ -18,13 +21,38 @@ class Post(Protocol):
     def send(self, conn: str, body: wire.Body) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """What a link must know of this side."""
+class LinkThreads(Protocol):
+    """What starts the thread of a link's end; transport/factory.py."""
 
+    def send_thread(self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report) -> SendThread:
+        """Raises LinkError."""
+
+    def receive_thread(
+        self,
+        conn: str,
+        peer: str,
+        opened: wire.LinkOpen,
+        key: LinkKey,
+        post: Callable[[wire.Body], None],
+        report: Report,
+    ) -> ReceiveThread:
+        """Raises LinkError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What a link must know of this process: who it is, and its pool."""
+
+    own: str  # name@epoch
+    secret: bytes
     model_identity: str
     layout: KVLayout
     num_blocks: int
+    probe_seed: int
+    options: wire.KVOptions
+
+    def key(self, link_id: str, sender: str, receiver: str) -> LinkKey:
+        return LinkKey.derive(self.secret, link_id, sender, receiver, self.options.hmac)
 
 
 class Progress:

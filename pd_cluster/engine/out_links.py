@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
-from pd_cluster.engine.links import Pool, Post, Progress
+from pd_cluster.engine.exports import ShipLimits
+from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
 from pd_cluster.errors import LinkError
+from pd_cluster.kv.layout import KVLayout, check_pair
 from pd_cluster.mailbox import peer_key
-from pd_cluster.transport.base import KVSender
 from pd_cluster.transport.threads import Report, SendThread
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,13 @@ class OutLink:
     due_s: float = 0.0  # waiting: when to try again; opening: when to give up
     backoff_s: float = FIRST_BACKOFF_S
     transport: str = ""
+    precision: str = ""
+    peer_block_size: int = 0  # tokens
+    used_s: float = 0.0  # when something was last sent over it
 
     def __str__(self) -> str:
         if self.state == "up":
-            return f"up ({self.transport})"
+            return f"up ({self.transport}, {self.precision})" if self.precision else f"up ({self.transport})"
         return f"{self.state}: {self.reason}" if self.reason else self.state
 
 
@@ -43,25 +47,23 @@ class OutLinks:
 
     def __init__(
         self,
-        pool: Pool,
+        side: Side,
         post: Post,
-        make_senders: Callable[[], list[KVSender]],  # may raise LinkError
+        threads: LinkThreads,
         report: Report,
         down: Callable[[str, str], None],
         progress: Progress,
         clock: Callable[[], float],
         timeouts: Timeouts,
-        checksum: bool,
     ) -> None:
-        self._pool = pool
+        self._side = side
         self._post = post
-        self._make_senders = make_senders
+        self._make = threads
         self._report = report
         self._down = down
         self._progress = progress
         self._clock = clock
         self._timeouts = timeouts
-        self._checksum = checksum
         self._links: dict[str, OutLink] = {}  # by peer's name@epoch
         self._by_conn: dict[str, OutLink] = {}
         self._sent_nbytes = 0  # by links that are gone
@@ -82,7 +84,11 @@ class OutLinks:
             if link.state == "waiting" and now_s >= link.due_s:
                 self._open(link)
             elif link.state == "opening" and now_s >= link.due_s:
-                self._retry(link, f"no answer within {self._timeouts.connect_timeout_s:g} s")
+                self._retry(link, f"no answer within {3 * self._timeouts.connect_timeout_s:g} s")
+            elif link.state == "up" and now_s - link.used_s > self._timeouts.link_keepalive_s:
+                link.used_s = now_s
+                if link.thread is not None:
+                    link.thread.probe()
 
     def states(self) -> dict[str, str]:
         return {peer: str(link) for peer, link in self._links.items()}
@@ -98,23 +104,35 @@ class OutLinks:
         if link is not None and link.thread is not None:
             body = wire.LinkOpen(
                 link_id=link.link_id,
-                model_identity=self._pool.model_identity,
-                layout=self._pool.layout.to_info(),
-                num_blocks=self._pool.num_blocks,
+                model_identity=self._side.model_identity,
+                layout=self._side.layout.to_info(),
+                num_blocks=self._side.num_blocks,
                 offers=link.thread.offers,
+                options=self._side.options,
+                probe_seed=self._side.probe_seed,
             )
             self._post.send(conn, body)
 
     def on_answer(self, conn: str, answer: wire.LinkAnswer) -> None:
         link = self._find(conn, answer.link_id)
-        if link is not None and link.thread is not None and link.state == "opening":
-            link.thread.open(answer.transport)
+        if link is None or link.thread is None or link.state != "opening":
+            return
+        peer = KVLayout.from_info(answer.layout)
+        try:
+            check_pair(self._side.layout, peer)
+        except LinkError as error:
+            self._refuse(link, str(error))
+            return
+        link.peer_block_size = peer.block_size
+        link.due_s = self._opening_deadline_s()
+        link.thread.open(answer.transport, self._side.layout, peer)
 
     def on_ready(self, conn: str, ready: wire.LinkReady) -> None:
         link = self._find(conn, ready.link_id)
         if link is not None and link.state == "opening":
-            link.state, link.reason, link.transport = "up", "", ready.transport
-            link.backoff_s = FIRST_BACKOFF_S
+            link.state, link.reason = "up", ""
+            link.transport, link.precision = ready.transport, ready.precision
+            link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()
             log.info("link to %s is up over %s", link.info.name, ready.transport)
 
     def on_refused(self, conn: str, refused: wire.LinkRefused) -> None:
@@ -124,9 +142,7 @@ class OutLinks:
         if refused.retry:
             self._retry(link, refused.reason)
         else:
-            log.error("%s refuses this instance: %s", link.info.name, refused.reason)
-            self._close(link, refused.reason)
-            link.state, link.reason = "refused", refused.reason
+            self._refuse(link, refused.reason)
 
     def on_down(self, conn: str, reason: str) -> None:
         """The connection was lost, or this end's thread failed."""
@@ -146,10 +162,17 @@ class OutLinks:
     def send(self, conn: str, body: wire.Body) -> None:
         self._post.send(conn, body)
 
-    def ship(self, conn: str, transfer_id: str, sequence: int, first_block: int, block_ids: list[int]) -> None:
+    def limits(self, conn: str) -> ShipLimits:
+        link = self._by_conn.get(conn)
+        if link is None or link.thread is None or not link.peer_block_size:
+            return ShipLimits(self._side.layout.block_size, self._side.layout.block_nbytes)
+        return ShipLimits(link.peer_block_size, link.thread.max_payload_nbytes)
+
+    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
         link = self._by_conn.get(conn)
         if link is not None and link.thread is not None:
-            link.thread.ship(transfer_id, sequence, first_block, block_ids)
+            link.used_s = self._clock()
+            link.thread.ship(transfer_id, index, piece)
 
     def ship_end(self, conn: str, end: wire.KVEnd) -> None:
         link = self._by_conn.get(conn)
@@ -168,24 +191,26 @@ class OutLinks:
 
     def _open(self, link: OutLink) -> None:
         info = link.info
+        conn = link.conn = self._post.connect(info.name, info.epoch, info.host, info.control_port)
+        link.link_id = secrets.token_hex(8)
+        key = self._side.key(link.link_id, self._side.own, peer_key(info.name, info.epoch))
         try:
-            senders = self._make_senders()
+            link.thread = self._make.send_thread(conn, key, lambda body: self._post.send(conn, body), self._report)
         except LinkError as error:
+            self._post.disconnect(conn)
             self._retry(link, str(error))
             return
-        link.conn = self._post.connect(info.name, info.epoch, info.host, info.control_port)
-        link.link_id = secrets.token_hex(8)
-        link.state, link.due_s = "opening", self._clock() + 2 * self._timeouts.connect_timeout_s
-        conn = link.conn
-        link.thread = SendThread(
-            conn,
-            senders,
-            lambda body: self._post.send(conn, body),
-            self._report,
-            self._checksum,
-            self._pool.layout.block_nbytes,
-        )
+        link.state, link.due_s = "opening", self._opening_deadline_s()
         self._by_conn[conn] = link
+
+    def _opening_deadline_s(self) -> float:
+        """For each transport that D tries: it opens, then the probe comes."""
+        return self._clock() + 3 * self._timeouts.connect_timeout_s
+
+    def _refuse(self, link: OutLink, reason: str) -> None:
+        log.error("%s and this instance cannot be a pair: %s", link.info.name, reason)
+        self._close(link, reason)
+        link.state, link.reason = "refused", reason
 
     def _retry(self, link: OutLink, reason: str) -> None:
         self._close(link, reason)

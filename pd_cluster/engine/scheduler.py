@@ -57,13 +57,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class PrefixScope:
-    """Whose KV may be shared: requests of the same model, pool precision and salt."""
+    """Whose KV may be shared: requests of the same model, precision (the pool's, and on the way to it) and salt."""
 
     model_identity: str
     dtype: str
 
-    def root(self, salt: str) -> bytes:
-        return root_hash(self.model_identity, self.dtype, salt)
+    def root(self, salt: str, kv_precision: str = "") -> bytes:
+        dtype = f"{self.dtype} through {kv_precision}" if kv_precision else self.dtype
+        return root_hash(self.model_identity, dtype, salt)
 
 
 class Scheduler:
@@ -140,6 +141,7 @@ class Scheduler:
             attempt=parent.attempt,
             index=index,
             cache_salt=parent.cache_salt,
+            kv_precision=parent.kv_precision,
             arrival_s=parent.arrival_s,
             leg=parent.leg,
             transfer_id=parent.transfer_id,
@@ -369,7 +371,7 @@ class Scheduler:
         assert self._prefix is not None
         known = request.block_hashes
         if len(known) < num_blocks:
-            parent = known[-1] if known else self._prefix.root(request.cache_salt)
+            parent = known[-1] if known else self._prefix.root(request.cache_salt, request.kv_precision)
             token_ids = request.token_ids(len(known) * self.block_size, num_blocks * self.block_size)
             known += chain_hashes(parent, token_ids, self.block_size)
         return known[:num_blocks]

@@ -15,14 +15,13 @@ from collections.abc import Callable
 from pd_cluster import wire
 from pd_cluster.config import WorkerConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
+from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
 from pd_cluster.engine.exports import Exports
 from pd_cluster.engine.imports import Imports
 from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.limits import Limits
-from pd_cluster.engine.links import Pool, Post, Progress
+from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
 from pd_cluster.engine.out_links import OutLinks
-from pd_cluster.transport.base import MAX_PAYLOAD_NBYTES, KVReceiver, KVSender
 from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import LegEnd, PromptOutput, Request, Status, TokenOutput
 
@@ -37,16 +36,16 @@ class Worker:
         self,
         config: WorkerConfig,
         core: EngineCore,
-        pool: Pool,
+        side: Side,
         limits: Limits,
         post: Post,
-        make_senders: Callable[[], list[KVSender]],
-        make_receivers: Callable[[str, wire.LinkOpen], list[KVReceiver]],
+        threads: LinkThreads,
         inbox: queue.SimpleQueue[Event],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
         self.inbox = inbox
+        self.credits: queue.SimpleQueue[tuple[str, wire.Credit]] = queue.SimpleQueue()  # read while a step runs, too
         self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
         self._limits = limits
         self._is_prefill = config.role == "prefill"
@@ -63,24 +62,24 @@ class Worker:
         progress = Progress(clock)
         self._progress = progress
         self.out_links = OutLinks(
-            pool,
+            side,
             post,
-            make_senders,
+            threads,
             inbox.put,
             self._out_down,
             progress,
             clock,
             config.timeouts,
-            config.kv_checksum,
         )
-        self.in_links = InLinks(pool, post, make_receivers, inbox.put, self._in_down, progress)
+        self.in_links = InLinks(side, post, threads, inbox.put, self._in_down, progress)
         self.exports = Exports(
             core.scheduler,
             self.out_links,
             self._export_ended,
             clock,
             config.timeouts,
-            max(1, MAX_PAYLOAD_NBYTES // pool.layout.block_nbytes),
+            side.layout.num_layers,
+            side.layout.block_nbytes,
         )
         self.imports = Imports(
             core.scheduler,
@@ -112,7 +111,8 @@ class Worker:
             if request.leg == "prefill":
                 self.exports.admitted(request)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
-        result = self.core.run(plan)
+        hands_over = self.exports.computing(plan.chunks)
+        result = self.core.run(plan, self._layers_done if hands_over else None)
         for request in result.forked:
             self._legs[request.leg_key].append(request)
         for request, prompt in result.prompts:
@@ -128,6 +128,15 @@ class Worker:
             if request.leg == "prefill":
                 self.exports.computed(request, first_tokens[request.key])
         return bool(plan.chunks)
+
+    def _layers_done(self, num_layers: int) -> None:
+        """While a step runs: finished layers leave, also for a credit that has just come."""
+        self._read_credits()
+        self.exports.layers_done(num_layers)
+
+    def _read_credits(self) -> None:
+        while not self.credits.empty():
+            self.exports.on_credit(*self.credits.get_nowait())
 
     def _publish_load(self) -> None:
         scheduler = self.core.scheduler
@@ -151,6 +160,7 @@ class Worker:
             num_landings=self.imports.num_landings,
             kv_sent_nbytes=self.out_links.sent_nbytes,
             kv_received_nbytes=self.in_links.received_nbytes,
+            num_dropped_kv_frames=self.in_links.num_dropped,
             links=self.out_links.states(),
         )
 
@@ -200,6 +210,8 @@ class Worker:
                 self.imports.on_fault(transfer_id, reason)
             case Drained(transfer_id):
                 self.imports.on_drained(transfer_id)
+            case HandedOver(conn, transfer_id):
+                self.exports.on_handed_over(conn, transfer_id)
             case LinkFailed(conn, reason):
                 self.out_links.on_down(conn, reason)
                 self.in_links.on_failed(conn, reason)
@@ -230,13 +242,11 @@ class Worker:
             case wire.Offer() if self.in_links.is_open(conn):
                 self.imports.on_offer(conn, body)
             case wire.Credit():
-                self.exports.on_credit(conn, body)
+                self._read_credits()
             case wire.Revoke():
                 self.imports.on_revoke(conn, body.transfer_id)
             case wire.Cancel():
                 self.exports.on_cancel(conn, body)
-            case wire.Confirm():
-                self.exports.on_confirm(conn, body.transfer_id)
             case wire.Confirmed():
                 self.imports.on_confirmed(conn, body)
             case _:

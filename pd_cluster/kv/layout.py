@@ -9,9 +9,10 @@ import hashlib
 from dataclasses import asdict, dataclass
 
 from pd_cluster.errors import LinkError
-from pd_cluster.wire import LayoutInfo
+from pd_cluster.wire import KVPiece, LayoutInfo
 
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+SCALE_NBYTES = 4  # one float32 a vector of int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +71,60 @@ class KVLayout:
 
 
 def check_pair(source: KVLayout, target: KVLayout) -> None:
-    """Whether blocks of `source` can land in `target`; raises LinkError(retry=False) naming the field.
+    """Whether KV cache of `source` can land in `target`; raises LinkError(retry=False) naming the field.
 
-    Unequal TP, block size and dtype will go through one pack/unpack path; until that exists they are refused.
+    Block size and dtype may differ (see pack.py). Unequal tensor parallel sizes are refused in this version.
     """
-    for name in ("num_layers", "num_kv_heads", "k_head_dim", "v_head_dim", "block_size", "dtype", "tp_size"):
+    for name in ("num_layers", "num_kv_heads", "k_head_dim", "v_head_dim", "tp_size"):
         theirs, ours = getattr(source, name), getattr(target, name)
         if theirs != ours:
             raise LinkError(
                 f"KV layout differs: {name} is {theirs} on the prefill instance and {ours} on the decode instance; "
-                f"start both with the same model, --block-size, --dtype and --tensor-parallel-size"
+                f"start both with the same model and --tensor-parallel-size"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """From one pool into another: what a payload is made of, and what that costs in precision.
+
+    `one_sided`: the receiver reads the sender's pool itself, so nothing is gained by a smaller payload.
+    """
+
+    source: KVLayout
+    target: KVLayout
+    wants_int8: bool = False
+    one_sided: bool = False
+
+    @property
+    def is_verbatim(self) -> bool:
+        """Payloads are the blocks' own bytes."""
+        same = (self.source.block_size, self.source.dtype) == (self.target.block_size, self.target.dtype)
+        return same and not self.is_int8
+
+    @property
+    def is_int8(self) -> bool:
+        return self.wants_int8 and not self.one_sided
+
+    @property
+    def wire_dtype(self) -> str:
+        """Of a payload's numbers: int8, or the narrower of the two pools' dtypes."""
+        if self.is_int8:
+            return "int8"
+        source, target = self.source.dtype, self.target.dtype
+        return target if DTYPE_NBYTES[target] < DTYPE_NBYTES[source] else source
+
+    @property
+    def precision(self) -> str:
+        """ "" when the target holds just what it would have computed itself; else what else it was on its way."""
+        if self.is_int8:
+            return "int8"
+        return "" if self.source.dtype == self.target.dtype else self.source.dtype
+
+    def payload_nbytes(self, piece: KVPiece) -> int:
+        if self.is_verbatim:
+            return len(piece.block_ids) * self.source.block_nbytes * piece.num_layers // self.source.num_layers
+        num_vectors = piece.num_layers * 2 * piece.num_tokens * self.source.local_kv_heads
+        if self.is_int8:
+            return num_vectors * (self.source.k_head_dim + SCALE_NBYTES)
+        return num_vectors * self.source.k_head_dim * DTYPE_NBYTES[self.wire_dtype]

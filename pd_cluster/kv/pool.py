@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
+import threading
 
 import torch
 
@@ -16,10 +18,13 @@ from pd_cluster.kv.layout import KVLayout
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class KVPool:
-    """`data` is [num_blocks, num_layers, 2, block_size, local_kv_heads, head_dim]; index 2 is key, value.
+NUM_EXTRA_BLOCKS = 2  # behind the pool's own: one takes what padding writes, one proves links
 
-    `num_blocks` counts real blocks; one more at the end takes what padding writes.
+
+class KVPool:
+    """`data` is [num_blocks + extra, num_layers, 2, block_size, local_kv_heads, head_dim]; index 2 is key, value.
+
+    `num_blocks` counts those that requests can hold. The probe block has a content that follows from `probe_seed`.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
@@ -27,26 +32,46 @@ class KVPool:
             raise ValueError(f"key and value head dims differ: {layout.k_head_dim}, {layout.v_head_dim}")
         self.layout = layout
         self.num_blocks = num_blocks
-        nbytes = layout.block_nbytes * (num_blocks + 1)
+        nbytes = layout.block_nbytes * (num_blocks + NUM_EXTRA_BLOCKS)
         self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, nbytes)
         self._map = mmap.mmap(self.fd, nbytes)
-        self.data = view_blocks(self._map, layout, num_blocks + 1)
+        self.data = view_blocks(self._map, layout, num_blocks + NUM_EXTRA_BLOCKS)
+        self.probe_lock = threading.Lock()  # of the probe block, where several links' probes land
+        self.probe_seed = secrets.randbits(62)
+        self.data[self.probe_block] = probe_content(layout, self.probe_seed)[0]
 
     @property
     def nbytes(self) -> int:
         return self.layout.block_nbytes * self.num_blocks
 
+    @property
+    def probe_block(self) -> int:
+        return self.num_blocks + 1
+
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value of one layer, each [num_blocks + 1, block_size, local_kv_heads, head_dim] (strided)."""
+        """Key and value of one layer, each [num_blocks + extra, block_size, local_kv_heads, head_dim] (strided)."""
         return self.data[:, layer_idx, 0], self.data[:, layer_idx, 1]
 
     def flat(self) -> torch.Tensor:
-        """The same memory as bytes: [num_blocks + 1, block_nbytes] uint8."""
-        return self.data.view(self.num_blocks + 1, -1).view(torch.uint8)
+        """The same memory as bytes: [num_blocks + extra, block_nbytes] uint8."""
+        return self.data.view(len(self.data), -1).view(torch.uint8)
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def is_block(block: int, num_blocks_in_all: int) -> bool:
+    """Whether a peer may name this block of a pool of so many, extra ones included: not the one for padding."""
+    num_blocks = num_blocks_in_all - NUM_EXTRA_BLOCKS
+    return 0 <= block < num_blocks or block == num_blocks + 1
+
+
+def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
+    """[1, num_layers, 2, block_size, local_kv_heads, head_dim]: numbers that are the same in every dtype."""
+    shape = (1, layout.num_layers, 2, layout.block_size, layout.local_kv_heads, layout.k_head_dim)
+    numbers = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed))
+    return (numbers / 64).to(TORCH_DTYPES[layout.dtype])
 
 
 def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,11 +33,18 @@ class ForwardBatch:
     pool: KVPool
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     num_layer_writes: int = 0
+    on_layer: Callable[[int], None] | None = None  # told how many layers' keys and values are in the pool
     kernel_state: object = None  # what the kernels keep from layer to layer
 
     @property
     def num_tokens(self) -> int:
         return len(self.slot_mapping)
+
+    def layer_written(self) -> None:
+        """One more layer's keys and values of this step are in the pool."""
+        self.num_layer_writes += 1
+        if self.on_layer is not None:
+            self.on_layer(self.num_layer_writes)
 
     @property
     def num_seqs(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,8 @@ from pd_cluster.model.batch import build_batch
 from pd_cluster.model.loader import layout_of, load_model, prove_attention, resolve_dtype
 from pd_cluster.model.sizing import num_pool_blocks, num_swap_blocks
 from pd_cluster.types import Request
+
+OnLayer = Callable[[int], None]
 
 
 class ModelRunner:
@@ -34,9 +36,13 @@ class ModelRunner:
         self.swap = SwapSpace(self.pool, num_swap_blocks(config, layout))
         prove_attention(self.model, self.pool)
 
-    def forward(self, chunks: list[tuple[Request, int]]) -> torch.Tensor:
-        """Computes the chunks into the pool; returns logits [num_samples, vocab_size] float32 of the rows wanted."""
+    def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Computes the chunks into the pool; returns logits [num_samples, vocab_size] float32 of the rows wanted.
+
+        `on_layer` is told after each layer how many layers of the chunks' keys and values are in the pool.
+        """
         batch = build_batch(chunks, self.pool)
+        batch.on_layer = on_layer
         with torch.inference_mode():
             logits = self.model(batch)
         return logits.float()

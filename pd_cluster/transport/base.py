@@ -6,32 +6,38 @@ may send what when, and whether it still counts on arrival, is decided above (en
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import xxhash
 
-from pd_cluster.wire import KVChunk, TransportName, TransportOffer
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
-MAX_PAYLOAD_NBYTES = 16 << 20  # a chunk of more is sent in several
+NO_CHECKSUM = 0
 
 
 class KVSender(Protocol):
-    """P's end of a link."""
+    """P's end of a link. `max_payload_nbytes`: what is more is sent in several payloads."""
 
     name: TransportName
+    max_payload_nbytes: int
 
     def offer(self) -> TransportOffer:
         """Where the receiver finds this end."""
 
-    def open(self) -> None:
-        """Waits until the receiver is there. Raises LinkError."""
+    def open(self, peer: KVLayout) -> None:
+        """Waits until the receiver, whose pool has this layout, is there. Raises LinkError."""
 
-    def payload(self, block_ids: list[int], checksum: bool) -> tuple[torch.Tensor | None, int]:
-        """What `send` will move, and its checksum (0: none). Called before the chunk's header leaves."""
+    def prepare(self, piece: KVPiece) -> Prepared:
+        """What `send` will move. Called before the piece's header leaves."""
 
-    def send(self, payload: torch.Tensor | None) -> None:
-        """Moves one chunk, after its header has left. Raises LinkError: the link is then beyond use."""
+    def send(self, sequence: int, prepared: Prepared) -> None:
+        """Moves one payload, after its header has left; may return before it has arrived, and wait for an earlier one.
+
+        Raises LinkError: the link is then beyond use.
+        """
 
     def close(self) -> None: ...
 
@@ -40,12 +46,16 @@ class KVReceiver(Protocol):
     """D's end of a link."""
 
     name: TransportName
+    precision: str  # see kv.layout.Route
 
     def open(self) -> None:
         """Raises LinkError."""
 
-    def receive(self, chunk: KVChunk, into: list[int] | None) -> None:
-        """Puts a chunk's payload into the local blocks `into`; None: take it off the wire and drop it.
+    def expect(self, sequence: int, chunk: KVChunk) -> None:
+        """The payload of frame `sequence` will be received soon, after those expected before: it may come in now."""
+
+    def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
+        """Puts a payload into the local blocks `into`; None: take it off the wire and drop it.
 
         Raises TransferFailed when this payload is wrong (the link lives), LinkError when the link is beyond use.
         """
@@ -53,23 +63,38 @@ class KVReceiver(Protocol):
     def close(self) -> None: ...
 
 
-def checksum_of(blocks: torch.Tensor) -> int:
-    """xxh3-64 of contiguous bytes; never 0, which means no checksum."""
-    return xxhash.xxh3_64_intdigest(buffer_of(blocks)) or 1
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A payload (None: the receiver reads the pool itself), how long it is, and its checksum."""
+
+    payload: torch.Tensor | None
+    nbytes: int
+    checksum: int
 
 
-def buffer_of(blocks: torch.Tensor) -> memoryview:
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """XXH3-64 of payloads under a link's own seed; off, everything passes."""
+
+    is_on: bool = True
+    seed: int = 0
+
+    def of(self, *parts: torch.Tensor) -> int:
+        """Of contiguous bytes, one after the other; 0 when it is off, and never else."""
+        if not self.is_on:
+            return NO_CHECKSUM
+        if len(parts) == 1:
+            return xxhash.xxh3_64_intdigest(buffer_of(parts[0]), self.seed) or 1
+        digest = self.running()
+        for part in parts:
+            digest.update(buffer_of(part))
+        return digest.intdigest() or 1
+
+    def running(self) -> Any:
+        return xxhash.xxh3_64(seed=self.seed)
+
+
+def buffer_of(data: torch.Tensor) -> memoryview:
     """The bytes of a contiguous uint8 tensor, without a copy."""
-    array: Any = blocks.numpy()
+    array: Any = data.numpy()
     return memoryview(array)
-
-
-def runs(ids: list[int]) -> list[tuple[int, int]]:
-    """Consecutive ids joined: [3, 4, 5, 9] -> [(3, 3), (9, 1)] as (first, count)."""
-    found: list[tuple[int, int]] = []
-    for block in ids:
-        if found and found[-1][0] + found[-1][1] == block:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((block, 1))
-    return found

@@ -1,14 +1,15 @@
 """torch.distributed transport: one two-rank process group per link, P is rank 0 and sends, D is rank 1 and receives.
 
 The group is built directly on a TCPStore that P hosts on the rank table's address: no global world, nothing that
-another link could disturb. Payloads land in a staging buffer and are copied to their blocks after the checksum; a
-timeout ends the link, so that late bytes never reach a reused block. gloo on CPU; NCCL and HCCL take the same shape.
+another link could disturb. Payloads land in staging buffers and are copied to their blocks from there; a timeout ends
+the link, so that late bytes never reach a reused block. gloo on CPU; NCCL and HCCL will take the same shape.
 """
 
 from __future__ import annotations
 
 import secrets
 import socket
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +17,15 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.base import checksum_of, runs
-from pd_cluster.wire import KVChunk, TransportName, TransportOffer
+from pd_cluster.transport.base import Checksum, Prepared
+from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
+
+MAX_PAYLOAD_NBYTES = 4 << 20
+NUM_UNDER_WAY = 2  # payloads: one is packed or unpacked while another is on the wire
+BACKENDS = ("gloo",)
 
 SENDER, RECEIVER = 0, 1
 
@@ -45,38 +52,56 @@ class Store:
 
 class DistSender:
     name: TransportName = "dist"
+    max_payload_nbytes = MAX_PAYLOAD_NBYTES
 
-    def __init__(self, store: Store, pool: KVPool, bind_host: str, connect_s: float, transfer_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        pool: KVPool,
+        checksum: Checksum,
+        wants_int8: bool,
+        bind_host: str,
+        connect_s: float,
+        transfer_s: float,
+    ) -> None:
         self._store = store
         self._pool = pool
+        self._checksum = checksum
+        self._wants_int8 = wants_int8
         self._bind_host = bind_host
         self._connect_s = connect_s
         self._transfer = timedelta(seconds=transfer_s)
         self._group_name = secrets.token_hex(16)
         self._group: Any = None
+        self._route: Route | None = None
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()  # the work, and the bytes that it reads
 
     def offer(self) -> TransportOffer:
         return TransportOffer(transport="dist", address=self._group_name, port=self._store.port, backend="gloo")
 
-    def open(self) -> None:
+    def open(self, peer: KVLayout) -> None:
+        self._route = Route(self._pool.layout, peer, self._wants_int8)
         prefix = PrefixStore(self._group_name, self._store.store)
         self._group = _make_group(prefix, SENDER, self._bind_host, self._connect_s)
 
-    def payload(self, block_ids: list[int], checksum: bool) -> tuple[torch.Tensor | None, int]:
-        flat = self._pool.flat()
-        pieces = [flat[first : first + count] for first, count in runs(block_ids)]
-        payload = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return payload, checksum_of(payload) if checksum else 0
+    def prepare(self, piece: KVPiece) -> Prepared:
+        assert self._route is not None
+        payload = pack(self._pool.data, piece, self._route)
+        return Prepared(payload, len(payload), self._checksum.of(payload))
 
-    def send(self, payload: torch.Tensor | None) -> None:
-        assert payload is not None
+    def send(self, sequence: int, prepared: Prepared) -> None:
+        assert prepared.payload is not None
         try:
-            self._group.send([payload], RECEIVER, 0).wait(self._transfer)
+            if len(self._under_way) == NUM_UNDER_WAY:
+                self._under_way.popleft()[0].wait(self._transfer)
+            work = self._group.send([prepared.payload], RECEIVER, _tag(sequence))
         except RuntimeError as error:
             raise LinkError(f"sending KV cache failed: {_first_line(error)}", retry=True) from error
+        self._under_way.append((work, prepared.payload))
 
     def close(self) -> None:
         self._group = None
+        self._under_way.clear()
 
 
 class DistReceiver:
@@ -86,6 +111,9 @@ class DistReceiver:
         self,
         offer: TransportOffer,
         pool: KVPool,
+        peer: KVLayout,
+        checksum: Checksum,
+        wants_int8: bool,
         peer_host: str,
         bind_host: str,
         connect_s: float,
@@ -93,16 +121,23 @@ class DistReceiver:
     ) -> None:
         self._offer = offer
         self._pool = pool
+        self._checksum = checksum
+        self._route = Route(peer, pool.layout, wants_int8)
         self._peer_host = peer_host
         self._bind_host = bind_host
         self._connect_s = connect_s
         self._transfer = timedelta(seconds=transfer_s)
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]
+        self._announced: deque[tuple[int, KVChunk]] = deque()  # for want of a free buffer
+        self._under_way: deque[tuple[int, Any, torch.Tensor, torch.Tensor]] = deque()  # sequence, work, buffer, part
         self._group: Any = None
+        self.precision = self._route.precision
 
     def open(self) -> None:
-        if self._offer.backend != "gloo":
-            raise LinkError(f"the prefill instance sends with {self._offer.backend!r}, this one receives with gloo")
+        if self._offer.backend not in BACKENDS:
+            raise LinkError(
+                f"the prefill instance sends with {self._offer.backend!r}, this one receives with {', '.join(BACKENDS)}"
+            )
         timeout = timedelta(seconds=self._connect_s)
         try:
             store = TCPStore(self._peer_host, self._offer.port, is_master=False, timeout=timeout)
@@ -115,29 +150,56 @@ class DistReceiver:
         prefix = PrefixStore(self._offer.address, store)
         self._group = _make_group(prefix, RECEIVER, self._bind_host, self._connect_s)
 
-    def receive(self, chunk: KVChunk, into: list[int] | None) -> None:
-        block_nbytes = self._pool.layout.block_nbytes
-        num_blocks = len(chunk.block_ids)
-        if chunk.nbytes != num_blocks * block_nbytes:
-            raise LinkError(f"a header announces {chunk.nbytes} bytes for {num_blocks} blocks", retry=True)
-        if len(self._staging) < chunk.nbytes:
-            self._staging = torch.empty(chunk.nbytes, dtype=torch.uint8)
-        staged = self._staging[: chunk.nbytes].view(num_blocks, block_nbytes)
+    def expect(self, sequence: int, chunk: KVChunk) -> None:
+        self._announced.append((sequence, chunk))
+        self._start()
+
+    def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
+        if not self._under_way:
+            self.expect(sequence, chunk)
+        expected, work, buffer, payload = self._under_way.popleft()
+        assert expected == sequence
         try:
-            self._group.recv([staged], SENDER, 0).wait(self._transfer)
+            work.wait(self._transfer)
         except RuntimeError as error:
             raise LinkError(f"receiving KV cache failed: {_first_line(error)}", retry=True) from error
-        if into is None:
-            return
-        if chunk.checksum and checksum_of(staged) != chunk.checksum:
+        try:
+            if into is not None:
+                self._take(payload, chunk, into)
+        finally:
+            self._free.append(buffer)
+            self._start()
+
+    def _take(self, payload: torch.Tensor, chunk: KVChunk, into: list[int]) -> None:
+        if chunk.nbytes != self._route.payload_nbytes(chunk.piece):
+            raise TransferFailed(f"{chunk.nbytes} bytes came for {self._route.payload_nbytes(chunk.piece)}")
+        if chunk.checksum and self._checksum.of(payload) != chunk.checksum:
             raise TransferFailed("checksum of a KV chunk is wrong")
-        start = 0
-        for first, count in runs(into):
-            self._pool.flat()[first : first + count].copy_(staged[start : start + count])
-            start += count
+        unpack(payload, chunk.piece, self._route, self._pool.data, into)
 
     def close(self) -> None:
         self._group = None
+        self._under_way.clear()
+
+    def _start(self) -> None:
+        """Receives into every staging buffer that is free, in order. Raises LinkError."""
+        while self._free and self._announced:
+            sequence, chunk = self._announced.popleft()
+            if not 0 < chunk.nbytes <= max(MAX_PAYLOAD_NBYTES, self._route.source.block_nbytes):
+                raise LinkError(f"a header announces a payload of {chunk.nbytes} bytes", retry=True)
+            buffer = self._free.pop()
+            if len(buffer) < chunk.nbytes:
+                buffer = torch.zeros(max(chunk.nbytes, MAX_PAYLOAD_NBYTES), dtype=torch.uint8)
+            payload = buffer[: chunk.nbytes]
+            try:
+                work = self._group.recv([payload], SENDER, _tag(sequence))
+            except RuntimeError as error:
+                raise LinkError(f"receiving KV cache failed: {_first_line(error)}", retry=True) from error
+            self._under_way.append((sequence, work, buffer, payload))
+
+
+def _tag(sequence: int) -> int:
+    return sequence & 0x3FFFFFFF
 
 
 def _make_group(store: PrefixStore, rank: int, host: str, connect_s: float) -> ProcessGroupGloo:

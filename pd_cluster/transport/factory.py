@@ -1,18 +1,29 @@
-"""Builds the two ends of a link from what this worker's configuration allows."""
+"""Builds the two ends of a link from what this worker's configuration allows.
+
+The seam for accelerators: device IPC, NCCL and HCCL will stand in `_sender` and `_receiver` beside the others, each
+with a KVSender and a KVReceiver of its own.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from pd_cluster import wire
 from pd_cluster.config import WorkerConfig
 from pd_cluster.errors import LinkError
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.base import KVReceiver, KVSender
+from pd_cluster.transport.base import Checksum, KVReceiver, KVSender
 from pd_cluster.transport.dist import DistReceiver, DistSender, Store
-from pd_cluster.transport.shm import PoolServer, ShmReceiver, ShmSender
+from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.transport.local import LocalReceiver, OneSidedSender, is_here, offer_pool
+from pd_cluster.transport.receiving import Probe, ReceiveThread
+from pd_cluster.transport.shm import PoolServer, ShmReceiver
+from pd_cluster.transport.threads import Report, SendThread
 
 
 class Transports:
-    """What is shared by all links of one worker: the pool's server, the store."""
+    """What is shared by all links of one worker: the pool's names, the pool's server, the store."""
 
     def __init__(self, config: WorkerConfig, pool: KVPool) -> None:
         self._config = config
@@ -20,48 +31,72 @@ class Transports:
         self._pool_server: PoolServer | None = None
         self._store: Store | None = None
 
-    def senders(self) -> list[KVSender]:
-        """P's ends for a new link, all that this worker allows; D chooses. Raises LinkError."""
+    def send_thread(self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report) -> SendThread:
+        """P's end of a new link, with all transports that this worker allows; D chooses. Raises LinkError."""
+        checksum = Checksum(self._config.kv.checksum, key.checksum_seed)
         try:
-            return self._senders()
+            senders = [self._sender(name, checksum) for name in self._config.transports]
         except (OSError, RuntimeError) as error:
             raise LinkError(f"this instance cannot offer its KV cache: {error}", retry=True) from error
+        rate = self._config.kv_rate_limit_bytes_per_s
+        return SendThread(conn, senders, Sealer(key), self._pool.probe_block, post, report, rate)
 
-    def _senders(self) -> list[KVSender]:
-        found: list[KVSender] = []
-        times = self._config.timeouts
-        if "shm" in self._config.transports:
-            self._pool_server = self._pool_server or PoolServer(self._pool)
-            found.append(ShmSender(self._pool_server, self._pool))
-        if "dist" in self._config.transports:
-            self._store = self._store or Store(self._config.bind_address, times.connect_timeout_s)
-            host = self._config.bind_address
-            found.append(DistSender(self._store, self._pool, host, times.connect_timeout_s, times.transfer_timeout_s))
-        return found
-
-    def receivers(self, peer: str, opened: wire.LinkOpen) -> list[KVReceiver]:
-        """D's ends, in D's order of preference, for what P offers and D allows too. Raises LinkError."""
+    def receive_thread(
+        self,
+        conn: str,
+        peer: str,
+        opened: wire.LinkOpen,
+        key: LinkKey,
+        post: Callable[[wire.Body], None],
+        report: Report,
+    ) -> ReceiveThread:
+        """D's end, with what P offers and D allows too, in D's order of preference. Raises LinkError."""
         host = self._config.hosts.get(peer.partition("@")[0])
         if host is None:
             raise LinkError(f"{peer} is not in this instance's global rank table")
         offers = {offer.transport: offer for offer in opened.offers}
+        both = [offers[name] for name in self._config.transports if name in offers]
+        both = [offer for offer in both if offer.transport != "local" or is_here(offer.address)]
+        return ReceiveThread(
+            conn,
+            opened.link_id,
+            [self._receiver(offer, host, opened, key) for offer in both],
+            Probe(self._pool, KVLayout.from_info(opened.layout), opened.probe_seed),
+            Opener(key),
+            post,
+            report,
+            self._config.timeouts.connect_timeout_s,
+        )
+
+    def _sender(self, name: wire.TransportName, checksum: Checksum) -> KVSender:
         times = self._config.timeouts
-        found: list[KVReceiver] = []
-        for transport in self._config.transports:
-            offer = offers.get(transport)
-            if offer is None:
-                continue
-            if transport == "shm":
-                found.append(ShmReceiver(offer, self._pool, opened.num_blocks, times.connect_timeout_s))
-            else:
-                found.append(
-                    DistReceiver(
-                        offer,
-                        self._pool,
-                        host,
-                        self._config.bind_address,
-                        times.connect_timeout_s,
-                        times.transfer_timeout_s,
-                    )
-                )
-        return found
+        if name == "local":
+            return OneSidedSender(name, offer_pool(self._pool), self._pool, checksum)
+        if name == "shm":
+            self._pool_server = self._pool_server or PoolServer(self._pool)
+            return OneSidedSender(name, self._pool_server.name, self._pool, checksum)
+        host = self._config.bind_address
+        self._store = self._store or Store(host, times.connect_timeout_s)
+        wants_int8 = self._config.kv.wire_dtype == "int8"
+        return DistSender(
+            self._store, self._pool, checksum, wants_int8, host, times.connect_timeout_s, times.transfer_timeout_s
+        )
+
+    def _receiver(self, offer: wire.TransportOffer, host: str, opened: wire.LinkOpen, key: LinkKey) -> KVReceiver:
+        times, pool, layout = self._config.timeouts, self._pool, KVLayout.from_info(opened.layout)
+        checksum = Checksum(self._config.kv.checksum, key.checksum_seed)
+        if offer.transport == "local":
+            return LocalReceiver(offer, pool, layout, checksum)
+        if offer.transport == "shm":
+            return ShmReceiver(offer, pool, layout, opened.num_blocks, checksum, times.connect_timeout_s)
+        return DistReceiver(
+            offer,
+            pool,
+            layout,
+            checksum,
+            self._config.kv.wire_dtype == "int8",
+            host,
+            self._config.bind_address,
+            times.connect_timeout_s,
+            times.transfer_timeout_s,
+        )

@@ -6,7 +6,7 @@ Memory is modelled as what each block's last written token stands for: all token
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,7 +43,9 @@ class ToyRunner:
             write = self.host if kind == "out" else self.memory
             write[target] = read[source]
 
-    def forward(self, chunks: list[tuple[Request, int]]) -> torch.Tensor:
+    def forward(
+        self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
         for request, num_tokens in chunks:
             self._read(request)
             for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):

@@ -52,7 +52,7 @@ def write_and_attend(
     block, offset = batch.slot_mapping // block_size, batch.slot_mapping % block_size
     key_pool.index_put_((block, offset), keys.to(key_pool.dtype))
     value_pool.index_put_((block, offset), values.to(value_pool.dtype))
-    batch.num_layer_writes += 1
+    batch.layer_written()
 
     output = torch.empty_like(query.transpose(0, 1))  # [num_tokens, num_heads, head_dim]
     query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()

@@ -138,7 +138,7 @@ class CpuOps:
             _, _, layer = self._bind(heads, batch.pool)
         out = torch.empty(num_tokens, heads.num_heads * heads.head_dim)
         self._attend(state.address, layer, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
-        batch.num_layer_writes += 1
+        batch.layer_written()
         return out
 
     def _bind(self, heads: Heads, pool: KVPool) -> tuple[KVPool, _Layer, int]:

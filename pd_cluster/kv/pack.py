@@ -1,0 +1,92 @@
+"""A piece of a prompt's KV cache as one payload: out of one pool, into another of whatever block size and dtype.
+
+The one place that converts. Pools are data [num_blocks, num_layers, 2, block_size, local_kv_heads, head_dim]. Knows
+nothing of how payloads travel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pd_cluster.kv.layout import SCALE_NBYTES, KVLayout, Route
+from pd_cluster.kv.pool import TORCH_DTYPES
+from pd_cluster.wire import KVPiece
+
+INT8_MAX = 127
+
+
+def pack(data: torch.Tensor, piece: KVPiece, route: Route) -> torch.Tensor:
+    """The payload as bytes, [payload_nbytes] uint8; a view of the pool where that is possible."""
+    if route.is_verbatim:
+        return _blocks_of(data, piece)
+    x = _vectors_of(data, piece, route.source)  # [num_layers, 2, num_tokens, num_kv_heads, head_dim]
+    if route.is_int8:
+        values, scales = quantize(x)
+        return torch.cat([values.view(torch.uint8).reshape(-1), scales.view(torch.uint8).reshape(-1)])
+    return x.to(TORCH_DTYPES[route.wire_dtype]).contiguous().view(torch.uint8).reshape(-1)
+
+
+def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, data: torch.Tensor, into: list[int]) -> None:
+    """Writes a payload of `pack` to a pool: `into` are the blocks that hold the piece's tokens there."""
+    if route.is_verbatim:
+        blocks = as_layers(data)[:, piece.first_layer : piece.stop_layer]  # [num_blocks, num_layers, layer_nbytes]
+        payload = payload.view(len(into), piece.num_layers, -1)
+        at = 0
+        for first, count in runs(into):
+            blocks[first : first + count].copy_(payload[at : at + count])
+            at += count
+        return
+    layout = route.source
+    shape = (piece.num_layers, 2, piece.num_tokens, layout.local_kv_heads, layout.k_head_dim)
+    if route.is_int8:
+        num_scales = piece.num_layers * 2 * piece.num_tokens * layout.local_kv_heads
+        split = len(payload) - num_scales * SCALE_NBYTES
+        scales = payload[split:].clone().view(torch.float32)  # its bytes may begin anywhere
+        x = payload[:split].view(torch.int8).view(shape) * scales.view(*shape[:-1], 1)
+    else:
+        x = payload.view(TORCH_DTYPES[route.wire_dtype]).view(shape)
+    tokens = torch.arange(piece.num_tokens) + piece.first_token % route.target.block_size
+    block = torch.tensor(into)[tokens // route.target.block_size]
+    offset = tokens % route.target.block_size
+    target = data[:, piece.first_layer : piece.stop_layer]
+    target[block, :, :, offset] = x.permute(2, 0, 1, 3, 4).to(data.dtype)  # [num_tokens, num_layers, 2, heads, dim]
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 values and float32 scales [..., 1] of vectors [..., head_dim]: |x - value * scale| <= scale / 2."""
+    x = x.float()
+    scales = x.abs().amax(-1, keepdim=True) / INT8_MAX
+    values = (x / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-INT8_MAX, INT8_MAX)
+    return values.to(torch.int8), scales
+
+
+def as_layers(data: torch.Tensor) -> torch.Tensor:
+    """A pool as bytes, by layer: [num_blocks, num_layers, layer_nbytes] uint8."""
+    return data.view(data.shape[0], data.shape[1], -1).view(torch.uint8)
+
+
+def runs(ids: list[int]) -> list[tuple[int, int]]:
+    """Consecutive ids joined: [3, 4, 5, 9] -> [(3, 3), (9, 1)] as (first, count)."""
+    found: list[tuple[int, int]] = []
+    for block in ids:
+        if found and found[-1][0] + found[-1][1] == block:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((block, 1))
+    return found
+
+
+def _blocks_of(data: torch.Tensor, piece: KVPiece) -> torch.Tensor:
+    blocks = as_layers(data)[:, piece.first_layer : piece.stop_layer]
+    pieces = [blocks[first : first + count] for first, count in runs(piece.block_ids)]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return whole.reshape(-1)  # copies what is not contiguous
+
+
+def _vectors_of(data: torch.Tensor, piece: KVPiece, layout: KVLayout) -> torch.Tensor:
+    """[num_layers, 2, num_tokens, local_kv_heads, head_dim]"""
+    layers = data[:, piece.first_layer : piece.stop_layer]
+    blocks = layers.index_select(0, torch.tensor(piece.block_ids))  # [n, num_layers, 2, block_size, heads, dim]
+    x = blocks.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
+    start = piece.first_token % layout.block_size
+    return x[:, :, start : start + piece.num_tokens]

@@ -1,0 +1,112 @@
+"""What lands where at D's end of a link, and whether it is what must come next. Knows nothing of threads or torch."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from pd_cluster import wire
+from pd_cluster.errors import TransferFailed
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.transport.base import KVReceiver
+from pd_cluster.transport.threads import Drained, Landed, LandFault
+
+
+@dataclass(slots=True)
+class Landing:
+    """`num_layers_of[t]`: layers of prompt token t that have landed."""
+
+    block_ids: list[int]
+    num_layers_of: array[int]
+    num_chunks: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What pieces can be of: layers, and tokens of a block on either side."""
+
+    num_layers: int
+    source_block_size: int
+    target_block_size: int
+
+    @classmethod
+    def of(cls, source: KVLayout, target: KVLayout) -> Geometry:
+        return cls(source.num_layers, source.block_size, target.block_size)
+
+
+class Lander:
+    """Pure bookkeeping around `receiver`: every token of a transfer lands once in every layer, layers in order."""
+
+    def __init__(self, receiver: KVReceiver, geometry: Geometry) -> None:
+        self._receiver = receiver
+        self._geometry = geometry
+        self._landings: dict[str, Landing] = {}
+        self.received_nbytes = 0
+
+    def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
+        """`block_ids` are the whole prompt's; those of tokens before `first_token` are not written."""
+        here = array("H", [self._geometry.num_layers]) * first_token
+        self._landings[transfer_id] = Landing(block_ids, here + array("H", [0]) * (num_tokens - first_token))
+
+    def forget(self, transfer_id: str) -> Drained:
+        self._landings.pop(transfer_id, None)
+        return Drained(transfer_id)
+
+    def land(self, sequence: int, header: wire.KVChunk | wire.KVEnd) -> Landed | LandFault | None:
+        """Raises LinkError when the link is beyond use."""
+        landing = self._landings.get(header.transfer_id)
+        try:
+            if isinstance(header, wire.KVChunk):
+                self._land_chunk(sequence, header, landing)
+                return None
+            return self._land_end(header, landing) if landing is not None else None
+        except TransferFailed as error:
+            self._landings.pop(header.transfer_id, None)
+            return LandFault(header.transfer_id, str(error))
+
+    def _land_chunk(self, sequence: int, chunk: wire.KVChunk, landing: Landing | None) -> None:
+        problem = self._problem(chunk, landing) if landing is not None else ""
+        if landing is None or problem:
+            self._receiver.receive(sequence, chunk, None)
+            if problem:
+                raise TransferFailed(f"chunk {chunk.index} does not fit: {problem}")
+            return
+        piece, size = chunk.piece, self._geometry.target_block_size
+        into = landing.block_ids[piece.first_token // size : -(-piece.stop_token // size)]
+        self._receiver.receive(sequence, chunk, into)
+        landing.num_layers_of[piece.first_token : piece.stop_token] = array("H", [piece.stop_layer]) * piece.num_tokens
+        landing.num_chunks += 1
+        landing.nbytes += chunk.nbytes
+        self.received_nbytes += chunk.nbytes
+
+    def _problem(self, chunk: wire.KVChunk, landing: Landing) -> str:
+        """Why this is not what must come next; "" when it is."""
+        piece, geometry = chunk.piece, self._geometry
+        size = geometry.source_block_size
+        if chunk.index != landing.num_chunks:
+            return f"{landing.num_chunks} was next"
+        if not 0 <= piece.first_token < piece.stop_token <= len(landing.num_layers_of):
+            return f"tokens {piece.first_token} to {piece.stop_token} of {len(landing.num_layers_of)}"
+        if not 0 <= piece.first_layer < piece.stop_layer <= geometry.num_layers:
+            return f"layers {piece.first_layer} to {piece.stop_layer} of {geometry.num_layers}"
+        if len(piece.block_ids) != -(-piece.stop_token // size) - piece.first_token // size:
+            return f"{len(piece.block_ids)} blocks for tokens {piece.first_token} to {piece.stop_token}"
+        if size == geometry.target_block_size and piece.first_token % size:
+            return f"it begins with token {piece.first_token}, inside a block"
+        before = landing.num_layers_of[piece.first_token : piece.stop_token]
+        if before != array("H", [piece.first_layer]) * piece.num_tokens:
+            return f"not all of its tokens have landed in just the layers before {piece.first_layer}"
+        return ""
+
+    def _land_end(self, end: wire.KVEnd, landing: Landing) -> Landed:
+        num_missing = len(landing.num_layers_of) - landing.num_layers_of.count(self._geometry.num_layers)
+        if end.num_chunks != landing.num_chunks or num_missing or end.num_tokens != len(landing.num_layers_of):
+            raise TransferFailed(
+                f"when the transfer of {end.num_tokens} tokens ended, {landing.num_chunks} of {end.num_chunks} chunks "
+                f"had come and {num_missing} of {len(landing.num_layers_of)} tokens were missing"
+            )
+        if not end.first_tokens:
+            raise TransferFailed("the transfer ended without a first token")
+        del self._landings[end.transfer_id]
+        return Landed(end.transfer_id, end.first_tokens, landing.nbytes)

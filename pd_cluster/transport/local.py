@@ -1,0 +1,163 @@
+"""Both pools in one process: the receiver copies from block to block. What other one-sided transports build on, too."""
+
+from __future__ import annotations
+
+import secrets
+from weakref import WeakValueDictionary
+
+import torch
+
+from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.pack import as_layers, pack, runs, unpack
+from pd_cluster.kv.pool import KVPool, is_block
+from pd_cluster.transport.base import Checksum, Prepared, buffer_of
+from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
+
+MAX_PAYLOAD_NBYTES = 16 << 20
+HOT_NBYTES = 512 << 10  # copied and checked in one go, while it is in the core's own cache
+
+_pools: WeakValueDictionary[str, KVPool] = WeakValueDictionary()  # by the name under which they are offered
+
+
+def is_here(address: str) -> bool:
+    """Whether the pool that is offered under this name is one of this process."""
+    return address in _pools
+
+
+class OneSidedSender:
+    """P's end: nothing to send; D reads."""
+
+    max_payload_nbytes = MAX_PAYLOAD_NBYTES
+
+    def __init__(self, name: TransportName, address: str, pool: KVPool, checksum: Checksum) -> None:
+        self.name = name
+        self._address = address
+        self._pool = pool
+        self._checksum = checksum
+        self._route: Route | None = None
+
+    def offer(self) -> TransportOffer:
+        return TransportOffer(transport=self.name, address=self._address)
+
+    def open(self, peer: KVLayout) -> None:
+        self._route = Route(self._pool.layout, peer, one_sided=True)
+
+    def prepare(self, piece: KVPiece) -> Prepared:
+        route = self._route
+        assert route is not None
+        return Prepared(None, route.payload_nbytes(piece), self._digest(piece, route))
+
+    def send(self, sequence: int, prepared: Prepared) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _digest(self, piece: KVPiece, route: Route) -> int:
+        if not self._checksum.is_on:
+            return 0
+        if not route.is_verbatim:
+            return self._checksum.of(pack(self._pool.data, piece, route))
+        return self._checksum.of(*_parts(self._pool.data, piece, piece.block_ids))
+
+
+class OneSidedReader:
+    """D's end, once it can read P's pool: `source` [num_blocks + NUM_EXTRA_BLOCKS, …]."""
+
+    def __init__(self, source: torch.Tensor, route: Route, pool: KVPool, checksum: Checksum) -> None:
+        self._source, self._route = source, route
+        self._pool = pool
+        self._checksum = checksum
+
+    def receive(self, chunk: KVChunk, into: list[int]) -> None:
+        """Raises TransferFailed."""
+        piece, route = chunk.piece, self._route
+        if not all(is_block(block, len(self._source)) for block in piece.block_ids):
+            raise TransferFailed("a header names a block outside the prefill instance's pool")
+        if chunk.nbytes != route.payload_nbytes(piece):
+            raise TransferFailed(f"a header announces {chunk.nbytes} bytes for {route.payload_nbytes(piece)}")
+        if route.is_verbatim:
+            found = self._copy(piece, into, bool(chunk.checksum))
+        else:
+            payload = pack(self._source, piece, route)
+            found = self._checksum.of(payload) if chunk.checksum else 0
+            unpack(payload, piece, route, self._pool.data, into)
+        if chunk.checksum and found != chunk.checksum:
+            raise TransferFailed("checksum of a KV chunk is wrong")
+
+    def _copy(self, piece: KVPiece, into: list[int], checked: bool) -> int:
+        """From block to block; returns the checksum of what has arrived."""
+        source = as_layers(self._source)[:, piece.first_layer : piece.stop_layer]
+        target = as_layers(self._pool.data)[:, piece.first_layer : piece.stop_layer]
+        if not (checked and self._checksum.is_on):
+            for first, start, count in paired_runs(piece.block_ids, into):
+                target[start : start + count].copy_(source[first : first + count])
+            return 0
+        digest = self._checksum.running()
+        step = max(1, HOT_NBYTES // target[0].numel())
+        for first, start, count in paired_runs(piece.block_ids, into, step):
+            target[start : start + count].copy_(source[first : first + count])
+            for part in contiguous(target[start : start + count]):
+                digest.update(buffer_of(part))
+        return digest.intdigest() or 1
+
+
+class LocalReceiver:
+    name: TransportName = "local"
+
+    def __init__(self, offer: TransportOffer, pool: KVPool, peer: KVLayout, checksum: Checksum) -> None:
+        self._address = offer.address
+        self._pool = pool
+        self._checksum = checksum
+        self._route = Route(peer, pool.layout, one_sided=True)
+        self._reader: OneSidedReader | None = None
+        self.precision = self._route.precision
+
+    def open(self) -> None:
+        source = _pools.get(self._address)
+        if source is None:
+            raise LinkError("the prefill instance is in another process")
+        self._reader = OneSidedReader(source.data, self._route, self._pool, self._checksum)
+
+    def expect(self, sequence: int, chunk: KVChunk) -> None: ...
+
+    def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
+        if into is not None:
+            assert self._reader is not None
+            self._reader.receive(chunk, into)
+
+    def close(self) -> None:
+        self._reader = None
+
+
+def offer_pool(pool: KVPool) -> str:
+    """The name under which receivers in this process find it."""
+    for name, known in _pools.items():
+        if known is pool:
+            return name
+    name = secrets.token_hex(16)
+    _pools[name] = pool
+    return name
+
+
+def paired_runs(source: list[int], target: list[int], most: int = 1 << 62) -> list[tuple[int, int, int]]:
+    """(first source block, first target block, count) for stretches, of at most so many, consecutive on both sides."""
+    found: list[tuple[int, int, int]] = []
+    for s, t in zip(source, target, strict=True):
+        if found:
+            first, start, count = found[-1]
+            if first + count == s and start + count == t and count < most:
+                found[-1] = (first, start, count + 1)
+                continue
+        found.append((s, t, 1))
+    return found
+
+
+def _parts(data: torch.Tensor, piece: KVPiece, block_ids: list[int]) -> list[torch.Tensor]:
+    """The verbatim payload's bytes, in order, as contiguous parts."""
+    layers = as_layers(data)[:, piece.first_layer : piece.stop_layer]
+    return [part for first, count in runs(block_ids) for part in contiguous(layers[first : first + count])]
+
+
+def contiguous(blocks: torch.Tensor) -> list[torch.Tensor]:
+    """[n, num_layers, layer_nbytes] of a pool: whole when all layers are there, else block by block."""
+    return [blocks.view(-1)] if blocks.is_contiguous() else [block.view(-1) for block in blocks]

@@ -1,0 +1,254 @@
+"""D's end of a link: the thread that proves a transport, then lands chunks. In order, one thing at a time.
+
+The engine's thread queues work and gets events back through `report`; it never waits for this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pd_cluster import wire
+from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.pack import pack, unpack
+from pd_cluster.kv.pool import KVPool, probe_content
+from pd_cluster.transport.base import KVReceiver
+from pd_cluster.transport.guard import Opener
+from pd_cluster.transport.landing import Geometry, Lander
+from pd_cluster.transport.threads import Drained, LinkEvent, LinkFailed, Report
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What P's probe block must look like after its way here."""
+
+    pool: KVPool
+    source: KVLayout
+    seed: int
+
+    def problem(self, receiver: KVReceiver, sequence: int, chunk: wire.KVChunk, timeout_s: float) -> str:
+        """Receives it; "" when it is as it should be. Raises LinkError, TransferFailed."""
+        piece, layout = chunk.piece, self.pool.layout
+        if piece.num_tokens != min(layout.block_size, self.source.block_size) or piece.first_token or piece.first_layer:
+            return "the probe has another shape"
+        if not self.pool.probe_lock.acquire(timeout=timeout_s):
+            raise LinkError(f"other links' probes took longer than {timeout_s:g} s", retry=True)
+        try:
+            self.pool.data[self.pool.probe_block].zero_()
+            receiver.receive(sequence, chunk, [self.pool.probe_block])
+            found = self.pool.data[self.pool.probe_block, :, :, : piece.num_tokens]
+            same = torch.equal(found, self._expected(receiver, piece)[0, :, :, : piece.num_tokens])
+        finally:
+            self.pool.probe_lock.release()
+        return "" if same else "the prefill instance's probe arrived with another content"
+
+    def _expected(self, receiver: KVReceiver, piece: wire.KVPiece) -> torch.Tensor:
+        route = Route(self.source, self.pool.layout, receiver.precision == "int8")
+        piece = wire.KVPiece(0, piece.num_tokens, 0, self.source.num_layers, [0])
+        expected = torch.zeros_like(self.pool.data[:1])
+        unpack(pack(probe_content(self.source, self.seed), piece, route), piece, route, expected, [0])
+        return expected
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    transfer_id: str
+
+
+Item = wire.KVFrame | Forget | None
+
+
+@dataclass(slots=True)
+class Incoming:
+    """Frames in order, opened, and a few of them ahead of their turn: their payloads come in meanwhile."""
+
+    opener: Opener
+    queue: queue.SimpleQueue[Item] = field(default_factory=queue.SimpleQueue)
+    ahead: deque[tuple[int, wire.KVHeader] | Forget | None] = field(default_factory=deque)
+    error: LinkError | None = None  # found while looking ahead; raised when its turn has come
+
+    def next(self, receiver: KVReceiver | None, timeout_s: float | None) -> tuple[int, wire.KVHeader] | Forget | None:
+        """None: the end. Raises LinkError, or queue.Empty after the timeout."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.ahead and self.error is None:
+            left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
+            self._take(self.queue.get(timeout=left_s), receiver)
+        while self.error is None and not self.queue.empty():
+            self._take(self.queue.get_nowait(), receiver)
+        if self.ahead:
+            return self.ahead.popleft()
+        error, self.error = self.error, None
+        assert error is not None
+        raise error
+
+    def _take(self, item: Item, receiver: KVReceiver | None) -> None:
+        try:
+            if not isinstance(item, wire.KVFrame):
+                self.ahead.append(item)
+                return
+            header = self.opener.open(item)
+            if header is None:
+                return
+            self.ahead.append((item.sequence, header))
+            if receiver is not None and not isinstance(header, wire.KVEnd):
+                receiver.expect(item.sequence, header.chunk if isinstance(header, wire.KVProbe) else header)
+        except LinkError as error:
+            self.error = error
+
+
+class ReceiveThread:
+    """Tries the transports that P offers in D's order of preference, then lands chunks."""
+
+    def __init__(
+        self,
+        conn: str,
+        link_id: str,
+        receivers: list[KVReceiver],
+        probe: Probe,
+        opener: Opener,
+        post: Callable[[wire.Body], None],
+        report: Report,
+        connect_timeout_s: float,
+    ) -> None:
+        self._conn = conn
+        self._link_id = link_id
+        self._receivers = receivers
+        self._receiver: KVReceiver | None = None
+        self._probe = probe
+        self._incoming = Incoming(opener)
+        self._opener = opener
+        self._post = post
+        self._report = report
+        self._connect_timeout_s = connect_timeout_s
+        self._geometry = Geometry.of(probe.source, probe.pool.layout)
+        self._lander: Lander | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kv-receive {conn}", daemon=True)
+        self._thread.start()
+
+    @property
+    def received_nbytes(self) -> int:
+        return self._lander.received_nbytes if self._lander is not None else 0
+
+    @property
+    def num_dropped(self) -> int:
+        return self._opener.dropped.total()
+
+    @property
+    def precision(self) -> str:
+        """Of what lands over this link; "" is exact. Known once the link is ready."""
+        return self._receiver.precision if self._receiver is not None else ""
+
+    # ---- other threads
+
+    def put(self, frame: wire.KVFrame) -> None:
+        self._incoming.queue.put(frame)
+
+    def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
+        """Before the credit leaves, so before anything of this transfer can come."""
+        if self._lander is not None:
+            self._lander.begin(transfer_id, block_ids, first_token, num_tokens)
+
+    def forget(self, transfer_id: str) -> None:
+        """`Drained` follows."""
+        self._incoming.queue.put(Forget(transfer_id))
+
+    def close(self) -> None:
+        self._incoming.queue.put(None)
+
+    # ---- its own thread
+
+    def _run(self) -> None:
+        works = self._open()
+        while True:
+            try:
+                item = self._incoming.next(self._receiver if works else None, None)
+            except LinkError as error:
+                works = works and self._fail(str(error))
+                continue
+            if item is None:
+                break
+            if isinstance(item, Forget):
+                self._report(self._lander.forget(item.transfer_id) if self._lander else Drained(item.transfer_id))
+            elif works:
+                works = self._land(*item)
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def _open(self) -> bool:
+        failures, retry = [], False
+        for receiver in self._receivers:
+            self._post(wire.LinkAnswer(self._link_id, receiver.name, self._probe.pool.layout.to_info()))
+            try:
+                receiver.open()
+                self._await_probe(receiver)
+            except (LinkError, TransferFailed) as error:
+                failures.append(f"{receiver.name}: {error}")
+                retry = retry or not isinstance(error, LinkError) or error.retry
+                log.warning("link %s: %s does not work: %s", self._conn, receiver.name, error)
+                receiver.close()
+                continue
+            except Exception as error:
+                failures.append(f"{receiver.name}: internal error: {error}")
+                retry = True
+                log.exception("link %s: opening %s failed", self._conn, receiver.name)
+                receiver.close()
+                continue
+            self._receiver, self._lander = receiver, Lander(receiver, self._geometry)
+            self._post(wire.LinkReady(self._link_id, receiver.name, receiver.precision))
+            return True
+        reason = "; ".join(failures) or "no transport in common: see --kv-transport"
+        self._post(wire.LinkRefused(self._link_id, reason, retry))
+        return False
+
+    def _await_probe(self, receiver: KVReceiver) -> None:
+        """The preflight: a block of known content through this very transport. Raises LinkError, TransferFailed."""
+        deadline_s = time.monotonic() + self._connect_timeout_s
+        while True:
+            try:
+                item = self._incoming.next(None, max(0.001, deadline_s - time.monotonic()))
+            except queue.Empty:
+                raise LinkError(f"no probe came within {self._connect_timeout_s:g} s", retry=True) from None
+            if item is None:
+                self._incoming.queue.put(None)
+                raise LinkError("the connection was closed", retry=True)
+            if isinstance(item, Forget):
+                self._report(Drained(item.transfer_id))
+            elif isinstance(item[1], wire.KVProbe) and item[1].transport == receiver.name:
+                return self._check_probe(receiver, item[0], item[1])
+
+    def _check_probe(self, receiver: KVReceiver, sequence: int, probe: wire.KVProbe) -> None:
+        problem = self._probe.problem(receiver, sequence, probe.chunk, self._connect_timeout_s)
+        if problem:
+            raise LinkError(problem, retry=True)
+
+    def _land(self, sequence: int, header: wire.KVHeader) -> bool:
+        """False when the link is beyond use; the thread goes on, because drains must be acknowledged."""
+        assert self._receiver is not None
+        assert self._lander is not None
+        try:
+            if isinstance(header, wire.KVProbe):
+                self._check_probe(self._receiver, sequence, header)
+                return True
+            event: LinkEvent | None = self._lander.land(sequence, header)
+        except (LinkError, TransferFailed) as error:
+            return self._fail(str(error))
+        except Exception as error:
+            log.exception("link %s: its receiving thread failed", self._conn)
+            return self._fail(f"internal error: {error}")
+        if event is not None:
+            self._report(event)
+        return True
+
+    def _fail(self, reason: str) -> bool:
+        self._report(LinkFailed(self._conn, reason))
+        return False

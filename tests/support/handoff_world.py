@@ -1,147 +1,183 @@
-"""One prefill and one decode engine without torch or sockets: the real schedulers, Exports, Imports and Lander.
+"""One prefill and one decode engine without torch or sockets, driven through random orders of events.
 
-A seeded random number decides what happens next: a step, a message that arrives, a chunk that is copied, an abort, a
-link that breaks, time that passes. Memory is modelled as what each block's last token stands for (all tokens up to it),
-so that a block that is reused too early, shared wrongly, or committed although it was, is noticed.
+Real are the schedulers, Exports, Imports, the link's Sealer, Opener and Lander. A seeded random number decides what
+happens next: a layer of a step, a message that arrives, a chunk that is sent or lands, an abort, a link that breaks, a
+frame that comes twice or out of order, a process that dies and is started again, time that passes.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
-from pd_cluster.engine.exports import Exports
+from pd_cluster.engine.exports import Exports, ShipLimits
 from pd_cluster.engine.imports import Imports
-from pd_cluster.engine.scheduler import PrefixScope, Scheduler, StepPlan
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.transport.threads import Drained, Landed, Lander, LandFault, LinkFailed
-from pd_cluster.types import Request, SamplingParams, Status, TokenOutput
+from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.transport.landing import Geometry, Lander
+from pd_cluster.transport.threads import Drained, Landed, LandFault
+from pd_cluster.types import Request, Status, TokenOutput
+from tests.support.handoff_engine import (
+    NUM_LAYERS,
+    Ends,
+    Engine,
+    Memory,
+    abort,
+    decode_step,
+    first_tokens,
+    make_sampling,
+)
 
-BLOCK_SIZE = 4
-Memory = list[tuple[int, ...] | None]  # block -> all tokens up to the one that was written last
-
-
-def first_tokens(request: Request) -> list[TokenOutput]:
-    """What P samples, one a sequence; of several sequences one ends with it, and all do when max_tokens is 1."""
-    sampling = request.sampling
-    tokens = []
-    for index in range(sampling.n):
-        ends = sampling.max_tokens == 1 or (sampling.n > 1 and index == len(request.prompt_token_ids) % sampling.n)
-        token_id = 100 + 10 * index + len(request.prompt_token_ids)
-        tokens.append(TokenOutput(request.request_id, 0, index, 0, token_id, "length" if ends else None))
-    return tokens
-
-
-class LastFreedFirst(BlockPool):
-    """Reuses a block as soon as it can: the worst case for whoever still reads or writes it."""
-
-    def release(self, blocks: Sequence[int]) -> None:
-        num_free = self.num_free
-        super().release(blocks)
-        self._free.rotate(self.num_free - num_free)
+TIMES = Timeouts(credit_timeout_s=10, transfer_timeout_s=30)
 
 
-class Engine:
-    """A scheduler with modelled memory. `legs` has the sequences of each request that have not ended."""
+class Link:
+    """One link's life: P's send thread, what is on the wire, D's receive thread. Keeps both pools mapped."""
 
-    def __init__(self, num_blocks: int, budget: int, caches: bool) -> None:
-        prefix = PrefixScope("model", "float32") if caches else None
-        self.scheduler = Scheduler(LastFreedFirst(num_blocks), BLOCK_SIZE, 6, budget, prefix)
-        self.memory: Memory = [None] * num_blocks
-        self.legs: dict[str, list[Request]] = {}
-        self.ended: Counter[str] = Counter()
-        self.outcome: dict[str, str] = {}
+    def __init__(self, conn: str, source: Memory, target: Memory, one_sided: bool) -> None:
+        key = LinkKey.derive(b"secret", conn, "p", "d")
+        self.conn = conn
+        self.source, self.target, self.one_sided = source, target, one_sided
+        self.sealer, self.opener = Sealer(key), Opener(key)
+        self.jobs: deque[Callable[[], wire.KVHeader | None]] = deque()
+        self.live: set[str] = set()
+        self.frames: deque[wire.KVFrame | str] = deque()  # at D's thread
+        self.seen: list[wire.KVFrame] = []
+        self.payloads: dict[int, list[list[int]]] = {}  # two-sided: what was in the blocks when it was sent
+        self.works = True
+        self.lander = Lander(self, Geometry(NUM_LAYERS, source.block_size, target.block_size))
 
-    def end(self, request: Request, outcome: str) -> None:
-        if self.legs.pop(request.request_id, None) is not None:
-            self.ended[request.request_id] += 1
-            self.outcome[request.request_id] = outcome
+    name: wire.TransportName = "local"
+    precision = ""
 
-    def end_sequence(self, request: Request) -> None:
-        sequences = self.legs[request.request_id]
-        sequences.remove(request)
-        if not sequences:
-            self.end(request, "finished")
+    def open(self) -> None: ...
+    def expect(self, sequence: int, chunk: wire.KVChunk) -> None: ...
+    def close(self) -> None: ...
 
-    def compute(self, plan: StepPlan) -> None:
-        """The forward pass: every chunk reads what is before it and writes its own."""
-        for kind, source, target in plan.moves:
-            assert kind == "copy"
-            self.memory[target] = self.memory[source]
-        for request, num_tokens in plan.chunks:
-            self.check_memory(request, request.num_computed_tokens)
-            for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
-                self.memory[request.block_table[position // BLOCK_SIZE]] = tuple(request.token_ids(0, position + 1))
+    def send(self) -> wire.KVFrame | None:
+        """P's thread does its next job."""
+        header = self.jobs.popleft()()
+        if header is None:
+            return None
+        frame = self.sealer.seal(header)
+        if isinstance(header, wire.KVChunk) and not self.one_sided:
+            self.payloads[frame.sequence] = self.source.read(header.piece)
+        return frame
 
-    def check_memory(self, request: Request, num_tokens: int) -> None:
-        """The blocks of its first tokens hold what these tokens stand for, and nothing newer of anybody."""
-        num_blocks = self.scheduler.num_blocks_for(num_tokens)
-        tokens = tuple(request.token_ids(0, num_tokens))
-        expected = [tokens[: min((b + 1) * BLOCK_SIZE, num_tokens)] for b in range(num_blocks)]
-        found = [self.memory[block] for block in request.block_table[:num_blocks]]
-        assert found == expected, f"{request.key} holds foreign KV: {found} instead of {expected}"
+    def receive(self, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None:
+        content = self.source.read(chunk.piece) if self.one_sided else self.payloads.pop(sequence)
+        if into is not None:
+            self.target.write(chunk.piece, into, content)
+
+    def land(self) -> Landed | LandFault | Drained | str | None:
+        """D's thread takes its next item; a string says why the link fails."""
+        item = self.frames.popleft()
+        if isinstance(item, str):
+            return self.lander.forget(item)
+        if not self.works:
+            return None
+        try:
+            header = self.opener.open(item)
+            assert not isinstance(header, wire.KVProbe)
+            return self.lander.land(item.sequence, header) if header is not None else None
+        except LinkError as error:
+            self.works = False
+            return str(error)
 
 
 class World:
     def __init__(self, seed: int, num_requests: int = 12) -> None:
         self.seed = seed
-        self.rng = random.Random(seed)
+        self.rng = rng = random.Random(seed)
         self.now_s = 0.0
-        self.p = Engine(self.rng.randrange(8, 16), self.rng.randrange(3, 12), self.rng.random() < 0.7)
-        self.d = Engine(self.rng.randrange(10, 20), 16, self.rng.random() < 0.7)
-        times = Timeouts(credit_timeout_s=10, transfer_timeout_s=30)
-        self.exports = Exports(self.p.scheduler, self, self._export_ended, self.clock, times, max_chunk_blocks=2)
-        self.imports = Imports(
-            self.d.scheduler,
-            DecodeSide(self),
-            self._import_ended,
-            self._joined,
-            self.clock,
-            times,
-            growth_tokens=4,
-            vocab_size=1000,
-        )
-        self.generation = 0
-        self.p_conn: str | None = "link-0"
-        self.d_conn: str | None = "link-0"
-        self.jobs: deque[tuple[str, Callable[[], wire.Body | None]]] = deque()  # P's send thread
-        self.to_d: deque[tuple[str, wire.Body]] = deque()
-        self.to_p: deque[tuple[str, wire.Body]] = deque()
-        self.lander = Lander(CopyingReceiver(self))
-        self.thread: deque[wire.KVChunk | wire.KVEnd | str] = deque()  # D's link thread
-        self.inbox: deque[Landed | LandFault | Drained | LinkFailed] = deque()
-        self.live: set[str] = set()
+        self.one_sided = rng.random() < 0.6
+        self.p_size, self.d_size = rng.choice([(4, 4), (4, 4), (4, 2), (2, 4), (4, 3)])
+        self.p_shape = (rng.randrange(8, 16) * 4 // self.p_size, self.p_size, rng.randrange(3, 12), rng.random() < 0.7)
+        self.d_shape = (rng.randrange(10, 20) * 4 // self.d_size, self.d_size, 16, rng.random() < 0.7)
+        self.group_nbytes = rng.choice([1, 1, 2, 5])
+        self.max_payload_nbytes = rng.choice([1, 4, 100])
+        self.p_ends, self.d_ends = Ends(), Ends()
+        self.p_life = self.d_life = 0
+        self.links: list[Link] = []
+        self.start_p()
+        self.start_d()
+        self.connect()
         self.unsubmitted = [(side, f"r{at}") for at in range(num_requests) for side in "pd"]
         self.rng.shuffle(self.unsubmitted)
+        self.half_submitted: set[str] = set()
         self.trouble = True
         self.num_troubles = 0
-        self.troubles = [self._abort, self._break_link, self._pass_time]
+        self.num_events = 0
+        self.troubles = [self._abort, self._break_link, self._pass_time, self._repeat_frame, self._swap_frames]
+        self.troubles += [self._p_dies, self._d_dies]
         self.events = [
             self._submit,
+            self._p_step,
             self._p_step,
             self._d_step,
             self._deliver_to_d,
             self._deliver_to_p,
             self._send_job,
             self._thread_step,
-            self._read_inbox,
+            self._p_reads_inbox,
+            self._d_reads_inbox,
             self._tell_the_other_leg,
+            self._notice,
             *self.troubles,
         ]
         # Each seed has its own slow and fast parts: that is what makes rare orders common.
-        self.weights = [self.rng.choice([0.5, 2, 8]) for _ in self.events[: -len(self.troubles)]]
-        self.weights += [self.rng.choice([0.0, 0.2, 1.5]) for _ in self.troubles]
+        self.weights: list[float] = [rng.choice([0.4, 2.0, 8.0]) for _ in self.events[: -len(self.troubles)]]
+        rates = [rng.choice([0.02, 0.1, 0.4]) for _ in self.troubles[:5]] + [rng.choice([0.004, 0.015])] * 2
+        self.weights += [rate if rng.random() < 0.4 else 0.0 for rate in rates]
 
     def clock(self) -> float:
         return self.now_s
 
+    def start_p(self) -> None:
+        self.p_life += 1
+        self.p = Engine(*self.p_shape)
+        block_nbytes = NUM_LAYERS  # a byte a layer
+        self.exports = Exports(
+            self.p.scheduler,
+            self,
+            self._export_ended,
+            self.clock,
+            TIMES,
+            NUM_LAYERS,
+            block_nbytes,
+            self.group_nbytes,
+        )
+        self.p_conn: str | None = None  # as its mailbox knows
+        self.p_link: str | None = None  # as its engine knows
+        self.to_p: deque[tuple[str, wire.Body]] = deque()
+        self.p_inbox: deque[tuple[str, wire.Body | None]] = deque()  # None: the connection is down
+        self.credits: deque[tuple[str, wire.Credit]] = deque()
+
+    def start_d(self) -> None:
+        self.d_life += 1
+        self.d = Engine(*self.d_shape)
+        side = DecodeSide(self)
+        self.imports = Imports(
+            self.d.scheduler, side, self._import_ended, self._joined, self.clock, TIMES, growth_tokens=4, vocab_size=999
+        )
+        self.d_conn: str | None = None
+        self.to_d: deque[tuple[str, wire.Body]] = deque()
+        self.d_inbox: deque[Landed | LandFault | Drained | tuple[str, wire.Body]] = deque()
+
+    def connect(self) -> None:
+        conn = f"link-{len(self.links)}"
+        self.links.append(Link(conn, self.p.memory, self.d.memory, self.one_sided))
+        self.p_conn = self.p_link = self.d_conn = conn
+
+    def link(self, conn: str) -> Link:
+        return self.links[int(conn.removeprefix("link-"))]
+
     # ---- what may happen
 
-    def run(self, num_events: int = 4000) -> None:
+    def run(self, num_events: int = 1500) -> None:
         """Random events, then quiet ones until everybody has ended."""
         for at in range(num_events + 20_000):
             self.trouble = at < num_events
@@ -156,12 +192,15 @@ class World:
 
     def check(self) -> None:
         """Everything ended once, nothing is held."""
-        for engine in (self.p, self.d):
+        while self.p.plan is not None or self.p_inbox:
+            self._p_step() if self.p.plan is not None else self._p_reads_inbox()
+        for engine, ends in ((self.p, self.p_ends), (self.d, self.d_ends)):
             engine.scheduler.check()
             assert engine.scheduler.blocks.num_held == 0
-            assert set(engine.ended.values()) <= {1}, "a request ended twice"
+            assert set(ends.count.values()) <= {1}, "a request ended twice"
             assert not engine.legs, f"no end for {list(engine.legs)}"
         assert not len(self.exports)
+        assert not len(self.exports.held), "a transfer is held that is none"
 
     def _one_event(self) -> None:
         events = self.events if self.trouble else self.events[: -len(self.troubles)]
@@ -169,19 +208,22 @@ class World:
         event = self.rng.choices(events, weights)[0]
         self.num_troubles += event in self.troubles
         event()
-        self.p.scheduler.check()
-        self.d.scheduler.check()
+        self.num_events += 1
+        if self.num_events % 16 == 0:
+            self.p.scheduler.check()
+            self.d.scheduler.check()
 
     def _submit(self) -> None:
         """One leg of a request arrives; the other has come before or comes later."""
         if not self.unsubmitted:
             return
         side, name = self.unsubmitted.pop()
+        self.half_submitted ^= {name}
         rng = random.Random(f"{self.seed} {name}")  # both legs have the same prompt
         request = Request(
             name,
             [1] * rng.choice([0, 4, 9]) + [rng.randrange(50) for _ in range(rng.randrange(1, 13))],
-            SamplingParams(max_tokens=rng.choice([1, 2, 6, 14]), n=rng.choice([1, 1, 1, 2, 3])),
+            make_sampling(rng.choice([1, 2, 6, 14]), rng.choice([1, 1, 1, 2, 3])),
             arrival_s=self.now_s,
             leg="prefill" if side == "p" else "decode",
             transfer_id=f"t{name}",
@@ -196,24 +238,39 @@ class World:
 
     def _tell_the_other_leg(self) -> None:
         """The scheduler has heard how one leg ended and aborts the other, unless the KV cache was handed over."""
-        for ended, other in ((self.p, self.d), (self.d, self.p)):
-            for name in [n for n in other.legs if ended.outcome.get(n, "handed over") != "handed over"]:
-                self._abort_leg(other, name)
+        for ends, other in ((self.p_ends, self.d), (self.d_ends, self.p)):
+            for name in [n for n in other.legs if ends.outcome.get(n, "handed over") != "handed over"]:
+                self._order_abort(other, name)
                 return
 
     def _p_step(self) -> None:
-        plan = self.p.scheduler.plan()
-        for request in plan.admitted:
-            self.exports.admitted(request)
-        plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
-        self.p.compute(plan)
+        """The next part of a step of P: it begins, computes a layer, or ends. Only credits are read meanwhile."""
+        p = self.p
+        if p.plan is None:
+            while self.p_inbox:
+                self._p_reads_inbox()
+            plan = p.scheduler.plan()
+            for request in plan.admitted:
+                self.exports.admitted(request)
+            plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
+            p.begin(plan)
+            self.exports.computing(plan.chunks)
+        elif p.num_layers_done < NUM_LAYERS:
+            p.compute_layer()
+            self._read_credits()
+            self.exports.layers_done(p.num_layers_done)
+        else:
+            self._p_ends_step()
+
+    def _p_ends_step(self) -> None:
+        plan, ready = self.p.end_step()
         tokens: dict[str, list[TokenOutput]] = {}
-        for request in self.p.scheduler.computed(plan):
+        for request in ready:
             tokens[request.key] = first_tokens(request)
             request.output_token_ids.append(tokens[request.key][0].token_id)
             if all(token.finish_reason is not None for token in tokens[request.key]):
                 self.p.scheduler.finish(request)
-                self.p.end(request, "finished")
+                self._end(self.p, request, "finished")
             else:
                 self.p.scheduler.export(request)
         for request, _ in plan.chunks:
@@ -223,13 +280,11 @@ class World:
     def _d_step(self) -> None:
         self.imports.expire()
         self.imports.credit()
-        plan = self.d.scheduler.plan()
-        self.d.compute(plan)
-        for request in self.d.scheduler.computed(plan):
-            request.output_token_ids.append(7 + request.index)
-            if len(request.output_token_ids) >= request.sampling.max_tokens:
-                self.d.scheduler.finish(request)
-                self.d.end_sequence(request)
+        for request in decode_step(self.d):
+            sequences = self.d.legs[request.request_id]
+            sequences.remove(request)
+            if not sequences:
+                self._end(self.d, request, "finished")
 
     def _deliver_to_d(self) -> None:
         if not self.to_d:
@@ -237,122 +292,211 @@ class World:
         conn, body = self.to_d.popleft()
         if conn != self.d_conn:
             return
-        match body:
-            case wire.Offer():
-                self.imports.on_offer(conn, body)
-            case wire.Revoke():
-                self.imports.on_revoke(conn, body.transfer_id)
-            case wire.Confirmed():
-                self.imports.on_confirmed(conn, body)
-            case wire.KVChunk() | wire.KVEnd():
-                self.thread.append(body)
+        if isinstance(body, wire.KVFrame):
+            self.link(conn).frames.append(body)
+        else:
+            self.d_inbox.append((conn, body))
 
     def _deliver_to_p(self) -> None:
+        """P's mailbox, while its engine does whatever it does: `Confirm` is answered at once."""
         if not self.to_p:
             return
         conn, body = self.to_p.popleft()
         if conn != self.p_conn:
             return
-        match body:
-            case wire.Credit():
-                self.exports.on_credit(conn, body)
-            case wire.Confirm():
-                self.exports.on_confirm(conn, body.transfer_id)
-            case wire.Cancel():
-                self.exports.on_cancel(conn, body)
+        if isinstance(body, wire.Confirm):
+            held = self.exports.held.take(conn, body.transfer_id)
+            self.send(conn, wire.Confirmed(body.transfer_id, held))
+            if not held:
+                return
+        if isinstance(body, wire.Credit):
+            self.credits.append((conn, body))
+        self.p_inbox.append((conn, body))
 
     def _send_job(self) -> None:
-        if self.jobs:
-            conn, job = self.jobs.popleft()
-            body = job()
-            if body is not None and conn == self.p_conn:
-                self.to_d.append((conn, body))
+        conn = self.p_conn
+        if conn is None or not self.link(conn).jobs:
+            return
+        frame = self.link(conn).send()
+        if frame is not None:
+            self.link(conn).seen.append(frame)
+            self.to_d.append((conn, frame))
 
     def _thread_step(self) -> None:
-        if not self.thread:
+        """Threads of links that are down go on for as long as something is queued for them."""
+        busy = [link for link in self.links if link.frames]
+        if not busy:
             return
-        item = self.thread.popleft()
-        try:
-            event = self.lander.forget(item) if isinstance(item, str) else self.lander.land(item)
-        except LinkError as error:
-            event = LinkFailed(self.d_conn or "", str(error))
-        if event is not None:
-            self.inbox.append(event)
+        link = self.rng.choice(busy)
+        event = link.land()
+        if isinstance(event, str):
+            if self.d_conn == link.conn:
+                self._d_loses_link(event)
+        elif event is not None and link.target is self.d.memory:
+            self.d_inbox.append(event)
 
-    def _read_inbox(self) -> None:
-        if not self.inbox:
+    def _p_reads_inbox(self) -> None:
+        if self.p.plan is not None or not self.p_inbox:
             return
-        match self.inbox.popleft():
+        conn, body = self.p_inbox.popleft()
+        match body:
+            case wire.Credit():
+                self._read_credits()
+            case wire.Confirm():
+                self.exports.on_handed_over(conn, body.transfer_id)
+            case wire.Cancel():
+                self.exports.on_cancel(conn, body)
+            case wire.Abort(name) if name in self.p.legs:
+                self._abort_leg(self.p, name)
+            case None:
+                self.p_link = None
+                self.exports.on_link_down(conn, "cut")
+
+    def _read_credits(self) -> None:
+        while self.credits:
+            self.exports.on_credit(*self.credits.popleft())
+
+    def _d_reads_inbox(self) -> None:
+        if not self.d_inbox:
+            return
+        match self.d_inbox.popleft():
             case Landed(transfer_id, tokens):
                 self.imports.on_landed(transfer_id, tokens)
             case LandFault(transfer_id, reason):
                 self.imports.on_fault(transfer_id, reason)
             case Drained(transfer_id):
                 self.imports.on_drained(transfer_id)
+            case (conn, wire.Offer() as offer):
+                if conn == self.d_conn:
+                    self.imports.on_offer(conn, offer)
+            case (conn, wire.Revoke(transfer_id)):
+                self.imports.on_revoke(conn, transfer_id)
+            case (conn, wire.Confirmed() as answer):
+                self.imports.on_confirmed(conn, answer)
+
+    # ---- trouble
 
     def _abort(self) -> None:
         """The client leaves: one leg of its request is aborted, the other as soon as the scheduler gets to it."""
         engine = self.rng.choice([self.p, self.d])
         if engine.legs:
-            self._abort_leg(engine, self.rng.choice(list(engine.legs)))
+            self._order_abort(engine, self.rng.choice(list(engine.legs)))
+
+    def _order_abort(self, engine: Engine, name: str) -> None:
+        if engine is self.p:
+            self.p_inbox.append(("", wire.Abort(name, 0)))
+        else:
+            self._abort_leg(engine, name)
 
     def _abort_leg(self, engine: Engine, name: str) -> None:
         sequences = engine.legs[name]
-        engine.end(sequences[0], "aborted")
-        for request in sequences:
-            (self.exports if engine is self.p else self.imports).abort(request)
-            if request.key in engine.scheduler.requests and request.status is not Status.LANDING:
-                engine.scheduler.finish(request)
+        self._end(engine, sequences[0], "aborted")
+        abort(engine, sequences, self.exports if engine is self.p else self.imports)
 
     def _break_link(self) -> None:
-        """Each side notices at its own time; when both have, a new link stands."""
-        if self.p_conn is not None and self.rng.random() < 0.5:
-            conn, self.p_conn = self.p_conn, None
-            self.exports.on_link_down(conn, "cut")
-        elif self.d_conn is not None:
-            conn, self.d_conn = self.d_conn, None
-            self.imports.on_link_down(conn, "cut")
+        """One side sees it first; `_notice` is the other's turn."""
+        if self.p_conn is not None and self.d_conn is not None:
+            self._p_loses_link() if self.rng.random() < 0.5 else self._d_loses_link("cut")
+
+    def _notice(self) -> None:
+        """Whoever still believes in a link that the other side has lost; when both know, a new one stands."""
         if self.p_conn is None and self.d_conn is None:
-            self.generation += 1
-            self.p_conn = self.d_conn = f"link-{self.generation}"
+            if self.p_link is None:
+                self.connect()
+        elif self.d_conn is None:
+            self._p_loses_link()
+        elif self.p_conn is None:
+            self._d_loses_link("cut")
+
+    def _p_loses_link(self) -> None:
+        """Its mailbox does, at once; its engine hears of it after the step that runs."""
+        assert self.p_conn is not None
+        self.p_inbox.append((self.p_conn, None))
+        self.p_conn = None
+
+    def _d_loses_link(self, reason: str) -> None:
+        assert self.d_conn is not None
+        conn, self.d_conn = self.d_conn, None
+        self.imports.on_link_down(conn, reason)
+
+    def _repeat_frame(self) -> None:
+        """An old frame comes once more: from this link or from one before."""
+        frames = [frame for link in self.links[-2:] for frame in link.seen[-10:]]
+        if frames and self.d_conn is not None:
+            self.link(self.d_conn).frames.append(self.rng.choice(frames))
+
+    def _swap_frames(self) -> None:
+        at = [i for i, (_, body) in enumerate(self.to_d) if isinstance(body, wire.KVFrame)]
+        if len(at) > 1:
+            i, j = self.rng.sample(at, 2)
+            self.to_d[i], self.to_d[j] = self.to_d[j], self.to_d[i]
+
+    def _p_dies(self) -> None:
+        """Whatever it held is gone; D notices at its own time. What had not arrived goes to its successor."""
+        for name in [n for n in self.half_submitted if n not in self.p.legs]:
+            self._never_submit("p", name, self.p_ends)
+        for name in list(self.p.legs):
+            self._end(self.p, self.p.legs[name][0], "died")
+        self.start_p()
+
+    def _d_dies(self) -> None:
+        for name in [n for n in self.half_submitted if n not in self.d.legs]:
+            self._never_submit("d", name, self.d_ends)
+        for name in list(self.d.legs):
+            self._end(self.d, self.d.legs[name][0], "died")
+        self.start_d()
+
+    def _never_submit(self, side: str, name: str, ends: Ends) -> None:
+        """It was addressed to the life that has just ended."""
+        if (side, name) in self.unsubmitted:
+            self.unsubmitted.remove((side, name))
+            self.half_submitted.discard(name)
+            ends.add(name, "died")
 
     def _pass_time(self) -> None:
         self.now_s += self.rng.choice([0.5, 3.0, 31.0])
-        if not self.trouble and (self.p_conn is None or self.d_conn is None):
-            self._break_link()
 
     # ---- ExportPorts
 
     def link_to(self, peer: str) -> str | None:
-        return self.p_conn
+        return self.p_link
+
+    def limits(self, conn: str) -> ShipLimits:
+        return ShipLimits(self.d_size, self.max_payload_nbytes)
 
     def send(self, conn: str, body: wire.Body) -> None:
         if conn == self.p_conn:
             self.to_d.append((conn, body))
 
-    def ship(self, conn: str, transfer_id: str, sequence: int, first_block: int, block_ids: list[int]) -> None:
-        self.live.add(transfer_id)
-        chunk = wire.KVChunk(transfer_id, sequence, first_block, block_ids, len(block_ids), 0)
-        self.jobs.append((conn, lambda: chunk if transfer_id in self.live else None))
+    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+        link = self.link(conn)
+        link.live.add(transfer_id)
+        chunk = wire.KVChunk(transfer_id, index, piece, 1, 0)
+        link.jobs.append(lambda: chunk if transfer_id in link.live else None)
 
     def ship_end(self, conn: str, end: wire.KVEnd) -> None:
-        self.live.add(end.transfer_id)
-        self.jobs.append((conn, lambda: end if end.transfer_id in self.live else None))
+        link = self.link(conn)
+        link.live.add(end.transfer_id)
+        link.jobs.append(lambda: end if end.transfer_id in link.live else None)
 
     def drop(self, conn: str, transfer_id: str) -> None:
-        self.live.discard(transfer_id)
+        self.link(conn).live.discard(transfer_id)
 
     def progress_s(self, conn: str) -> float:
-        return self.now_s - 1.0 if self.rng.random() < 0.5 else float("-inf")
+        return self.now_s - 1.0 if self.rng.random() < 0.8 else float("-inf")
 
     # ---- outcomes
 
+    def _end(self, engine: Engine, request: Request, outcome: str) -> None:
+        if engine.legs.pop(request.request_id, None) is not None:
+            (self.p_ends if engine is self.p else self.d_ends).add(request.request_id, outcome)
+
     def _export_ended(self, request: Request, error: str | None) -> None:
-        self.p.end(request, error or "handed over")
+        self._end(self.p, request, error or "handed over")
         self.p.scheduler.finish(request)
 
     def _import_ended(self, request: Request, error: str | None) -> None:
-        self.d.end(request, error or "dropped")
+        self._end(self.d, request, error or "dropped")
 
     def _joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
         """The heart of it: what D commits is this request's prompt, whole, and P's tokens."""
@@ -368,37 +512,24 @@ class World:
 
 
 class DecodeSide:
-    """ImportPorts of the world."""
+    """ImportPorts of one life of D."""
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.life = world.d_life
 
     def send(self, conn: str, body: wire.Body) -> None:
         if conn == self.world.d_conn:
             self.world.to_p.append((conn, body))
 
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_block: int) -> None:
-        self.world.lander.begin(transfer_id, block_ids, first_block)
+    def precision(self, conn: str) -> str:
+        return ""
+
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
+        self.world.link(conn).lander.begin(transfer_id, block_ids, first_token, num_tokens)
 
     def forget(self, conn: str, transfer_id: str) -> None:
-        self.world.thread.append(transfer_id)
+        self.world.link(conn).frames.append(transfer_id)
 
     def progress_s(self, conn: str) -> float:
         return self.world.progress_s(conn)
-
-
-class CopyingReceiver:
-    """One-sided: reads P's memory as it is at the moment of the copy, which may be too late."""
-
-    name: wire.TransportName = "local"
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def open(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def receive(self, chunk: wire.KVChunk, into: list[int] | None) -> None:
-        for source, target in zip(chunk.block_ids, into or [], strict=False):
-            self.world.d.memory[target] = self.world.p.memory[source]

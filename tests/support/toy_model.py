@@ -43,9 +43,7 @@ class ToyRunner:
             write = self.host if kind == "out" else self.memory
             write[target] = read[source]
 
-    def forward(
-        self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         for request, num_tokens in chunks:
             self._read(request)
             for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):

@@ -15,7 +15,7 @@ from typing import Protocol
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
 from pd_cluster.engine.scheduler import Scheduler
-from pd_cluster.types import Request, Status, TokenOutput
+from pd_cluster.types import Note, Request, Status, TokenOutput, note_nothing
 
 Ended = Callable[[Request, str | None], None]  # the leg is over; None: handed over as it should be
 
@@ -67,6 +67,7 @@ class Exports:
         clock: Callable[[], float],
         timeouts: Timeouts,
         max_chunk_blocks: int,
+        note: Note = note_nothing,
     ) -> None:
         self._scheduler = scheduler
         self._ports = ports
@@ -74,6 +75,7 @@ class Exports:
         self._clock = clock
         self._timeouts = timeouts
         self._max_chunk_blocks = max_chunk_blocks
+        self._note = note
         self._exports: dict[str, Export] = {}
 
     def __len__(self) -> int:
@@ -86,6 +88,7 @@ class Exports:
             self._ended(request, f"no link from this instance to {request.peer}")
             return
         self._exports[request.transfer_id] = Export(request, conn, ExportState.OFFERED, self._clock())
+        self._note(request.transfer_id, "offered")
         self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids)))
 
     def computed(self, request: Request, first_tokens: list[TokenOutput]) -> None:
@@ -112,6 +115,7 @@ class Exports:
         else:
             export.state = ExportState.STREAMING
             export.num_shipped_blocks = credit.first_token // self._scheduler.block_size
+            self._note(credit.transfer_id, "credited", first_token=credit.first_token)
             self._ship(export)
 
     def on_confirm(self, conn: str, transfer_id: str) -> None:
@@ -119,6 +123,7 @@ class Exports:
         held = export is not None and export.state is ExportState.ENDED
         self._ports.send(conn, wire.Confirmed(transfer_id, held))
         if export is not None and held:
+            self._note(transfer_id, "confirmed")
             self._forget(export)
             self._ended(export.request, None)
 

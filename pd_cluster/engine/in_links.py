@@ -14,6 +14,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, check_pair
 from pd_cluster.transport.base import KVReceiver
 from pd_cluster.transport.threads import Drained, ReceiveThread, Report
+from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class InLinks:
         report: Report,
         down: Callable[[str, str], None],
         progress: Progress,
+        note: Note = note_nothing,
     ) -> None:
         self._pool = pool
         self._post = post
@@ -36,6 +38,7 @@ class InLinks:
         self._report = report
         self._down = down
         self._progress = progress
+        self._note = note
         self._threads: dict[str, ReceiveThread] = {}
         self._link_ids: dict[str, str] = {}
         self._received_nbytes = 0
@@ -56,7 +59,7 @@ class InLinks:
             return
         self._link_ids[conn] = opened.link_id
         self._threads[conn] = ReceiveThread(
-            conn, opened.link_id, receivers, lambda body: self._post.send(conn, body), self._report
+            conn, opened.link_id, receivers, lambda body: self._post.send(conn, body), self._report, self._note
         )
 
     def on_failed(self, conn: str, reason: str) -> None:

@@ -14,6 +14,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.mailbox import peer_key
 from pd_cluster.transport.base import KVSender
 from pd_cluster.transport.threads import Report, SendThread
+from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class OutLinks:
         clock: Callable[[], float],
         timeouts: Timeouts,
         checksum: bool,
+        note: Note = note_nothing,
     ) -> None:
         self._pool = pool
         self._post = post
@@ -62,6 +64,7 @@ class OutLinks:
         self._clock = clock
         self._timeouts = timeouts
         self._checksum = checksum
+        self._note = note
         self._links: dict[str, OutLink] = {}  # by peer's name@epoch
         self._by_conn: dict[str, OutLink] = {}
         self._sent_nbytes = 0  # by links that are gone
@@ -184,6 +187,7 @@ class OutLinks:
             self._report,
             self._checksum,
             self._pool.layout.block_nbytes,
+            self._note,
         )
         self._by_conn[conn] = link
 

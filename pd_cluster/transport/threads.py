@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pd_cluster import wire
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.transport.base import KVReceiver, KVSender
-from pd_cluster.types import TokenOutput
+from pd_cluster.types import Note, TokenOutput, note_nothing
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class SendThread:
         report: Report,
         checksum: bool,
         block_nbytes: int,
+        note: Note = note_nothing,
     ) -> None:
         self._conn = conn
         self._senders = {sender.name: sender for sender in senders}
@@ -70,6 +71,7 @@ class SendThread:
         self._report = report
         self._checksum = checksum
         self._block_nbytes = block_nbytes
+        self._note = note
         self._live: set[str] = set()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.sent_nbytes = 0
@@ -89,7 +91,7 @@ class SendThread:
 
     def ship_end(self, end: wire.KVEnd) -> None:
         self._live.add(end.transfer_id)  # there may have been nothing to ship
-        self._queue.put(lambda: self._post(end) if end.transfer_id in self._live else None)
+        self._queue.put(lambda: self._end(end))
 
     def drop(self, transfer_id: str) -> None:
         self._live.discard(transfer_id)
@@ -128,6 +130,12 @@ class SendThread:
         self._post(wire.KVChunk(transfer_id, sequence, first_block, block_ids, nbytes, checksum))
         self._sender.send(payload)
         self.sent_nbytes += nbytes
+        self._note(transfer_id, "sent", first_block=first_block, num_blocks=len(block_ids), nbytes=nbytes)
+
+    def _end(self, end: wire.KVEnd) -> None:
+        if end.transfer_id in self._live:
+            self._note(end.transfer_id, "ended")
+            self._post(end)
 
 
 @dataclass(slots=True)
@@ -141,8 +149,9 @@ class Landing:
 class Lander:
     """What lands where on D's side of one link: pure bookkeeping around `receiver`, one item at a time, in order."""
 
-    def __init__(self, receiver: KVReceiver) -> None:
+    def __init__(self, receiver: KVReceiver, note: Note = note_nothing) -> None:
         self._receiver = receiver
+        self._note = note
         self._landings: dict[str, Landing] = {}
         self.received_nbytes = 0
 
@@ -182,6 +191,7 @@ class Lander:
         landing.num_landed = stop
         landing.nbytes += chunk.nbytes
         self.received_nbytes += chunk.nbytes
+        self._note(chunk.transfer_id, "landed", first_block=first, num_blocks=stop - first, nbytes=chunk.nbytes)
 
     def _land_end(self, end: wire.KVEnd, landing: Landing) -> Landed:
         if end.num_chunks != landing.num_chunks or landing.num_landed != len(landing.block_ids):
@@ -218,12 +228,14 @@ class ReceiveThread:
         receivers: list[KVReceiver],
         post: Callable[[wire.Body], None],
         report: Report,
+        note: Note = note_nothing,
     ) -> None:
         self._conn = conn
         self._link_id = link_id
         self._receivers = receivers
         self._post = post
         self._report = report
+        self._note = note
         self._lander = Lander(_Deaf())
         self._queue: queue.SimpleQueue[wire.KVChunk | wire.KVEnd | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"kv-receive {conn}", daemon=True)
@@ -274,7 +286,7 @@ class ReceiveThread:
                 retry = True
                 log.exception("link %s: opening %s failed", self._conn, receiver.name)
                 continue
-            self._lander = Lander(receiver)
+            self._lander = Lander(receiver, self._note)
             self._post(wire.LinkReady(self._link_id, receiver.name))
             return receiver
         reason = "; ".join(failures) or "no transport in common: see --kv-transport"

@@ -25,6 +25,7 @@ BODIES: list[wire.Body] = [
     ),
     wire.Abort("r", 1),
     wire.Outputs([TOKEN], [LegEnd("r", 0, "broken")]),
+    wire.Outputs(events=[wire.TraceEvent("t", 2.5, "sent", {"start": 0, "nbytes": 2**62})], now_s=3.5),
     wire.LinkOpen("l", "id", LAYOUT, 7, [wire.TransportOffer(transport="shm", address="a")]),
     wire.LinkAnswer("l", "dist"),
     wire.LinkReady("l", "shm"),

@@ -125,6 +125,21 @@ def instances(
 
 
 @app.command()
+def trace(
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="As its answer names it (cmpl-…, chatcmpl-…); default: list the last.")
+    ] = "",
+    admin: Annotated[str, typer.Option(help="The scheduler's admin address.")] = "http://127.0.0.1:9001",
+    png: Annotated[str, typer.Option(help="Draw the timeline into this file too; needs matplotlib.")] = "",
+    json: Annotated[str, typer.Option(help="Write what is shown to this file too.")] = "",
+) -> None:
+    """Show what became of a request: when it was queued, computed, handed over and decoded."""
+    from pd_cluster.trace.command import run
+
+    run(request_id, admin, png, json)
+
+
+@app.command()
 def check() -> None:
     """Check the rank tables and variables of this environment, and show every deadline with its flag."""
     from pd_cluster.check import run

@@ -4,7 +4,8 @@ PdClusterError
 ├── ConfigError            a flag, a rank table, an environment variable: the operator's to mend
 │   └── ModelError         the model folder: missing, incomplete, of an architecture that is not supported
 ├── RequestError           the client's to mend: HTTP 4xx, never retried
-│   └── ModelNotFound      404
+│   ├── ModelNotFound      404
+│   └── RequestNotFound    404: of the requests that are kept for their timelines
 ├── Unavailable            nobody can serve it right now: HTTP 503 with Retry-After
 ├── GenerationError        a request that had begun and cannot be finished
 │   ├── InstanceLost       its worker died, stalled or was cut off
@@ -41,6 +42,10 @@ class RequestError(PdClusterError):
 
 
 class ModelNotFound(RequestError):
+    status = 404
+
+
+class RequestNotFound(RequestError):
     status = 404
 
 

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
+from pd_cluster.admin import ask, not_an_admin
 from pd_cluster.bench.report import human_nbytes, print_table
-from pd_cluster.errors import PdClusterError
 
-ANSWER_TIMEOUT_S = 5.0
 SETTLE_TIMEOUT_S = 5.0
 POLL_S = 0.1
 
@@ -39,24 +36,13 @@ class Traffic:
 
 async def fetch_instances(admin_url: str) -> Entries:
     """The entries of /instances. Raises PdClusterError that names the address."""
-    url = f"{admin_url.rstrip('/')}/instances"
+    response = await ask(admin_url, "/instances")
     try:
-        async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
-            response = await client.get(url)
         entries = response.json()["instances"]
         if not isinstance(entries, list) or not all("kv_sent_nbytes" in entry for entry in entries):
             raise ValueError
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
-        raise PdClusterError(
-            f"no scheduler answers at {url}: {reason}; give its admin address with --admin "
-            f"(by default the public port + 1, on the scheduler's own host)"
-        ) from None
     except (ValueError, KeyError, TypeError):
-        raise PdClusterError(
-            f"{url} does not answer as a scheduler's admin address (HTTP {response.status_code}); "
-            f"give it with --admin (by default the public port + 1)"
-        ) from None
+        raise not_an_admin(response) from None
     return entries
 
 

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Leg = Literal["prefill", "decode", "hybrid"]
 Role = Literal["prefill", "decode"]
+
+
+class Note(Protocol):
+    """Takes down what happens to a transfer, from any thread, at once; engine/trace.py has the one that keeps it."""
+
+    def __call__(self, transfer_id: str, what: str, **numbers: int) -> None: ...
+
+
+def note_nothing(transfer_id: str, what: str, **numbers: int) -> None:
+    """For who does not want to know."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -99,12 +99,23 @@ class Abort(Message, frozen=True):
     index: int = -1  # one sequence of it; -1: all
 
 
+class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
+    """What happened to a transfer on a worker, and when by that worker's own monotonic clock."""
+
+    transfer_id: str
+    at_s: float
+    what: str
+    numbers: dict[str, int] = {}
+
+
 class Outputs(Message, frozen=True):
-    """All tokens of one step for one scheduler, and the legs that ended."""
+    """All tokens of one step for one scheduler, and the legs that ended; `now_s` is the clock of the events."""
 
     tokens: list[TokenOutput] = []
     ended: list[LegEnd] = []
     prompts: list[PromptOutput] = []
+    events: list[TraceEvent] = []
+    now_s: float = 0.0
 
 
 # ---- prefill -> decode and back: the link

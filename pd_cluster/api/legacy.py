@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -36,6 +37,8 @@ def legacy_routes(service: TextService) -> APIRouter:
     async def generate(http: Request) -> Response:
         request = parse(await read_body(http), GenerateRequest)
         generation = await service.completion(request, request.prompt)
+        generation.client_id = f"generate-{secrets.token_hex(12)}"
+        headers = {"x-request-id": generation.client_id}  # the bodies have no place for it
         is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
         prompt = str(request.prompt) if is_whole else service.tokenizer.decode(generation.prompt_token_ids)
         if request.stream:
@@ -44,7 +47,7 @@ def legacy_routes(service: TextService) -> APIRouter:
             first = await unless_disconnected(http, anext(frames))
             if first is None:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            return EventStream(chain(first, frames), media_type="application/json")
+            return EventStream(chain(first, frames), headers, media_type="application/json")
         pieces = await unless_disconnected(http, service.complete(generation))
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -54,6 +57,7 @@ def legacy_routes(service: TextService) -> APIRouter:
                 **_logprobs(service.tokenizer, request, generation, pieces),
             },
             large=request.logprobs is not None or request.prompt_logprobs is not None,
+            headers=headers,
         )
 
     return routes

@@ -80,12 +80,12 @@ class Answer(ABC):
         self._tokenizer = tokenizer
         self._format = LogprobsFormat(tokenizer, bool(request.return_tokens_as_token_ids))
         self._of_prompt: list[dict[str, Any] | None] | None = None  # the same for every choice
-        self._id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
     def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
         choices = [self._whole_choice(piece, generation) for piece in pieces]
@@ -224,6 +224,7 @@ class CompletionAnswer(Answer):
 
 
 async def _answer(http: Request, service: TextService, answer: Answer, generation: Generation) -> Response:
+    generation.client_id = answer.id
     if not answer.request.stream:
         pieces = await unless_disconnected(http, service.complete(generation))
         if pieces is None:

@@ -19,12 +19,14 @@ from pd_cluster.api.metrics import METRICS_MEDIA_TYPE, metrics_of
 from pd_cluster.api.openai import openai_routes
 from pd_cluster.api.server import make_server, serve_until_signal
 from pd_cluster.api.service import TextService
+from pd_cluster.api.timelines import timeline_routes
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
 from pd_cluster.cluster.policy import least_loaded, refused_links, why_unavailable
 from pd_cluster.cluster.router import Router
+from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.config import EngineConfig, Timeouts
 from pd_cluster.errors import Unavailable
 from pd_cluster.mailbox import Mailbox
@@ -46,12 +48,14 @@ class _Handler:
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
         if isinstance(body, wire.Outputs):
+            self.router.timelines.heard(conn, body.now_s)  # here, before it waits for its turn on the loop
             self._call(self.router.on_outputs, conn, body)
         elif isinstance(body, wire.Heartbeat) and body.load is not None:
             self._call(self.membership.on_heartbeat, conn, body.load)
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
         self._call(self.membership.on_closed, conn, reason)
+        self._call(self.router.timelines.gone, conn)
 
     def on_fatal(self, error: BaseException) -> None:
         self._call(self.fatal.set_exception, error)
@@ -99,7 +103,7 @@ async def run_scheduler(
         drain_s = timeouts.drain_timeout_s
         servers = [
             (make_server(public_app(service, instances, openai), drain_s), listener),
-            (make_server(admin_app(instances), 1), admin_listener),
+            (make_server(admin_app(instances, router.timelines), 1), admin_listener),
         ]
         failure = _first_failure(membership.run(), handler.fatal)
         await serve_until_signal(servers, failure, router.end_all, drain_s)
@@ -137,9 +141,10 @@ def public_app(service: TextService, instances: list[Instance], openai: bool) ->
     return app
 
 
-def admin_app(instances: list[Instance]) -> FastAPI:
+def admin_app(instances: list[Instance], timelines: Timelines) -> FastAPI:
     app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
+    app.include_router(timeline_routes(timelines))
 
     @app.get("/instances")
     async def list_instances() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import contextlib
 import random
 import reprlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,6 +47,8 @@ class Generation:
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)
     stop: Callable[[int], None] = _stop_nothing
+    client_id: str = ""  # what the answer calls itself
+    received_s: float | None = None
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -119,6 +122,7 @@ class TextService:
         )
 
     async def chat(self, request: ChatCompletionRequest) -> Generation:
+        received_s = time.monotonic()
         messages = [message.to_template(at) for at, message in enumerate(request.messages)]
         num_chars = sum(len(message.get("content", "")) for message in messages)
         num_chars += MESSAGE_NUM_CHARS * (len(messages) - 1)
@@ -130,16 +134,17 @@ class TextService:
             request,
             "messages",
         )
-        return await self._generation(request, token_ids, None, "messages")
+        return await self._generation(request, token_ids, None, "messages", received_s)
 
     async def completion(self, request: GenerationRequest, prompt: str | list[int], special: bool = True) -> Generation:
+        received_s = time.monotonic()
         if isinstance(prompt, str):
             token_ids = await self._tokenize(
                 lambda: self.tokenizer.encode(prompt, special), len(prompt), request, "prompt"
             )
         else:
             token_ids = prompt
-        return await self._generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt")
+        return await self._generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", received_s)
 
     async def _tokenize(
         self, encode: Callable[[], list[int]], num_chars: int, request: GenerationRequest, param: str
@@ -168,7 +173,12 @@ class TextService:
         return await asyncio.to_thread(self.tokenizer.encode_bad_words, words)
 
     async def _generation(
-        self, request: GenerationRequest, token_ids: list[int], default_max_tokens: int | None, param: str
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        default_max_tokens: int | None,
+        param: str,
+        received_s: float,
     ) -> Generation:
         """Checks the limits. Raises RequestError."""
         token_ids = truncated(request, token_ids, self.max_model_len, default_max_tokens or 1)
@@ -200,6 +210,7 @@ class TextService:
             every_token=request.return_token_ids,
             is_prompt_only=wanted == 0,
             cache_salt=request.cache_salt or "",
+            received_s=received_s,
         )
 
     def _max_tokens(
@@ -266,6 +277,8 @@ class TextService:
             generation.routed,
             generation.prompted,
             generation.cache_salt,
+            client_id=generation.client_id,
+            received_s=generation.received_s,
         )
 
     async def _learn_of_prompt(self, generation: Generation) -> None:

@@ -102,11 +102,11 @@ class Report:
         print_table(title, headers, rows, right=("value", "spread", "samples", "goal"))
 
 
-def check_writable(file: str) -> None:
-    """Before minutes are spent measuring. Raises ConfigError."""
+def check_writable(file: str, flag: str = "--json") -> None:
+    """Before anything is spent on what shall be written. Raises ConfigError."""
     folder = Path(file).absolute().parent
     if file and (Path(file).is_dir() or not os.access(folder, os.W_OK)):
-        raise ConfigError(f"--json {file}: not a file that can be written in an existing folder")
+        raise ConfigError(f"{flag} {file}: not a file that can be written in an existing folder")
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership
-from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost
+from pd_cluster.cluster.timeline import Timelines
+from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, PdClusterError
 from pd_cluster.mailbox import Mailbox
 from pd_cluster.types import LegEnd, PromptOutput, SamplingParams, TokenOutput
 
@@ -96,6 +98,10 @@ class Stream:
             self.send(conn, wire.Abort(self.request_id, self.attempt, index))
 
     @property
+    def transfer_id(self) -> str:
+        return f"{self.request_id}-{self.attempt}"
+
+    @property
     def is_finished(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
 
@@ -112,6 +118,7 @@ class Router:
         self._streams: dict[str, Stream] = {}
         self._counter = itertools.count()
         self._life = secrets.token_hex(4)
+        self.timelines = Timelines()
         self.membership: Membership  # set by whoever builds both
 
     @property
@@ -125,19 +132,25 @@ class Router:
         routed: Callable[[Stream], None] = lambda stream: None,
         prompted: Callable[[PromptOutput], None] = lambda prompt: None,
         cache_salt: str = "",
+        client_id: str = "",
+        received_s: float | None = None,
     ) -> AsyncIterator[TokenOutput]:
         """A request's whole life across the cluster. Every token of its n sequences once, each sequence in order.
 
         A sequence ends with a token that has a finish_reason, or when the reader calls `stop` of the stream that
         `routed` was given; the iterator ends when all have. `prompted` is called before the first token. Raises
         Unavailable before the first token, GenerationError after it. Closing the iterator aborts both legs.
+        `client_id` and `received_s` are how the request is known outside and since when, for its timeline.
         """
         prefill, decode = self._choose(self.membership.instances)
-        stream = self._dispatch(prefill, decode, prompt_token_ids, sampling, cache_salt)
+        stream = self._open(prefill, decode, len(prompt_token_ids), sampling)
+        self._open_timeline(stream, client_id, received_s, len(prompt_token_ids))
+        self._submit(stream, prompt_token_ids, sampling, cache_salt)
         stream.prompted = prompted
         routed(stream)
         timeout_s = self._request_timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
+        is_first = True
         try:
             while not stream.is_over:
                 async with asyncio.timeout_at(deadline_s):
@@ -145,35 +158,41 @@ class Router:
                 if isinstance(item, Exception):
                     raise item
                 if item is not None and stream.take(item):
+                    if is_first:
+                        self.timelines.first_token(stream.request_id)
+                        is_first = False
                     yield item
         except TimeoutError:
             raise DeadlineExceeded(f"the request took longer than {timeout_s:g} s") from None
         finally:
             self._finish(stream)
+            self.timelines.ended(stream.request_id, "" if stream.is_over else _why(sys.exception()))
 
-    def _dispatch(
-        self,
-        prefill: Instance,
-        decode: Instance,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        cache_salt: str,
-    ) -> Stream:
+    def _open_timeline(self, stream: Stream, client_id: str, received_s: float | None, num_prompt_tokens: int) -> None:
+        prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
+        self.timelines.routed(
+            stream.request_id, stream.transfer_id, client_id, received_s, num_prompt_tokens, prefill, decode
+        )
+
+    def _open(self, prefill: Instance, decode: Instance, num_prompt_tokens: int, sampling: SamplingParams) -> Stream:
         request_id = f"{self._life}-{next(self._counter)}"
         attempt = 0
-        num_tokens = len(prompt_token_ids) + sampling.n * min(sampling.max_tokens, 256)
+        num_tokens = num_prompt_tokens + sampling.n * min(sampling.max_tokens, 256)
         legs = {prefill.conn: prefill, decode.conn: decode}
         sequences = [Sequence() for _ in range(sampling.n)]
         stream = Stream(request_id, attempt, legs, num_tokens, prefill, decode, sequences, self._mailbox.send)
         self._streams[request_id] = stream
-        transfer_id = f"{request_id}-{attempt}"
-        for instance, peer in ((prefill, decode), (decode, prefill)):
+        return stream
+
+    def _submit(self, stream: Stream, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str) -> None:
+        """Both legs out, each with the other's place."""
+        for instance, peer in ((stream.prefill, stream.decode), (stream.decode, stream.prefill)):
             instance.num_outstanding += 1
-            instance.outstanding_tokens += num_tokens
+            instance.outstanding_tokens += stream.num_tokens
             submit = wire.Submit(
-                request_id,
-                attempt,
-                transfer_id,
+                stream.request_id,
+                stream.attempt,
+                stream.transfer_id,
                 instance.role,
                 peer.key,
                 prompt_token_ids,
@@ -182,7 +201,6 @@ class Router:
                 cache_salt,
             )
             self._mailbox.send(instance.conn, submit)
-        return stream
 
     def _finish(self, stream: Stream) -> None:
         """Aborts the legs that have not ended by themselves, and forgets the request."""
@@ -212,6 +230,7 @@ class Router:
                     self._leg_ended(stream, conn)
         for ended in outputs.ended:
             self._on_leg_end(conn, ended)
+        self.timelines.add(conn, outputs.events)
 
     def _stream_of(self, conn: str, output: TokenOutput | PromptOutput | LegEnd) -> Stream | None:
         """The stream that this output of this leg belongs to, if it is still wanted."""
@@ -243,3 +262,8 @@ class Router:
                 self._leg_ended(stream, conn)
                 error = InstanceLost(f"{instance.name} was lost while it served this request: {reason}")
                 stream.queue.put_nowait(error)
+
+
+def _why(error: BaseException | None) -> str:
+    """Why a request ended before all its sequences had; no error of ours means that nobody reads any more."""
+    return str(error) if isinstance(error, PdClusterError) else "the client left before the end"

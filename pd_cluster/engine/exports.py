@@ -15,7 +15,7 @@ from typing import Protocol
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
 from pd_cluster.engine.scheduler import Scheduler
-from pd_cluster.types import Request, Status, TokenOutput
+from pd_cluster.types import Note, Request, Status, TokenOutput, note_nothing
 
 MIN_GROUP_NBYTES = 1 << 20  # finished layers that are less wait for more
 
@@ -104,6 +104,7 @@ class Exports:
         num_layers: int,
         block_nbytes: int,
         min_group_nbytes: int = MIN_GROUP_NBYTES,
+        note: Note = note_nothing,
     ) -> None:
         self._scheduler = scheduler
         self._ports = ports
@@ -113,6 +114,7 @@ class Exports:
         self._num_layers = num_layers
         self._layer_nbytes = max(1, block_nbytes // num_layers)  # of a block
         self._min_group_nbytes = min_group_nbytes
+        self._note = note
         self._exports: dict[str, Export] = {}
         self._step: list[Export] = []  # those whose prompts the step that runs now computes
         self.held = Held()
@@ -127,6 +129,7 @@ class Exports:
             self._ended(request, f"no link from this instance to {request.peer}")
             return
         self._exports[request.transfer_id] = Export(request, conn, ExportState.OFFERED, self._clock())
+        self._note(request.transfer_id, "offered")
         self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids)))
 
     # ---- a step computes
@@ -174,12 +177,14 @@ class Exports:
         else:
             export.state = ExportState.STREAMING
             export.next_token = credit.first_token
+            self._note(credit.transfer_id, "credited", first_token=credit.first_token)
             self._ship(export)
 
     def on_handed_over(self, conn: str, transfer_id: str) -> None:
         """D was told that the transfer still stood; see Held."""
         export = self._find(conn, transfer_id)
         if export is not None:
+            self._note(transfer_id, "confirmed")
             self._let_go(export)
             self._ended(export.request, None)
 

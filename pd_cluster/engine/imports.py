@@ -15,7 +15,7 @@ from typing import Protocol
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
 from pd_cluster.engine.scheduler import Scheduler
-from pd_cluster.types import Request, Status, TokenOutput
+from pd_cluster.types import Note, Request, Status, TokenOutput, note_nothing
 
 Ended = Callable[[Request, str | None], None]  # the leg is over here; None: another process knows why
 
@@ -70,6 +70,7 @@ class Imports:
         timeouts: Timeouts,
         growth_tokens: int,
         vocab_size: int,
+        note: Note = note_nothing,
     ) -> None:
         self._scheduler = scheduler
         self._ports = ports
@@ -79,6 +80,7 @@ class Imports:
         self._timeouts = timeouts
         self._growth_tokens = growth_tokens
         self._vocab_size = vocab_size
+        self._note = note
         self._imports: dict[str, Import] = {}  # in the order of offers, as far as they are offered
         self.num_landings = 0
 
@@ -110,6 +112,7 @@ class Imports:
         state = ImportState.OFFERED if request is None else ImportState.QUEUED
         offered = Import(offer.transfer_id, state, self._clock(), conn, offer.num_tokens, request)
         self._imports[offer.transfer_id] = offered
+        self._note(offer.transfer_id, "offered")
         self._check_offer(offered)
 
     def credit(self) -> None:
@@ -128,6 +131,7 @@ class Imports:
             num_prompt_blocks = self._scheduler.num_blocks_for(waiting.num_tokens)
             block_ids = request.block_table[:num_prompt_blocks]
             self._ports.begin(waiting.conn, waiting.transfer_id, block_ids, first_token, waiting.num_tokens)
+            self._note(waiting.transfer_id, "credited", first_token=first_token)
             self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))
 
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
@@ -140,6 +144,7 @@ class Imports:
             found.state = ImportState.CONFIRMING
             found.since_s = self._clock()
             found.first_tokens = first_tokens
+            self._note(transfer_id, "landing complete")
             self._ports.send(found.conn, wire.Confirm(transfer_id))
 
     def on_confirmed(self, conn: str, answer: wire.Confirmed) -> None:
@@ -152,6 +157,7 @@ class Imports:
         request = found.request
         del self._imports[answer.transfer_id]
         self.num_landings += 1
+        self._note(answer.transfer_id, "confirmed")
         self._scheduler.landed(request)
         sequences = self._scheduler.start_sequences(request, found.first_tokens)
         self._joined(request, sequences, found.first_tokens)

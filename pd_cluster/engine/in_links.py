@@ -14,6 +14,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, check_pair
 from pd_cluster.transport.receiving import ReceiveThread
 from pd_cluster.transport.threads import Drained, Report
+from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class InLinks:
         report: Report,
         down: Callable[[str, str], None],
         progress: Progress,
+        note: Note = note_nothing,
     ) -> None:
         self._side = side
         self._post = post
@@ -36,6 +38,7 @@ class InLinks:
         self._report = report
         self._down = down
         self._progress = progress
+        self._note = note
         self._threads: dict[str, ReceiveThread] = {}
         self._link_ids: dict[str, str] = {}
         self._received_nbytes = 0  # by links that are gone
@@ -57,7 +60,7 @@ class InLinks:
             self._check(opened)
             key = self._side.key(opened.link_id, peer, self._side.own)
             thread = self._make.receive_thread(
-                conn, peer, opened, key, lambda body: self._post.send(conn, body), self._report
+                conn, peer, opened, key, lambda body: self._post.send(conn, body), self._report, self._note
             )
         except LinkError as error:
             log.error("refused %s: %s", peer, error)

@@ -11,6 +11,7 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.guard import LinkKey
 from pd_cluster.transport.receiving import ReceiveThread
 from pd_cluster.transport.threads import Report, SendThread
+from pd_cluster.types import Note
 
 
 class Post(Protocol):
@@ -24,7 +25,9 @@ class Post(Protocol):
 class LinkThreads(Protocol):
     """What starts the thread of a link's end; transport/factory.py."""
 
-    def send_thread(self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report) -> SendThread:
+    def send_thread(
+        self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report, note: Note
+    ) -> SendThread:
         """Raises LinkError."""
 
     def receive_thread(
@@ -35,6 +38,7 @@ class LinkThreads(Protocol):
         key: LinkKey,
         post: Callable[[wire.Body], None],
         report: Report,
+        note: Note,
     ) -> ReceiveThread:
         """Raises LinkError."""
 

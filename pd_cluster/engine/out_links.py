@@ -15,6 +15,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, check_pair
 from pd_cluster.mailbox import peer_key
 from pd_cluster.transport.threads import Report, SendThread
+from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class OutLinks:
         progress: Progress,
         clock: Callable[[], float],
         timeouts: Timeouts,
+        note: Note = note_nothing,
     ) -> None:
         self._side = side
         self._post = post
@@ -64,6 +66,7 @@ class OutLinks:
         self._progress = progress
         self._clock = clock
         self._timeouts = timeouts
+        self._note = note
         self._links: dict[str, OutLink] = {}  # by peer's name@epoch
         self._by_conn: dict[str, OutLink] = {}
         self._sent_nbytes = 0  # by links that are gone
@@ -195,7 +198,9 @@ class OutLinks:
         link.link_id = secrets.token_hex(8)
         key = self._side.key(link.link_id, self._side.own, peer_key(info.name, info.epoch))
         try:
-            link.thread = self._make.send_thread(conn, key, lambda body: self._post.send(conn, body), self._report)
+            link.thread = self._make.send_thread(
+                conn, key, lambda body: self._post.send(conn, body), self._report, self._note
+            )
         except LinkError as error:
             self._post.disconnect(conn)
             self._retry(link, str(error))

@@ -22,6 +22,7 @@ from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
 from pd_cluster.engine.out_links import OutLinks
+from pd_cluster.engine.trace import LegNotes, Tracer
 from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import LegEnd, PromptOutput, Request, Status, TokenOutput
 
@@ -58,7 +59,11 @@ class Worker:
         self._tokens: dict[str, list[TokenOutput]] = defaultdict(list)
         self._ended: dict[str, list[LegEnd]] = defaultdict(list)
         self._prompts: dict[str, list[PromptOutput]] = defaultdict(list)
+        self._events: dict[str, list[wire.TraceEvent]] = {}  # scheduler's conn -> what it was not told yet
+        self._events_due = False
         self._next_tick_s = 0.0
+        self.tracer = Tracer(clock)
+        self._notes = LegNotes(self.tracer.note, clock)
         progress = Progress(clock)
         self._progress = progress
         self.out_links = OutLinks(
@@ -70,8 +75,9 @@ class Worker:
             progress,
             clock,
             config.timeouts,
+            self.tracer.note,
         )
-        self.in_links = InLinks(side, post, threads, inbox.put, self._in_down, progress)
+        self.in_links = InLinks(side, post, threads, inbox.put, self._in_down, progress, self.tracer.note)
         self.exports = Exports(
             core.scheduler,
             self.out_links,
@@ -80,6 +86,7 @@ class Worker:
             config.timeouts,
             side.layout.num_layers,
             side.layout.block_nbytes,
+            note=self.tracer.note,
         )
         self.imports = Imports(
             core.scheduler,
@@ -90,6 +97,7 @@ class Worker:
             config.timeouts,
             config.engine.growth_tokens,
             limits.vocab_size,
+            self.tracer.note,
         )
 
     def run(self) -> None:
@@ -109,10 +117,14 @@ class Worker:
         plan = self.core.plan()
         for request in plan.admitted:
             if request.leg == "prefill":
+                self._notes.admitted(request)
                 self.exports.admitted(request)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
         hands_over = self.exports.computing(plan.chunks)
+        started_s = self._clock()
         result = self.core.run(plan, self._layers_done if hands_over else None)
+        if self._is_prefill:
+            self._notes.computed(plan.chunks, started_s)
         for request in result.forked:
             self._legs[request.leg_key].append(request)
         for request, prompt in result.prompts:
@@ -165,19 +177,33 @@ class Worker:
         )
 
     def _flush(self) -> None:
-        for client in {*self._tokens, *self._ended, *self._prompts}:
+        """A message to each scheduler that there is something for; events alone wait for the next tick."""
+        clients = {*self._tokens, *self._ended, *self._prompts}
+        if clients or self._events_due:
+            self._collect_events()
+            clients |= self._events.keys() if self._events_due else set()
+            self._events_due = False
+        for client in clients:
             prompts = self._prompts.pop(client, [])
             for prompt in [p for p in prompts if p.logprobs]:  # large, so each has a message of its own
                 self._post.send(client, wire.Outputs(prompts=[prompt]))
             brief = [p for p in prompts if not p.logprobs]
             tokens, ended = self._tokens.pop(client, []), self._ended.pop(client, [])
-            self._post.send(client, wire.Outputs(tokens, ended, brief))
+            events = self._events.pop(client, [])
+            self._post.send(client, wire.Outputs(tokens, ended, brief, events, self._clock()))
+
+    def _collect_events(self) -> None:
+        """For every scheduler: which of them knows a transfer is not known here."""
+        if events := self.tracer.drain():
+            for conn in self._schedulers:
+                self._events.setdefault(conn, []).extend(events)
 
     def _tick(self) -> None:
         now_s = self._clock()
         if now_s < self._next_tick_s:
             return
         self._next_tick_s = now_s + TICK_S
+        self._events_due = True
         self.out_links.tick()
         self.exports.expire()
         self.imports.expire()
@@ -265,6 +291,7 @@ class Worker:
 
     def _closed(self, conn: str, reason: str) -> None:
         peer = self._schedulers.pop(conn, None)
+        self._events.pop(conn, None)
         if peer is not None:
             orphans = [key for key, sequences in self._legs.items() if sequences[0].client == conn]
             log.warning("scheduler %s is gone (%s); %d requests of it end", peer, reason, len(orphans))
@@ -293,6 +320,7 @@ class Worker:
             return
         if problem is None and request.key in self.core.scheduler.requests:
             problem = "an earlier leg of this attempt is still ending here"
+        self._notes.submitted(request, problem)
         if problem is not None:
             self._ended[conn].append(LegEnd(request.request_id, request.attempt, problem))
             return
@@ -307,6 +335,7 @@ class Worker:
     def _joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
         self._tokens[request.client] += first_tokens
         if sequences:
+            self._notes.joined(request, len(first_tokens) - len(sequences))
             self._legs[request.leg_key] = list(sequences)
         else:
             self._forget(request)
@@ -350,6 +379,8 @@ class Worker:
                 self.core.scheduler.finish(request)
 
     def _report(self, request: Request, error: str | None) -> None:
+        if error is not None:
+            self._notes.failed(request)
         self._ended[request.client].append(LegEnd(request.request_id, request.attempt, error))
 
     def _forget(self, request: Request) -> None:
@@ -357,6 +388,7 @@ class Worker:
         sequences = self._legs.get(request.leg_key)
         if sequences is not None and request in sequences:
             sequences.remove(request)
+            self._notes.ended(request, is_last=not sequences)
             if not sequences:
                 del self._legs[request.leg_key]
                 self._deadlines.pop(request.leg_key, None)

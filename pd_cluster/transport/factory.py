@@ -20,6 +20,7 @@ from pd_cluster.transport.local import LocalReceiver, OneSidedSender, is_here, o
 from pd_cluster.transport.receiving import Probe, ReceiveThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
 from pd_cluster.transport.threads import Report, SendThread
+from pd_cluster.types import Note, note_nothing
 
 
 class Transports:
@@ -31,7 +32,9 @@ class Transports:
         self._pool_server: PoolServer | None = None
         self._store: Store | None = None
 
-    def send_thread(self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report) -> SendThread:
+    def send_thread(
+        self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report, note: Note = note_nothing
+    ) -> SendThread:
         """P's end of a new link, with all transports that this worker allows; D chooses. Raises LinkError."""
         checksum = Checksum(self._config.kv.checksum, key.checksum_seed)
         try:
@@ -39,7 +42,7 @@ class Transports:
         except (OSError, RuntimeError) as error:
             raise LinkError(f"this instance cannot offer its KV cache: {error}", retry=True) from error
         rate = self._config.kv_rate_limit_bytes_per_s
-        return SendThread(conn, senders, Sealer(key), self._pool.probe_block, post, report, rate)
+        return SendThread(conn, senders, Sealer(key), self._pool.probe_block, post, report, rate, note)
 
     def receive_thread(
         self,
@@ -49,6 +52,7 @@ class Transports:
         key: LinkKey,
         post: Callable[[wire.Body], None],
         report: Report,
+        note: Note = note_nothing,
     ) -> ReceiveThread:
         """D's end, with what P offers and D allows too, in D's order of preference. Raises LinkError."""
         host = self._config.hosts.get(peer.partition("@")[0])
@@ -66,6 +70,7 @@ class Transports:
             post,
             report,
             self._config.timeouts.connect_timeout_s,
+            note,
         )
 
     def _sender(self, name: wire.TransportName, checksum: Checksum) -> KVSender:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ from pd_cluster import wire
 from pd_cluster.errors import TransferFailed
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.base import KVReceiver
-from pd_cluster.transport.threads import Drained, Landed, LandFault
+from pd_cluster.transport.threads import Drained, Landed, LandFault, numbers_of
+from pd_cluster.types import Note, note_nothing
 
 
 @dataclass(slots=True)
@@ -38,8 +40,9 @@ class Geometry:
 class Lander:
     """Pure bookkeeping around `receiver`: every token of a transfer lands once in every layer, layers in order."""
 
-    def __init__(self, receiver: KVReceiver, geometry: Geometry) -> None:
+    def __init__(self, receiver: KVReceiver, geometry: Geometry, note: Note = note_nothing) -> None:
         self._receiver = receiver
+        self._note = note
         self._geometry = geometry
         self._landings: dict[str, Landing] = {}
         self.received_nbytes = 0
@@ -72,13 +75,14 @@ class Lander:
             if problem:
                 raise TransferFailed(f"chunk {chunk.index} does not fit: {problem}")
             return
-        piece, size = chunk.piece, self._geometry.target_block_size
+        piece, size, started_s = chunk.piece, self._geometry.target_block_size, time.monotonic()
         into = landing.block_ids[piece.first_token // size : -(-piece.stop_token // size)]
         self._receiver.receive(sequence, chunk, into)
         landing.num_layers_of[piece.first_token : piece.stop_token] = array("H", [piece.stop_layer]) * piece.num_tokens
         landing.num_chunks += 1
         landing.nbytes += chunk.nbytes
         self.received_nbytes += chunk.nbytes
+        self._note(chunk.transfer_id, "landed", **numbers_of(piece, chunk.nbytes, started_s))
 
     def _problem(self, chunk: wire.KVChunk, landing: Landing) -> str:
         """Why this is not what must come next; "" when it is."""

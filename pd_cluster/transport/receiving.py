@@ -24,6 +24,7 @@ from pd_cluster.transport.base import KVReceiver
 from pd_cluster.transport.guard import Opener
 from pd_cluster.transport.landing import Geometry, Lander
 from pd_cluster.transport.threads import Drained, LinkEvent, LinkFailed, Report
+from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class ReceiveThread:
         post: Callable[[wire.Body], None],
         report: Report,
         connect_timeout_s: float,
+        note: Note = note_nothing,
     ) -> None:
         self._conn = conn
         self._link_id = link_id
@@ -130,6 +132,7 @@ class ReceiveThread:
         self._post = post
         self._report = report
         self._connect_timeout_s = connect_timeout_s
+        self._note = note
         self._geometry = Geometry.of(probe.source, probe.pool.layout)
         self._lander: Lander | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-receive {conn}", daemon=True)
@@ -203,7 +206,7 @@ class ReceiveThread:
                 log.exception("link %s: opening %s failed", self._conn, receiver.name)
                 receiver.close()
                 continue
-            self._receiver, self._lander = receiver, Lander(receiver, self._geometry)
+            self._receiver, self._lander = receiver, Lander(receiver, self._geometry, self._note)
             self._post(wire.LinkReady(self._link_id, receiver.name, receiver.precision))
             return True
         reason = "; ".join(failures) or "no transport in common: see --kv-transport"

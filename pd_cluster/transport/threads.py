@@ -17,7 +17,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.base import KVSender
 from pd_cluster.transport.guard import Sealer
-from pd_cluster.types import TokenOutput
+from pd_cluster.types import Note, TokenOutput, note_nothing
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,18 @@ LinkEvent = LinkFailed | Landed | LandFault | Drained
 Report = Callable[[LinkEvent], None]
 
 
+def numbers_of(piece: wire.KVPiece, nbytes: int, started_s: float) -> dict[str, int]:
+    """What a timeline tells of a piece that was sent or has landed."""
+    return {
+        "start": piece.first_token,
+        "stop": piece.stop_token,
+        "first_layer": piece.first_layer,
+        "num_layers": piece.num_layers,
+        "nbytes": nbytes,
+        "took_us": round((time.monotonic() - started_s) * 1e6),
+    }
+
+
 class Pace:
     """Holds payloads back to a rate, as a link of that speed would. 0: as fast as they go."""
 
@@ -80,6 +92,7 @@ class SendThread:
         post: Callable[[wire.Body], None],
         report: Report,
         bytes_per_s: float = 0.0,
+        note: Note = note_nothing,
     ) -> None:
         self._conn = conn
         self._senders = {sender.name: sender for sender in senders}
@@ -90,6 +103,7 @@ class SendThread:
         self._post = post
         self._report = report
         self._pace = Pace(bytes_per_s)
+        self._note = note
         self._live: set[str] = set()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.max_payload_nbytes = 0  # of the transport that is open
@@ -163,18 +177,20 @@ class SendThread:
     def _ship(self, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
         if transfer_id not in self._live:
             return
-        sender = self._opened()
+        sender, started_s = self._opened(), time.monotonic()
         prepared = sender.prepare(piece)
         self._pace.wait(prepared.nbytes)
         frame = self._sealer.seal(wire.KVChunk(transfer_id, index, piece, prepared.nbytes, prepared.checksum))
         self._post(frame)
         sender.send(frame.sequence, prepared)
         self.sent_nbytes += prepared.nbytes
+        self._note(transfer_id, "sent", **numbers_of(piece, prepared.nbytes, started_s))
 
     def _end(self, end: wire.KVEnd) -> None:
         if end.transfer_id in self._live:
             self._live.discard(end.transfer_id)
             self._post(self._sealer.seal(end))
+            self._note(end.transfer_id, "ended")
 
     def _opened(self) -> KVSender:
         if self._sender is None:

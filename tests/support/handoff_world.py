@@ -433,14 +433,14 @@ class World:
 
     def _p_dies(self) -> None:
         """Whatever it held is gone; D notices at its own time. What had not arrived goes to its successor."""
-        for name in [n for n in self.half_submitted if n not in self.p.legs]:
+        for name in [n for n in sorted(self.half_submitted) if n not in self.p.legs]:
             self._never_submit("p", name, self.p_ends)
         for name in list(self.p.legs):
             self._end(self.p, self.p.legs[name][0], "died")
         self.start_p()
 
     def _d_dies(self) -> None:
-        for name in [n for n in self.half_submitted if n not in self.d.legs]:
+        for name in [n for n in sorted(self.half_submitted) if n not in self.d.legs]:
             self._never_submit("d", name, self.d_ends)
         for name in list(self.d.legs):
             self._end(self.d, self.d.legs[name][0], "died")

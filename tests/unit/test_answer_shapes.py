@@ -38,7 +38,7 @@ class Script:
         self.prompt = PromptOutput("r", 0, 4)
 
     async def serve(
-        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str
+        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str, **origin: Any
     ) -> AsyncIterator[TokenOutput]:
         stopped: set[int] = set()
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]

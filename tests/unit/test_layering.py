@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("transport", "model"),
     ("engine",),
     ("cluster",),
-    ("flags", "api", "bench", "show", "serve", "quickstart", "check", "cli"),
+    ("flags", "admin", "api", "bench", "show", "trace", "serve", "quickstart", "check", "cli"),
 ]
 # A place is a module or package of pd_cluster; bench.peers are the programs of child processes.
 ONLY_IN = {
@@ -35,6 +35,7 @@ ONLY_IN = {
     "jinja2": ("text",),
     "tokenizers": ("text", "bench.peers"),
     "typer": ("cli", "quickstart"),
+    "matplotlib": ("trace.png",),
 }
 TORCH_FREE = [
     "pd_cluster.api.scheduler_app",

@@ -43,7 +43,7 @@ class Playback:
         self.salts: list[str] = []
 
     async def serve(
-        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str
+        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str, **origin: Any
     ) -> AsyncIterator[TokenOutput]:
         self.requests.append(sampling)
         self.salts.append(cache_salt)
@@ -267,7 +267,7 @@ def test_a_stop_string_ends_its_own_sequence_only(make: Services) -> None:
     odd = service.tokenizer.encode("x")[0]
     serve = router.serve
 
-    async def serve_two(*args: Any) -> AsyncIterator[TokenOutput]:
+    async def serve_two(*args: Any, **origin: Any) -> AsyncIterator[TokenOutput]:
         async for token in serve(*args):
             if token.index == 1 and token.position == 2:
                 token = TokenOutput("r", 0, 1, 2, odd)
@@ -301,7 +301,7 @@ def test_short_answers_are_not_better_because_they_are_short(make: Services) -> 
     generation = completion(service, "a", n=1, best_of=2)
     serve = router.serve
 
-    async def serve_short(*args: Any) -> AsyncIterator[TokenOutput]:
+    async def serve_short(*args: Any, **origin: Any) -> AsyncIterator[TokenOutput]:
         async for token in serve(*args):
             if token.index == 0 and token.position == 1:
                 token = TokenOutput("r", 0, 0, 1, token.token_id, "stop", token.logprobs)

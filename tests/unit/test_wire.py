@@ -25,19 +25,31 @@ BODIES: list[wire.Body] = [
     ),
     wire.Abort("r", 1),
     wire.Outputs([TOKEN], [LegEnd("r", 0, "broken")]),
-    wire.LinkOpen("l", "id", LAYOUT, 7, [wire.TransportOffer(transport="shm", address="a")]),
-    wire.LinkAnswer("l", "dist"),
+    wire.Outputs(events=[wire.TraceEvent("t", 2.5, "sent", {"start": 0, "nbytes": 2**62})], now_s=3.5),
+    wire.LinkOpen("l", "id", LAYOUT, 7, [wire.TransportOffer(transport="shm", address="a")], wire.KVOptions(), 2**62),
+    wire.LinkAnswer("l", "dist", LAYOUT),
     wire.LinkReady("l", "shm"),
     wire.LinkRefused("l", "no", False),
     wire.Offer("t", 5),
     wire.Credit("t"),
     wire.Revoke("t"),
     wire.Cancel("t", "full"),
-    wire.KVChunk("t", 0, 0, [1, 2], 64, 2**64 - 1),
-    wire.KVEnd("t", 1, 5, [TOKEN]),
+    wire.KVFrame(2**61, b"header", b"mac"),
     wire.Confirm("t"),
     wire.Confirmed("t", True),
 ]
+
+
+HEADERS: list[wire.KVHeader] = [
+    wire.KVChunk("t", 0, wire.KVPiece(0, 20, 3, 2, [1, 2]), 64, 2**64 - 1),
+    wire.KVEnd("t", 1, 5, [TOKEN]),
+    wire.KVProbe("dist", wire.KVChunk("", 0, wire.KVPiece(0, 16, 0, 2, [9]), 64, 1)),
+]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: type(header).__name__)
+def test_headers_round_trip(header: wire.KVHeader) -> None:
+    assert wire.decode_header(wire.encode_header(header)) == header
 
 
 def test_every_message_is_here() -> None:

@@ -14,11 +14,13 @@ from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, Mail, Opened
 from pd_cluster.engine.limits import Limits
-from pd_cluster.engine.links import Pool
+from pd_cluster.engine.links import Side
 from pd_cluster.engine.scheduler import PrefixScope, Scheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.transport.receiving import ReceiveThread
+from pd_cluster.transport.threads import SendThread
 from pd_cluster.types import LegEnd, SamplingParams
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 
@@ -33,6 +35,7 @@ class Post:
     def __init__(self) -> None:
         self.tokens: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.ended: list[LegEnd] = []
+        self.messages: list[tuple[str, wire.Outputs]] = []
 
     def connect(self, name: str, epoch: int, host: str, port: int) -> str:
         raise AssertionError("nobody to connect to")
@@ -40,14 +43,25 @@ class Post:
     def disconnect(self, conn: str) -> None: ...
 
     def send(self, conn: str, body: wire.Body) -> None:
-        assert conn == CONN
         assert isinstance(body, wire.Outputs)
         wire.encode_body(body)
+        self.messages.append((conn, body))
+        assert conn == CONN or not (body.tokens or body.ended or body.prompts)
         self.ended += body.ended
         for token in body.tokens:
             known = self.tokens[token.request_id][token.index]
             assert token.position == len(known)
             known.append(token.token_id)
+
+
+class NoLinks:
+    """LinkThreads that nobody should ask for."""
+
+    def send_thread(self, *_: object) -> SendThread:
+        raise AssertionError("no link is opened")
+
+    def receive_thread(self, *_: object) -> ReceiveThread:
+        raise AssertionError("no link is opened")
 
 
 class World:
@@ -69,18 +83,16 @@ class World:
             num_threads=1,
             kv_transport="auto",
             kv_port_range=PortRange(),
-            kv_checksum=True,
             engine=EngineConfig(model="m"),
             timeouts=Timeouts(),
         )
         self.worker = Worker(
             config,
             EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler),
-            Pool("model", LAYOUT, NUM_BLOCKS),
+            Side("decode-0@1", b"", "model", LAYOUT, NUM_BLOCKS, 0, wire.KVOptions()),
             Limits(VOCAB_SIZE, 40),
             self.post,
-            list,
-            lambda peer, opened: [],
+            NoLinks(),
             self.inbox,
             clock=lambda: self.now_s,
         )
@@ -227,3 +239,58 @@ def test_random_aborts(seed: int) -> None:
             tokens = world.post.tokens[name][index]
             assert tokens == expected[: len(tokens)]
             assert len(tokens) == len(expected) or (name, index) in touched, f"{name}/{index} never ended"
+
+
+# ---- what is told of its transfers
+
+
+def told(world: World, conn: str = CONN) -> list[str]:
+    return [event.what for to, outputs in world.post.messages if to == conn for event in outputs.events]
+
+
+def test_events_go_with_tokens() -> None:
+    """A leg's first and last; nothing for the tokens between them, and no message of their own."""
+    world = World()
+    world.submit("r", [1, 2, 3], sampling(n=1))
+    world.run()
+    assert told(world) == ["submitted", "finished"]
+    assert [outputs.now_s for _, outputs in world.post.messages] == pytest.approx([0.2 * at for at in range(8)])
+    assert all(outputs.tokens for _, outputs in world.post.messages)
+
+
+def test_events_alone_wait_for_the_next_tick() -> None:
+    world = World()
+    world.step()
+    for at in range(3):
+        world.worker.tracer.note("t", "landed", start=at)
+        world.step()
+        world.now_s -= 0.19  # three steps within one tick
+    assert told(world) == ["landed"]
+    world.now_s += 0.1
+    world.step()
+    assert told(world) == ["landed"] * 3
+    assert len(world.post.messages) == 2
+
+
+def test_every_scheduler_is_told() -> None:
+    """Who has no tokens in this step gets them with the next tick; nobody gets them twice."""
+    world = World()
+    world.inbox.put(Opened("other-conn", "other@1", "scheduler"))
+    world.submit("r", [1, 2, 3], sampling(n=1))
+    world.run()
+    world.step()
+    assert told(world) == told(world, "other-conn") == ["submitted", "finished"]
+    world.inbox.put(Closed("other-conn", "other@1", "gone"))
+    world.submit("s", [1, 2, 3], sampling(n=1))
+    world.run()
+    assert len(told(world, "other-conn")) == 2
+
+
+def test_a_leg_that_is_refused_or_late_has_failed() -> None:
+    world = World()
+    world.submit("long", [1] * 60, sampling(n=1))
+    world.submit("late", [1, 2, 3], sampling(n=1, max_tokens=30), deadline_s=0.5)
+    world.run()
+    events = [(event.transfer_id, event.what) for _, outputs in world.post.messages for event in outputs.events]
+    assert [what for name, what in events if name == "long"] == ["submitted", "failed"]
+    assert [what for name, what in events if name == "late"] == ["submitted", "failed"]

@@ -1,0 +1,196 @@
+"""What became of the last requests, event by event, on one clock: that of this process.
+
+Workers tell events with the time of their own clocks; a message that was sent at `now_s` cannot have come earlier than
+that, so the smallest difference ever seen between the two clocks is nearest to the true one. Keeps a bounded number of
+requests and events. Knows nothing of HTTP or ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pd_cluster.wire import TraceEvent
+
+MAX_REQUESTS = 1000
+MAX_EVENTS = 2000  # of one request
+MAX_ALL_EVENTS = 200_000  # of all; the oldest requests go when there are more
+NUM_SPARED = 100  # of a request's events, kept for those that come once
+REPEATED = frozenset({"chunk", "sent", "landed"})
+
+TimelineStatus = Literal["running", "finished", "failed"]
+
+
+@dataclass(slots=True)
+class WorkerClock:
+    """One connection's clock; `offset_s` added to its times gives ours, too late by the fastest message's way."""
+
+    conn: str
+    offset_s: float = float("inf")
+
+    def heard(self, now_s: float, arrival_s: float) -> None:
+        self.offset_s = min(self.offset_s, arrival_s - now_s)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One request. `ids` are all its names, the one that clients see first."""
+
+    ids: list[str]
+    num_prompt_tokens: int
+    received_s: float
+    prefill: str
+    decode: str
+    members: Mapping[str, str]  # conn -> name, of the instances that serve it
+    status: TimelineStatus = "running"
+    error: str = ""
+    ended_s: float | None = None
+    own: list[tuple[float, str]] = field(default_factory=list)  # the scheduler's events
+    others: list[tuple[WorkerClock, TraceEvent]] = field(default_factory=list)
+    num_dropped: int = 0
+
+    def add(self, clock: WorkerClock, event: TraceEvent) -> bool:
+        """False when it has as many events as may be."""
+        room = MAX_EVENTS - (NUM_SPARED if event.what in REPEATED else 0)
+        if len(self.others) >= room:
+            self.num_dropped += 1
+            return False
+        self.others.append((clock, event))
+        return True
+
+    def events(self) -> list[dict[str, Any]]:
+        """In order of time; those of one process and instant in the order of telling."""
+        found = [(at_s, "scheduler", what, dict[str, int]()) for at_s, what in self.own]
+        found += [(e.at_s + clock.offset_s, self.members[clock.conn], e.what, e.numbers) for clock, e in self.others]
+        found.sort(key=lambda event: event[0])
+        return [
+            {"at_ms": self._ms(at_s), "who": who, "what": what, "numbers": numbers}
+            for at_s, who, what, numbers in found
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of `/requests/{id}/timeline`."""
+        return {
+            "request_id": self.ids[0],
+            "ids": self.ids,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "status": self.status,
+            "error": self.error or None,
+            "num_dropped_events": self.num_dropped,
+            "events": self.events(),
+        }
+
+    def summary(self, now_s: float) -> dict[str, Any]:
+        """One entry of `/requests`."""
+        return {
+            "request_id": self.ids[0],
+            "status": self.status,
+            "age_s": round(now_s - self.received_s, 3),
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "duration_ms": None if self.ended_s is None else self._ms(self.ended_s),
+        }
+
+    def _ms(self, at_s: float) -> float:
+        return round((at_s - self.received_s) * 1e3, 3)
+
+
+class Timelines:
+    """The last requests. `heard` may be called on another thread than the rest: it only lowers an offset."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        max_requests: int = MAX_REQUESTS,
+        max_all_events: int = MAX_ALL_EVENTS,
+    ) -> None:
+        self.max_requests = max_requests
+        self._max_all_events = max_all_events
+        self._clock = clock
+        self._kept: dict[str, Timeline] = {}  # by the router's id, oldest first
+        self._by_id: dict[str, Timeline] = {}  # by each of its ids
+        self._clocks: dict[str, WorkerClock] = {}  # by connection
+        self._num_events = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    # ---- what the router tells
+
+    def routed(
+        self,
+        request_id: str,
+        transfer_id: str,
+        client_id: str,
+        received_s: float | None,
+        num_prompt_tokens: int,
+        prefill: tuple[str, str],
+        decode: tuple[str, str],
+    ) -> None:
+        """A new request; `prefill` and `decode` are (connection, name)."""
+        now_s = self._clock()
+        received_s = now_s if received_s is None else received_s
+        ids = [each for each in (client_id, request_id, transfer_id) if each]
+        timeline = Timeline(ids, num_prompt_tokens, received_s, prefill[1], decode[1], dict([prefill, decode]))
+        timeline.own += [(received_s, "received"), (now_s, "routed")]
+        self._kept[request_id] = timeline
+        self._by_id.update(dict.fromkeys(ids, timeline))
+        while len(self._kept) > self.max_requests:
+            self._drop_oldest()
+
+    def first_token(self, request_id: str) -> None:
+        if timeline := self._kept.get(request_id):
+            timeline.own.append((self._clock(), "first token"))
+
+    def ended(self, request_id: str, error: str = "") -> None:
+        if timeline := self._kept.get(request_id):
+            timeline.ended_s = self._clock()
+            timeline.status, timeline.error = ("failed", error) if error else ("finished", "")
+            timeline.own.append((timeline.ended_s, timeline.status))
+
+    # ---- what workers tell
+
+    def heard(self, conn: str, now_s: float) -> None:
+        """A message that was sent at `now_s` of the worker's clock is here."""
+        clock = self._clocks.get(conn)
+        if clock is None:
+            clock = self._clocks[conn] = WorkerClock(conn)
+        clock.heard(now_s, self._clock())
+
+    def gone(self, conn: str) -> None:
+        """The connection is over; its events keep its clock."""
+        self._clocks.pop(conn, None)
+
+    def add(self, conn: str, events: list[TraceEvent]) -> None:
+        """Keeps those of requests that are known and served by whoever tells."""
+        clock = self._clocks.get(conn)
+        for event in events if clock is not None else []:
+            timeline = self._by_id.get(event.transfer_id)
+            if timeline is None or clock is None or conn not in timeline.members:
+                continue
+            self._num_events += timeline.add(clock, event)
+        while self._num_events > self._max_all_events and len(self._kept) > 1:
+            self._drop_oldest()
+
+    # ---- what readers ask
+
+    def find(self, any_id: str) -> Timeline | None:
+        return self._by_id.get(any_id)
+
+    def last(self, limit: int) -> list[dict[str, Any]]:
+        """Summaries, newest first."""
+        now_s = self._clock()
+        newest = list(self._kept.values())[::-1][:limit]
+        return [timeline.summary(now_s) for timeline in newest]
+
+    def _drop_oldest(self) -> None:
+        timeline = self._kept.pop(next(iter(self._kept)))
+        self._num_events -= len(timeline.others)
+        for each in timeline.ids:
+            if self._by_id.get(each) is timeline:
+                del self._by_id[each]

@@ -1,0 +1,106 @@
+"""Frames of one link: only its own pass, once, in order; everything else is dropped and counted."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.errors import LinkError
+from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.types import TokenOutput
+
+KEY = LinkKey.derive(b"secret", "link", "prefill-0@1", "decode-0@2")
+OTHERS = [
+    LinkKey.derive(b"another secret", "link", "prefill-0@1", "decode-0@2"),
+    LinkKey.derive(b"secret", "another link", "prefill-0@1", "decode-0@2"),
+    LinkKey.derive(b"secret", "link", "prefill-0@9", "decode-0@2"),  # an earlier life
+    LinkKey.derive(b"secret", "link", "prefill-0@1", "decode-0@9"),
+    LinkKey.derive(b"secret", "linkprefill-0@1", "", "decode-0@2"),  # the same bytes, cut elsewhere
+]
+
+
+def header(at: int) -> wire.KVHeader:
+    return wire.KVEnd(f"t{at}", at, 5, [TokenOutput("r", 0, 0, 0, 5)])
+
+
+def frames(key: LinkKey = KEY, count: int = 3) -> list[wire.KVFrame]:
+    sealer = Sealer(key)
+    return [sealer.seal(header(at)) for at in range(count)]
+
+
+def test_frames_pass_in_order() -> None:
+    opener = Opener(KEY)
+    assert [opener.open(frame) for frame in frames()] == [header(at) for at in range(3)]
+    assert not opener.dropped
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_a_frame_of_another_link_is_dropped(key: LinkKey) -> None:
+    opener = Opener(KEY)
+    assert opener.open(frames(key)[0]) is None
+    assert opener.dropped == {"forged": 1}
+    assert opener.open(frames()[0]) == header(0), "the link lives"
+
+
+def test_a_replayed_frame_is_dropped() -> None:
+    opener = Opener(KEY)
+    first, second, _ = frames()
+    for frame in (first, second):
+        assert opener.open(frame) is not None
+    assert opener.open(first) is None
+    assert opener.open(second) is None
+    assert opener.dropped == {"replayed": 2}
+
+
+def test_a_missing_frame_ends_the_link() -> None:
+    opener = Opener(KEY)
+    first, _, third = frames()
+    assert opener.open(first) is not None
+    with pytest.raises(LinkError, match="frame 2 came when 1 was next") as caught:
+        opener.open(third)
+    assert caught.value.retry
+    assert opener.dropped == {"out of order": 1}
+
+
+def test_a_header_that_does_not_decode_is_dropped() -> None:
+    opener = Opener(KEY)
+    data = b"\xc1 nothing"
+    assert opener.open(wire.KVFrame(0, data, KEY.mac(0, data))) is None
+    assert opener.dropped == {"not decodable": 1}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_any_change_of_a_frame_is_noticed(seed: int) -> None:
+    rng = random.Random(seed)
+    frame = frames()[0]
+    name = rng.choice(["sequence", "header", "mac"])
+    if name == "sequence":
+        changed = msgspec.structs.replace(frame, sequence=rng.choice([1, -1, 2**63, 2**64 - 1]))
+    else:
+        data = bytearray(getattr(frame, name))
+        if rng.random() < 0.3:
+            del data[rng.randrange(len(data)) :]
+        else:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        changed = msgspec.structs.replace(frame, **{name: bytes(data)})
+    opener = Opener(KEY)
+    assert opener.open(changed) is None
+    assert opener.dropped == {"forged": 1}
+
+
+def test_without_hmac_frames_are_still_numbered() -> None:
+    key = LinkKey.derive(b"secret", "link", "p", "d", is_on=False)
+    opener = Opener(key)
+    first, second, _ = frames(key)
+    assert first.mac == b""
+    assert opener.open(first) is not None
+    assert opener.open(first) is None
+    assert opener.open(second) is not None
+
+
+def test_frames_without_a_proof_are_not_taken_by_who_wants_one() -> None:
+    key = LinkKey.derive(b"secret", "link", "prefill-0@1", "decode-0@2", is_on=False)
+    assert Opener(KEY).open(frames(key)[0]) is None

@@ -1,0 +1,159 @@
+"""Pieces of KV cache between pools of any block size and dtype, against a token-by-token reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from pd_cluster.errors import LinkError
+from pd_cluster.kv.layout import KVLayout, Route, check_pair
+from pd_cluster.kv.pack import pack, quantize, runs, unpack
+from pd_cluster.kv.pool import KVPool, probe_content
+from pd_cluster.wire import KVPiece
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+NUM_BLOCKS = 24
+PAIRS = [
+    ({}, {}),
+    ({}, {"block_size": 8}),
+    ({"block_size": 6}, {"block_size": 4}),
+    ({}, {"dtype": "bfloat16"}),
+    ({"dtype": "float16"}, {"dtype": "float32"}),
+    ({"dtype": "bfloat16", "block_size": 2}, {"dtype": "float16", "block_size": 5}),
+]
+
+
+def random_pool(layout: KVLayout, seed: int) -> KVPool:
+    pool = KVPool(layout, NUM_BLOCKS)
+    pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(seed)))
+    return pool
+
+
+def token(pool: KVPool, table: list[int], position: int, layer: int) -> torch.Tensor:
+    """[2, heads, head_dim]"""
+    size = pool.layout.block_size
+    return pool.data[table[position // size], layer, :, position % size]
+
+
+def random_piece(rng: random.Random, source: KVLayout, target: KVLayout, is_verbatim: bool) -> tuple[KVPiece, list[int]]:
+    """A piece of a prompt, and the target's table of the whole prompt."""
+    num_tokens = rng.randrange(1, 40)
+    source_table = rng.sample(range(NUM_BLOCKS), source.num_blocks_for(num_tokens))
+    target_table = rng.sample(range(NUM_BLOCKS), target.num_blocks_for(num_tokens))
+    start = rng.randrange(num_tokens)
+    if is_verbatim:
+        start -= start % source.block_size
+    stop = rng.randrange(start, num_tokens) + 1
+    first_layer = rng.randrange(source.num_layers)
+    num_layers = rng.randrange(first_layer, source.num_layers) + 1 - first_layer
+    ids = source_table[start // source.block_size : source.num_blocks_for(stop)]
+    return KVPiece(start, stop - start, first_layer, num_layers, ids), target_table
+
+
+@pytest.mark.parametrize("wants_int8", [False, True])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_piece_arrives_and_nothing_else_changes(
+    source: dict[str, object], target: dict[str, object], wants_int8: bool
+) -> None:
+    ours, theirs = dataclasses.replace(LAYOUT, **source), dataclasses.replace(LAYOUT, **target)  # type: ignore[arg-type]
+    route = Route(ours, theirs, wants_int8)
+    for seed in range(25):
+        rng = random.Random(seed)
+        piece, table = random_piece(rng, ours, theirs, route.is_verbatim)
+        a, b = random_pool(ours, seed), random_pool(theirs, seed + 100)
+        before = b.data.clone()
+        payload = pack(a.data, piece, route)
+        assert len(payload) == route.payload_nbytes(piece)
+        size = theirs.block_size
+        into = table[piece.first_token // size : theirs.num_blocks_for(piece.stop_token)]
+        unpack(payload, piece, route, b.data, into)
+        first = piece.first_token // ours.block_size * ours.block_size
+        for position in range(piece.first_token, piece.stop_token):
+            for layer in range(piece.first_layer, piece.stop_layer):
+                sent = token(a, piece.block_ids, position - first, layer)
+                assert_arrived(token(b, table, position, layer), sent, wants_int8)
+                token(before_pool(b, before), table, position, layer).copy_(token(b, table, position, layer))
+        if not route.is_verbatim:  # whole blocks travel, with what is behind the last token
+            assert torch.equal(before, b.data), "something beside the piece was written"
+
+
+def before_pool(pool: KVPool, data: torch.Tensor) -> KVPool:
+    """The same pool with other data."""
+    shadow = object.__new__(KVPool)
+    shadow.layout, shadow.data = pool.layout, data
+    return shadow
+
+
+def assert_arrived(found: torch.Tensor, sent: torch.Tensor, is_int8: bool) -> None:
+    if not is_int8:
+        assert torch.equal(found, sent.to(found.dtype))
+        return
+    bound = sent.float().abs().amax(-1, keepdim=True) / 254 + (0.0 if found.dtype == torch.float32 else 0.05)
+    assert ((found.float() - sent.float()).abs() <= bound * (1 + 1e-5)).all()
+
+
+def test_int8_is_off_by_at_most_half_a_step() -> None:
+    x = torch.randn(1000, 64, generator=torch.Generator().manual_seed(3)) * torch.logspace(-30, 30, 1000)[:, None]
+    x[7] = 0.0
+    values, scales = quantize(x)
+    error = (values * scales - x).abs()
+    assert (error <= scales / 2 * (1 + 1e-5)).all()
+    assert torch.equal(values[7] * scales[7], x[7])
+
+
+def test_int8_is_for_the_wire_only() -> None:
+    """A transport that reads the pool itself gains nothing by it, and stays exact."""
+    assert Route(LAYOUT, LAYOUT, wants_int8=True, one_sided=True).precision == ""
+    assert Route(LAYOUT, LAYOUT, wants_int8=True).precision == "int8"
+    assert Route(LAYOUT, dataclasses.replace(LAYOUT, dtype="bfloat16")).precision == "float32"
+
+
+def test_the_narrower_dtype_travels() -> None:
+    half = dataclasses.replace(LAYOUT, dtype="float16")
+    assert Route(LAYOUT, half).wire_dtype == Route(half, LAYOUT).wire_dtype == "float16"
+
+
+def test_whole_layers_of_consecutive_blocks_are_not_copied() -> None:
+    pool = random_pool(LAYOUT, 1)
+    payload = pack(pool.data, KVPiece(0, 12, 0, 3, [4, 5, 6]), Route(LAYOUT, LAYOUT))
+    assert payload.data_ptr() == pool.data[4].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_probe_is_the_same_number_in_every_dtype(dtype: str) -> None:
+    exact = probe_content(LAYOUT, 5)
+    assert torch.equal(probe_content(dataclasses.replace(LAYOUT, dtype=dtype), 5).float(), exact)
+    assert not torch.equal(probe_content(LAYOUT, 6), exact)
+
+
+def test_runs() -> None:
+    assert runs([3, 4, 5, 9]) == [(3, 3), (9, 1)]
+    assert runs([]) == []
+    assert runs([2, 1]) == [(2, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "tp_size", "k_head_dim"])
+def test_pairs_that_cannot_work_are_refused_by_name(name: str) -> None:
+    with pytest.raises(LinkError, match=name) as caught:
+        check_pair(LAYOUT, dataclasses.replace(LAYOUT, **{name: 4}))
+    assert not caught.value.retry
+
+
+@pytest.mark.parametrize("change", [{}, {"block_size": 8}, {"dtype": "float16"}])
+def test_block_size_and_dtype_may_differ(change: dict[str, object]) -> None:
+    check_pair(LAYOUT, dataclasses.replace(LAYOUT, **change))  # type: ignore[arg-type]
+
+
+def test_head_ranges_cover_all_heads() -> None:
+    """Split while there are enough heads, replicated when there are more ranks."""
+
+    def ranges(num_kv_heads: int, tp_size: int) -> list[tuple[int, int]]:
+        layout = dataclasses.replace(LAYOUT, num_kv_heads=num_kv_heads, tp_size=tp_size)
+        return [dataclasses.replace(layout, tp_rank=rank).head_range for rank in range(tp_size)]
+
+    assert ranges(8, 2) == [(0, 4), (4, 8)]
+    assert ranges(2, 4) == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert ranges(2, 2) == [(0, 1), (1, 2)]

@@ -1,0 +1,234 @@
+"""The last requests' timelines on one clock: mapping, bounds, strangers, order; and their admin routes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_cluster.api.scheduler_app import admin_app
+from pd_cluster.cluster import timeline
+from pd_cluster.cluster.timeline import Timeline, Timelines
+from pd_cluster.wire import TraceEvent
+
+P, D = ("to-p", "prefill-0"), ("to-d", "decode-0")
+
+
+class World:
+    """Timelines and a clock that the test moves."""
+
+    def __init__(self, **bounds: int) -> None:
+        self.now_s = 100.0
+        self.timelines = Timelines(lambda: self.now_s, **bounds)
+
+    def route(self, name: str, client_id: str = "", received_s: float | None = None) -> None:
+        self.timelines.routed(name, f"{name}-0", client_id, received_s, 7, P, D)
+
+    def tell(self, conn: str, *events: TraceEvent, now_s: float) -> None:
+        self.timelines.heard(conn, now_s)
+        self.timelines.add(conn, list(events))
+
+    def find(self, name: str) -> Timeline:
+        found = self.timelines.find(name)
+        assert found is not None
+        return found
+
+    def events(self, name: str) -> list[tuple[float, str, str]]:
+        return [(e["at_ms"], e["who"], e["what"]) for e in self.find(name).events()]
+
+
+def event(name: str, at_s: float, what: str = "chunk", **numbers: int) -> TraceEvent:
+    return TraceEvent(f"{name}-0", at_s, what, numbers)
+
+
+def test_a_whole_life() -> None:
+    world = World()
+    world.route("r", "cmpl-1", received_s=99.5)
+    world.now_s = 101.0
+    world.tell("to-p", event("r", 10.0, "submitted"), now_s=10.75)  # its clock is 90.25 s behind
+    world.timelines.first_token("r")
+    world.now_s = 102.0
+    world.timelines.ended("r")
+    assert world.find("cmpl-1") is world.find("r") is world.find("r-0")
+    assert world.find("r").to_json() == {
+        "request_id": "cmpl-1",
+        "ids": ["cmpl-1", "r", "r-0"],
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+        "num_prompt_tokens": 7,
+        "status": "finished",
+        "error": None,
+        "num_dropped_events": 0,
+        "events": [
+            {"at_ms": 0.0, "who": "scheduler", "what": "received", "numbers": {}},
+            {"at_ms": 500.0, "who": "scheduler", "what": "routed", "numbers": {}},
+            {"at_ms": 750.0, "who": "prefill-0", "what": "submitted", "numbers": {}},
+            {"at_ms": 1500.0, "who": "scheduler", "what": "first token", "numbers": {}},
+            {"at_ms": 2500.0, "who": "scheduler", "what": "finished", "numbers": {}},
+        ],
+    }
+
+
+def test_an_error_is_told() -> None:
+    world = World()
+    world.route("r")
+    assert world.find("r").status == "running"
+    world.timelines.ended("r", "decode-0 was lost")
+    assert (world.find("r").status, world.find("r").error) == ("failed", "decode-0 was lost")
+    assert world.events("r")[-1] == (0.0, "scheduler", "failed")
+
+
+# ---- clocks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_fastest_message_tells_the_clock(seed: int) -> None:
+    """Times are late by the least delay that any message had, whichever came first; never early."""
+    rng = random.Random(seed)
+    world = World()
+    world.route("r")
+    offsets = {"to-p": rng.uniform(-1e6, 1e6), "to-d": rng.uniform(-1e6, 1e6)}
+    delays: dict[str, list[float]] = {"to-p": [], "to-d": []}
+    happened: list[tuple[float, str]] = []
+    for _ in range(rng.randrange(2, 20)):
+        conn = rng.choice(list(offsets))
+        at_s = world.now_s
+        happened.append((at_s, conn))
+        delays[conn].append(rng.uniform(0.0001, 0.5))
+        world.now_s += delays[conn][-1]
+        world.tell(conn, event("r", at_s - offsets[conn]), now_s=at_s - offsets[conn])
+    wanted = {at_s + min(delays[conn]): dict([P, D])[conn] for at_s, conn in happened}
+    found = {at_ms: who for at_ms, who, what in world.events("r") if what == "chunk"}
+    assert list(found.values()) == [wanted[at_s] for at_s in sorted(wanted)]
+    for at_ms, at_s in zip(found, sorted(wanted), strict=True):
+        assert at_ms == pytest.approx((at_s - 100.0) * 1e3, abs=0.01)
+
+
+def test_a_new_connection_has_a_clock_of_its_own() -> None:
+    """The worker started again: what its predecessor told keeps its place."""
+    world = World()
+    world.route("a")
+    world.tell("to-p", event("a", 1.0), now_s=1.0)
+    world.timelines.gone("to-p")
+    world.now_s = 110.0
+    world.route("b")
+    world.tell("to-p", event("b", 5000.0), now_s=5000.0)
+    assert world.events("a")[-1] == (0.0, "prefill-0", "chunk")
+    assert world.events("b")[-1] == (0.0, "prefill-0", "chunk")
+
+
+def test_one_process_and_instant_keep_the_order_of_telling() -> None:
+    world = World()
+    world.route("r")
+    names = ["submitted", "admitted", "offered"]
+    world.tell("to-p", *(event("r", 1.0, what) for what in names), now_s=1.0)
+    assert [what for _, who, what in world.events("r") if who == "prefill-0"] == names
+
+
+# ---- strangers
+
+
+def test_events_of_strangers_are_dropped() -> None:
+    """Of unknown transfers, and of instances that do not serve the request."""
+    world = World()
+    world.route("r")
+    world.timelines.add("to-p", [event("r", 1.0)])  # never heard from
+    world.tell("to-p", event("nobody", 1.0), now_s=1.0)
+    world.tell("to-other", event("r", 1.0), now_s=1.0)
+    assert [what for *_, what in world.events("r")] == ["received", "routed"]
+    for tell in (world.timelines.first_token, world.timelines.ended, world.timelines.gone):
+        tell("nobody")
+
+
+# ---- bounds
+
+
+def test_the_oldest_request_makes_room() -> None:
+    world = World(max_requests=3)
+    for at in range(5):
+        world.route(f"r{at}", f"cmpl-{at}")
+    assert len(world.timelines) == 3
+    assert [entry["request_id"] for entry in world.timelines.last(9)] == ["cmpl-4", "cmpl-3", "cmpl-2"]
+    assert [entry["request_id"] for entry in world.timelines.last(1)] == ["cmpl-4"]
+    assert all(world.timelines.find(each) is None for each in ("r1", "cmpl-1", "r1-0"))
+    world.tell("to-p", event("r1", 1.0), now_s=1.0)
+    world.timelines.ended("r1")
+
+
+def test_a_request_with_many_events_keeps_its_end() -> None:
+    world = World()
+    world.route("r")
+    world.tell("to-p", *(event("r", at, start=at) for at in range(3000)), now_s=3000.0)
+    world.tell("to-d", event("r", 3000.0, "finished"), now_s=3000.0)
+    kept = world.find("r").to_json()
+    num_repeated = timeline.MAX_EVENTS - timeline.NUM_SPARED
+    assert kept["num_dropped_events"] == 3000 - num_repeated
+    assert [e["what"] for e in kept["events"]].count("chunk") == num_repeated
+    assert kept["events"][-1]["what"] == "finished"
+    world.tell("to-d", *(event("r", 1.0, "confirmed") for _ in range(3000)), now_s=3000.0)
+    assert len(world.find("r").others) == timeline.MAX_EVENTS
+
+
+def test_all_events_together_are_bounded() -> None:
+    world = World(max_all_events=100)
+    for at in range(10):
+        world.route(f"r{at}")
+        world.tell("to-p", *(event(f"r{at}", 1.0) for _ in range(30)), now_s=1.0)
+    assert [entry["request_id"] for entry in world.timelines.last(99)] == ["r9", "r8", "r7"]
+    world.tell("to-p", *(event("r9", 1.0) for _ in range(200)), now_s=1.0)
+    assert [entry["request_id"] for entry in world.timelines.last(99)] == ["r9"]
+
+
+# ---- the admin port
+
+
+def get(world: World, path: str) -> tuple[int, Any]:
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(admin_app([], world.timelines))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.get(path)
+
+    answer = asyncio.run(ask())
+    return answer.status_code, answer.json()
+
+
+def test_the_routes() -> None:
+    world = World()
+    for at in range(25):
+        world.route(f"r{at}", f"cmpl-{at}")
+    world.now_s = 100.5
+    world.timelines.ended("r24")
+    status, body = get(world, "/requests")
+    assert (status, len(body["requests"]), body["num_kept"], body["max_kept"]) == (200, 20, 25, 1000)
+    assert body["requests"][0] == {
+        "request_id": "cmpl-24",
+        "status": "finished",
+        "age_s": 0.5,
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+        "num_prompt_tokens": 7,
+        "duration_ms": 500.0,
+    }
+    assert (body["requests"][1]["status"], body["requests"][1]["duration_ms"]) == ("running", None)
+    assert len(get(world, "/requests?limit=25")[1]["requests"]) == 25
+    assert get(world, "/requests/cmpl-3/timeline") == (200, world.find("r3").to_json())
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "-1", "x", "", "1.5", "9" * 5000])
+def test_a_limit_that_makes_no_sense(limit: str) -> None:
+    status, body = get(World(), f"/requests?limit={limit}")
+    assert (status, body["error"]["param"]) == (400, "limit")
+    assert body["error"]["message"].startswith("limit: ")
+    assert body["error"]["message"].endswith("give a number from 1 to 1000")
+
+
+def test_an_id_that_is_not_kept() -> None:
+    world = World()
+    world.route("r")
+    status, body = get(world, "/requests/cmpl-9/timeline")
+    assert (status, body["error"]["param"], body["error"]["code"]) == (404, "id", "request_not_found")
+    assert "'cmpl-9'" in body["error"]["message"]
+    assert "of the last 1000 at most, 1 are" in body["error"]["message"]

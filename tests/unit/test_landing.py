@@ -31,7 +31,9 @@ class Recorder:
     def close(self) -> None: ...
 
 
-def chunk(index: int, start: int, stop: int, first_layer: int = 0, stop_layer: int = 4, blocks: int = -1) -> wire.KVChunk:
+def chunk(
+    index: int, start: int, stop: int, first_layer: int = 0, stop_layer: int = 4, blocks: int = -1
+) -> wire.KVChunk:
     count = blocks if blocks >= 0 else -(-stop // 4) - start // 4
     piece = wire.KVPiece(start, stop - start, first_layer, stop_layer - first_layer, list(range(count)))
     return wire.KVChunk("t", index, piece, 64, 0)

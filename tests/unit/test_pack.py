@@ -38,7 +38,9 @@ def token(pool: KVPool, table: list[int], position: int, layer: int) -> torch.Te
     return pool.data[table[position // size], layer, :, position % size]
 
 
-def random_piece(rng: random.Random, source: KVLayout, target: KVLayout, is_verbatim: bool) -> tuple[KVPiece, list[int]]:
+def random_piece(
+    rng: random.Random, source: KVLayout, target: KVLayout, is_verbatim: bool
+) -> tuple[KVPiece, list[int]]:
     """A piece of a prompt, and the target's table of the whole prompt."""
     num_tokens = rng.randrange(1, 40)
     source_table = rng.sample(range(NUM_BLOCKS), source.num_blocks_for(num_tokens))

@@ -1,4 +1,4 @@
-"""Transports move exactly the named blocks, notice damage, and end with their peer."""
+"""Transports move exactly the named pieces, notice damage, prove themselves before use, and end with their peer."""
 
 from __future__ import annotations
 
@@ -14,148 +14,221 @@ import pytest
 import torch
 
 from pd_cluster import wire
+from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.errors import LinkError, TransferFailed
-from pd_cluster.kv.layout import KVLayout, check_pair
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.base import KVReceiver, KVSender, runs
+from pd_cluster.transport.base import Checksum, KVReceiver, Prepared
 from pd_cluster.transport.dist import DistReceiver, DistSender, Store
-from pd_cluster.transport.shm import PoolServer, ShmReceiver, ShmSender
-from pd_cluster.transport.threads import (
-    Drained,
-    Landed,
-    Lander,
-    LandFault,
-    LinkFailed,
-    ReceiveThread,
-    SendThread,
-)
+from pd_cluster.transport.factory import Transports
+from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.transport.local import LocalReceiver, OneSidedSender, offer_pool
+from pd_cluster.transport.receiving import Probe, ReceiveThread
+from pd_cluster.transport.shm import PoolServer, ShmReceiver
+from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkFailed, SendThread
 from pd_cluster.types import TokenOutput
 
-LAYOUT = KVLayout(
-    num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32", tp_size=1, tp_rank=0
-)
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 12
 WAIT_S = 10.0
 TOKEN = TokenOutput("r", 0, 0, 0, 5)
+CHECKSUM = Checksum(seed=77)
+KEY = LinkKey.derive(b"secret", "link", "p", "d")
+NAMES: tuple[wire.TransportName, ...] = ("local", "shm", "dist")
 
 
-def random_pool(seed: int) -> KVPool:
-    pool = KVPool(LAYOUT, NUM_BLOCKS)
-    pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(seed)))
+def random_pool(seed: int, layout: KVLayout = LAYOUT) -> KVPool:
+    pool = KVPool(layout, NUM_BLOCKS)
+    pool.data[:NUM_BLOCKS].copy_(
+        torch.randn(pool.data[:NUM_BLOCKS].shape, generator=torch.Generator().manual_seed(seed))
+    )
     return pool
 
 
 class Pair:
-    """Both ends of one open link, in one process."""
+    """Both ends of one open transport, in one process."""
 
-    def __init__(self, name: str) -> None:
-        self.source, self.target = random_pool(1), random_pool(2)
-        self.sender: KVSender
+    def __init__(self, name: wire.TransportName, source: KVLayout = LAYOUT, checksum: Checksum = CHECKSUM) -> None:
+        self.source, self.target = random_pool(1, source), random_pool(2)
+        self.server = PoolServer(self.source) if name == "shm" else None
         self.receiver: KVReceiver
-        if name == "shm":
-            self.server = PoolServer(self.source)
-            self.sender = ShmSender(self.server, self.source)
-            self.receiver = ShmReceiver(self.sender.offer(), self.target, NUM_BLOCKS, WAIT_S)
+        if name == "dist":
+            store = Store("127.0.0.1", WAIT_S)
+            self.sender = DistSender(store, self.source, checksum, False, "127.0.0.1", WAIT_S, WAIT_S)
+            self.receiver = DistReceiver(
+                self.sender.offer(), self.target, source, checksum, False, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S
+            )
         else:
-            self.sender = DistSender(Store("127.0.0.1", WAIT_S), self.source, "127.0.0.1", WAIT_S, WAIT_S)
+            address = self.server.name if self.server is not None else offer_pool(self.source)
+            self.sender = OneSidedSender(name, address, self.source, checksum)  # type: ignore[assignment]
             offer = self.sender.offer()
-            self.receiver = DistReceiver(offer, self.target, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S)
-        opening = threading.Thread(target=self.sender.open)
+            if name == "shm":
+                self.receiver = ShmReceiver(offer, self.target, source, NUM_BLOCKS, checksum, WAIT_S)
+            else:
+                self.receiver = LocalReceiver(offer, self.target, source, checksum)
+        opening = threading.Thread(target=lambda: self.sender.open(LAYOUT))
         opening.start()
         self.receiver.open()
         opening.join(WAIT_S)
+        self._sequence = 0
 
-    def move(self, source: list[int], into: list[int] | None, damage: int = 0, checksum: bool = True) -> None:
-        payload, digest = self.sender.payload(source, checksum)
-        chunk = wire.KVChunk("t", 0, 0, source, len(source) * LAYOUT.block_nbytes, digest ^ damage)
-        sending = threading.Thread(target=self.sender.send, args=(payload,))
+    def move(self, piece: wire.KVPiece, into: list[int] | None, damage: int = 0, nbytes: int = 0) -> None:
+        prepared = self.sender.prepare(piece)
+        chunk = wire.KVChunk("t", 0, piece, nbytes or prepared.nbytes, prepared.checksum ^ damage)
+        sending = threading.Thread(target=self.sender.send, args=(self._sequence, prepared))
         sending.start()
         try:
-            self.receiver.receive(chunk, into)
+            self.receiver.receive(self._sequence, chunk, into)
         finally:
             sending.join(WAIT_S)
+            self._sequence += 1
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        if self.server is not None:
+            self.server.close()
 
 
-@pytest.fixture(params=["shm", "dist"])
+def blocks(ids: list[int], first_layer: int = 0, num_layers: int = 2) -> wire.KVPiece:
+    return wire.KVPiece(0, len(ids) * LAYOUT.block_size, first_layer, num_layers, ids)
+
+
+@pytest.fixture(params=NAMES)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     made = Pair(request.param)
     yield made
-    made.sender.close()
-    made.receiver.close()
-    if request.param == "shm":
-        made.server.close()
+    made.close()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(6))
 def test_named_blocks_move_and_no_others(pair: Pair, seed: int) -> None:
     rng = random.Random(seed)
     count = rng.randrange(1, NUM_BLOCKS)
     source, into = rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
-    before = pair.target.data.clone()
-    pair.move(source, into, checksum=seed % 2 == 0)
-    assert torch.equal(pair.target.data[into], pair.source.data[source])
-    others = [block for block in range(NUM_BLOCKS) if block not in into]
-    assert torch.equal(pair.target.data[others], before[others])
+    first, stop = [(0, 2), (0, 1), (1, 2)][seed % 3]
+    expected = pair.target.data.clone()
+    expected[into, first:stop] = pair.source.data[source, first:stop]
+    pair.move(blocks(source, first, stop - first), into)
+    assert torch.equal(pair.target.data, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", [{"block_size": 8}, {"dtype": "bfloat16"}])
+def test_pools_may_differ(name: wire.TransportName, change: dict[str, object]) -> None:
+    pair = Pair(name, dataclasses.replace(LAYOUT, **change))  # type: ignore[arg-type]
+    size = pair.source.layout.block_size
+    pair.move(wire.KVPiece(4, 8, 0, 2, [3, 7]), [1, 5])
+    for position in range(4, 12):
+        at = position - 4 // size * size
+        sent = pair.source.data[[3, 7][at // size], :, :, at % size]
+        found = pair.target.data[[1, 5][(position - 4) // 4], :, :, position % 4]
+        assert torch.equal(found, sent.float())
+    pair.close()
+
+
+def test_several_payloads_under_way_arrive_in_order(pair: Pair) -> None:
+    """Announced ahead of their turn; the receiver takes them in as it has room."""
+    pieces = [blocks([at]) for at in range(8)]
+    prepared = [pair.sender.prepare(piece) for piece in pieces]
+
+    def send() -> None:
+        for at, each in enumerate(prepared):
+            pair.sender.send(at, each)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    chunks = [wire.KVChunk("t", 0, p, e.nbytes, e.checksum) for p, e in zip(pieces, prepared, strict=True)]
+    for at, chunk in enumerate(chunks):
+        pair.receiver.expect(at, chunk)
+    for at, chunk in enumerate(chunks):
+        pair.receiver.receive(at, chunk, [7 - at])
+    sending.join(WAIT_S)
+    assert torch.equal(pair.target.data[:8], pair.source.data[:8].flip(0))
 
 
 def test_a_wrong_checksum_is_noticed_and_the_link_lives(pair: Pair) -> None:
     with pytest.raises(TransferFailed, match="checksum"):
-        pair.move([1, 2], [3, 4], damage=1)
-    pair.move([1, 2], [3, 4])
+        pair.move(blocks([1, 2]), [3, 4], damage=1)
+    pair.move(blocks([1, 2]), [3, 4])
     assert torch.equal(pair.target.data[[3, 4]], pair.source.data[[1, 2]])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_checksums_nothing_is_computed(name: wire.TransportName) -> None:
+    pair = Pair(name, checksum=Checksum(is_on=False))
+    assert pair.sender.prepare(blocks([1, 2])).checksum == 0
+    pair.move(blocks([1, 2]), [3, 4])
+    assert torch.equal(pair.target.data[[3, 4]], pair.source.data[[1, 2]])
+    pair.close()
 
 
 def test_an_unwanted_payload_is_taken_off_and_dropped(pair: Pair) -> None:
     before = pair.target.data.clone()
-    pair.move([1, 2], None)
+    pair.move(blocks([1, 2]), None)
     assert torch.equal(pair.target.data, before)
-    pair.move([5], [6])
+    pair.move(blocks([5]), [6])
     assert torch.equal(pair.target.data[6], pair.source.data[5])
 
 
-def test_shm_refuses_a_block_outside_the_pool() -> None:
-    pair = Pair("shm")
-    for block in (-1, NUM_BLOCKS, NUM_BLOCKS + 5):
+@pytest.mark.parametrize("name", ["local", "shm"])
+def test_a_block_outside_the_pool_is_refused(name: wire.TransportName) -> None:
+    pair = Pair(name)
+    for block in (-1, NUM_BLOCKS, NUM_BLOCKS + 2):
         with pytest.raises(TransferFailed, match="outside"):
-            pair.receiver.receive(wire.KVChunk("t", 0, 0, [block], LAYOUT.block_nbytes, 0), [0])
-    pair.server.close()
+            pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([block]), LAYOUT.block_nbytes, 0), [0])
+    pair.close()
+
+
+@pytest.mark.parametrize("name", ["local", "shm"])
+def test_a_length_that_does_not_fit_is_refused(name: wire.TransportName) -> None:
+    pair = Pair(name)
+    with pytest.raises(TransferFailed, match="announces"):
+        pair.move(blocks([1]), [1], nbytes=LAYOUT.block_nbytes + 1)
+    pair.close()
+
+
+@pytest.mark.parametrize("nbytes", [-1, 1 << 40])
+def test_dist_refuses_a_length_that_no_payload_has(nbytes: int) -> None:
+    pair = Pair("dist")
+    with pytest.raises(LinkError, match="announces"):
+        pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), nbytes, 0), [1])
+    pair.close()
 
 
 def test_shm_is_read_only_for_the_peer() -> None:
     """A decode process cannot write a prefill process's pool, whatever it does with its mapping."""
-    pair = Pair("shm")
+    server = PoolServer(random_pool(1))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(WAIT_S)
-        peer.connect(f"\0{pair.server.name}")
+        peer.connect(f"\0{server.name}")
         _, (fd,), _, _ = socket.recv_fds(peer, 2, 1)
-
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fd, b"x")
     os.close(fd)
-    pair.server.close()
+    server.close()
 
 
 def test_shm_is_gone_with_its_server() -> None:
-    pool = random_pool(1)
-    server = PoolServer(pool)
-    offer = ShmSender(server, pool).offer()
+    server = PoolServer(random_pool(1))
+    offer = wire.TransportOffer(transport="shm", address=server.name)
     server.close()
     with pytest.raises(LinkError, match="cannot be reached"):
-        ShmReceiver(offer, random_pool(2), NUM_BLOCKS, WAIT_S).open()
+        ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S).open()
 
 
 def test_shm_refuses_a_pool_of_another_size() -> None:
-    pool = random_pool(1)
-    server = PoolServer(pool)
+    server = PoolServer(random_pool(1))
+    offer = wire.TransportOffer(transport="shm", address=server.name)
     with pytest.raises(LinkError, match="bytes"):
-        ShmReceiver(ShmSender(server, pool).offer(), random_pool(2), NUM_BLOCKS + 1, WAIT_S).open()
+        ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS + 1, CHECKSUM, WAIT_S).open()
     server.close()
 
 
 def test_dist_gives_up_when_nobody_joins() -> None:
-    sender = DistSender(Store("127.0.0.1", 0.3), random_pool(1), "127.0.0.1", 0.3, 0.3)
+    sender = DistSender(Store("127.0.0.1", 0.3), random_pool(1), CHECKSUM, False, "127.0.0.1", 0.3, 0.3)
     with pytest.raises(LinkError) as caught:
-        sender.open()
+        sender.open(LAYOUT)
     assert caught.value.retry
 
 
@@ -163,198 +236,230 @@ def test_dist_ends_with_its_peer() -> None:
     pair = Pair("dist")
     pair.sender.close()
     with pytest.raises(LinkError):
-        pair.receiver.receive(wire.KVChunk("t", 0, 0, [1], LAYOUT.block_nbytes, 0), [1])
+        pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
 
 
-def test_dist_refuses_a_length_that_does_not_fit() -> None:
-    pair = Pair("dist")
-    with pytest.raises(LinkError, match="announces"):
-        pair.receiver.receive(wire.KVChunk("t", 0, 0, [1], LAYOUT.block_nbytes + 1, 0), [1])
+# ---- both threads of a link
 
 
-class Collected:
-    """A link's two threads, connected; what they report is collected."""
+def make_config(transport: str, secret: bytes = b"s") -> WorkerConfig:
+    return WorkerConfig(
+        name="prefill-0",
+        role="prefill",
+        server_ip="127.0.0.1",
+        bind_address="127.0.0.1",
+        device_ids=["0"],
+        hosts={"prefill-0": "127.0.0.1"},
+        epoch=1,
+        secret=secret,
+        num_threads=1,
+        kv_transport=transport,  # type: ignore[arg-type]
+        kv_port_range=PortRange(),
+        engine=EngineConfig(model="m"),
+        timeouts=Timeouts(connect_timeout_s=3.0),
+    )
 
-    def __init__(self, pair: Pair) -> None:
+
+class Link:
+    """A link's two threads as two workers would build them, connected; what they say is collected.
+
+    `tamper` sees every frame on its way and says which ones arrive.
+    """
+
+    def __init__(
+        self,
+        transport: str = "shm",
+        tamper: Callable[[wire.KVFrame], list[wire.KVFrame]] = lambda frame: [frame],
+        probe_seed: int | None = None,
+    ) -> None:
+        self.source, self.target = random_pool(1), random_pool(2)
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.receive = ReceiveThread("c", "link", [pair.receiver], self.answer, self.events.put)
-        self.send = SendThread("c", [pair.sender], self.to_receiver, self.events.put, True, LAYOUT.block_nbytes)
+        self.answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+        self._tamper = tamper
+        config = make_config(transport)
+        p, d = Transports(config, self.source), Transports(config, self.target)
+        self._keep = (p, d)
+        self.send = p.send_thread("c", KEY, self._to_receiver, self.events.put)
+        seed = self.source.probe_seed if probe_seed is None else probe_seed
+        layout = LAYOUT.to_info()
+        opened = wire.LinkOpen("link", "m", layout, NUM_BLOCKS, self.send.offers, wire.KVOptions(), seed)
+        self._ready = threading.Event()
+        self.receive = d.receive_thread("c", "prefill-0@1", opened, KEY, self._to_sender, self.events.put)
+        self._ready.set()
 
-    def answer(self, body: wire.Body) -> None:
+    def _to_sender(self, body: wire.Body) -> None:
         if isinstance(body, wire.LinkAnswer):
-            self.send.open(body.transport)
-        elif isinstance(body, wire.LinkReady):
-            self.events.put(body)
+            self.send.open(body.transport, LAYOUT, KVLayout.from_info(body.layout))
+        self.answers.put(body)
 
-    def to_receiver(self, body: wire.Body) -> None:
-        assert isinstance(body, wire.KVChunk | wire.KVEnd)
-        self.receive.put(body)
+    def _to_receiver(self, body: wire.Body) -> None:
+        assert isinstance(body, wire.KVFrame)
+        assert self._ready.wait(WAIT_S)
+        for frame in self._tamper(body):
+            self.receive.put(frame)
+
+    def await_ready(self) -> wire.LinkReady:
+        while not isinstance(answer := self.answers.get(timeout=WAIT_S), wire.LinkReady):
+            assert isinstance(answer, wire.LinkAnswer), answer
+        return answer
+
+    def transfer(self, source: list[int], into: list[int], transfer_id: str = "t") -> None:
+        """In two chunks, the first of them layer by layer."""
+        num_tokens = len(source) * LAYOUT.block_size
+        self.receive.begin(transfer_id, into, 0, num_tokens)
+        half = len(source) // 2
+        pieces = [blocks(source[:half], 0, 1), blocks(source[:half], 1, 1)]
+        pieces.append(wire.KVPiece(half * 4, num_tokens - half * 4, 0, 2, source[half:]))
+        for index, piece in enumerate(pieces):
+            self.send.ship(transfer_id, index, piece)
+        self.send.ship_end(wire.KVEnd(transfer_id, len(pieces), num_tokens, [TOKEN]))
 
     def close(self) -> None:
         self.send.close()
         self.receive.close()
 
 
-def test_the_threads_land_a_transfer_in_order() -> None:
-    source, target = random_pool(1), random_pool(2)
-    server = PoolServer(source)
-    pair = Pair.__new__(Pair)
-    pair.sender = ShmSender(server, source)
-    pair.receiver = ShmReceiver(pair.sender.offer(), target, NUM_BLOCKS, WAIT_S)
-
-    link: list[Collected] = []
-
-    class Late(Collected):
-        def answer(self, body: wire.Body) -> None:
-            if isinstance(body, wire.LinkReady):
-                self.events.put(body)
-
-    link.append(Late(pair))
-    assert isinstance(link[0].events.get(timeout=WAIT_S), wire.LinkReady)
-    link[0].send.open("shm")
-    link[0].receive.begin("t", [7, 8, 9])
-    link[0].send.ship("t", 0, 0, [1, 2])
-    link[0].send.ship("t", 1, 2, [3])
-    link[0].send.ship_end(wire.KVEnd("t", 2, 11, [TOKEN]))
-    landed = link[0].events.get(timeout=WAIT_S)
-    assert landed == Landed("t", [TOKEN], 3 * LAYOUT.block_nbytes)
-    assert torch.equal(target.data[[7, 8, 9]], source.data[[1, 2, 3]])
-    link[0].close()
-    server.close()
+@pytest.mark.parametrize(("transport", "chosen"), [("auto", "local"), ("shm", "shm"), ("dist", "dist")])
+def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> None:
+    link = Link(transport)
+    assert link.await_ready().transport == chosen
+    link.transfer([1, 2, 3], [7, 8, 9])
+    assert link.events.get(timeout=WAIT_S) == Landed("t", [TOKEN], 3 * LAYOUT.block_nbytes)
+    assert torch.equal(link.target.data[[7, 8, 9]], link.source.data[[1, 2, 3]])
+    link.send.probe()  # keepalive: the link lives
+    link.transfer([4, 5], [0, 1], "t2")
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    assert link.receive.num_dropped == 0
+    link.close()
 
 
-class NoTransport:
-    name: wire.TransportName = "local"
-
-    def open(self) -> None: ...
-
-    def receive(self, chunk: wire.KVChunk, into: list[int] | None) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def chunk(sequence: int, first: int, count: int = 1) -> wire.KVChunk:
-    return wire.KVChunk("t", sequence, first, list(range(count)), 1, 0)
+@pytest.mark.parametrize("transport", ["shm", "dist"])
+def test_a_pool_with_another_content_is_not_trusted(transport: str) -> None:
+    """As if the memory that D reads were not the one that P means."""
+    link = Link(transport, probe_seed=123)
+    assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
+    refused = link.answers.get(timeout=WAIT_S)
+    assert isinstance(refused, wire.LinkRefused)
+    assert "another content" in refused.reason
+    assert refused.retry
+    link.close()
 
 
-@pytest.mark.parametrize(
-    "items",
-    [
-        [chunk(1, 0)],  # the first is missing
-        [chunk(0, 0), chunk(0, 0)],  # twice
-        [chunk(0, 1)],  # a gap
-        [chunk(0, 0), chunk(1, 1, count=9)],  # more than was reserved
-        [chunk(0, 0), wire.KVEnd("t", 1, 8, [TOKEN])],  # too little
-        [chunk(0, 0, 2), wire.KVEnd("t", 2, 8, [TOKEN])],  # another count
-        [chunk(0, 0, 2), wire.KVEnd("t", 1, 8, [])],  # no token
-    ],
-)
-def test_the_lander_notices_what_is_out_of_order(items: list[wire.KVChunk | wire.KVEnd]) -> None:
-    lander = Lander(NoTransport())
-    lander.begin("t", [4, 5])
-    events = [lander.land(item) for item in items]
-    assert isinstance(events[-1], LandFault)
-    assert lander.land(chunk(0, 0)) is None, "after a fault nothing of this transfer lands"
+def test_the_next_transport_is_tried_when_the_probe_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto: local is broken here, so shared memory serves."""
+
+    def nothing(self: LocalReceiver, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None: ...
+
+    monkeypatch.setattr(LocalReceiver, "receive", nothing)
+    link = Link("auto")
+    assert link.await_ready().transport == "shm"
+    link.transfer([1, 2, 3], [7, 8, 9])
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    link.close()
+
+
+def test_a_link_without_a_probe_is_refused() -> None:
+    link = Link("shm", tamper=lambda frame: [])
+    assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
+    refused = link.answers.get(timeout=WAIT_S)
+    assert isinstance(refused, wire.LinkRefused)
+    assert "no probe" in refused.reason
+    link.close()
+
+
+def test_a_keepalive_that_fails_ends_the_link() -> None:
+    link = Link("shm")
+    link.await_ready()
+    link.source.data[link.source.probe_block] += 1
+    link.send.probe()
+    failed = link.events.get(timeout=WAIT_S)
+    assert isinstance(failed, LinkFailed)
+    assert "another content" in failed.reason
+    link.close()
+
+
+def test_doubled_and_foreign_frames_are_dropped_and_counted() -> None:
+    stranger = Sealer(LinkKey.derive(b"other", "link", "p", "d"))
+
+    def tamper(frame: wire.KVFrame) -> list[wire.KVFrame]:
+        return [frame, frame, stranger.seal(wire.KVEnd("t", 0, 0, [TOKEN]))]
+
+    link = Link("shm", tamper)
+    link.await_ready()
+    link.transfer([1, 2, 3], [7, 8, 9])
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    assert link.receive.num_dropped >= 8
+    link.close()
+
+
+def test_a_lost_frame_ends_the_link_and_drains_are_still_acknowledged() -> None:
+    link = Link("shm", tamper=lambda frame: [frame] if frame.sequence != 2 else [])
+    link.await_ready()
+    link.transfer([1, 2, 3], [7, 8, 9])
+    failed = link.events.get(timeout=WAIT_S)
+    assert isinstance(failed, LinkFailed)
+    assert "came when 2 was next" in failed.reason
+    link.receive.forget("t")
+    assert link.events.get(timeout=WAIT_S) == Drained("t")
+    link.close()
+
+
+def test_damage_in_the_payload_ends_the_transfer_only() -> None:
+    link = Link("shm")
+    link.await_ready()
+    prepare = OneSidedSender.prepare
+
+    def damaged(self: OneSidedSender, piece: wire.KVPiece) -> Prepared:
+        prepared = prepare(self, piece)
+        return dataclasses.replace(prepared, checksum=prepared.checksum ^ 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OneSidedSender, "prepare", damaged)
+        link.transfer([1, 2], [7, 8])
+        assert link.events.get(timeout=WAIT_S) == LandFault("t", "checksum of a KV chunk is wrong")
+    link.transfer([1, 2], [7, 8], "t2")
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    link.close()
 
 
 def test_a_link_whose_transports_all_fail_is_refused() -> None:
-    answers: list[wire.Body] = []
-    refused = threading.Event()
+    answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
 
-    class Broken(NoTransport):
+    class Broken(LocalReceiver):
         def open(self) -> None:
             raise LinkError("no way", retry=True)
 
-    def post(body: wire.Body) -> None:
-        answers.append(body)
-        if isinstance(body, wire.LinkRefused):
-            refused.set()
-
-    thread = ReceiveThread("c", "link", [Broken()], post, lambda event: None)
-    assert refused.wait(WAIT_S)
-    assert answers[-1] == wire.LinkRefused("link", "local: no way", True)
-    thread.close()
-
-
-def test_a_sender_that_fails_reports_its_link() -> None:
-    events: list[object] = []
-    failed = threading.Event()
-
-    class Broken:
-        name: wire.TransportName = "local"
-
-        def offer(self) -> wire.TransportOffer:
-            return wire.TransportOffer(transport="local")
-
-        def open(self) -> None:
-            raise LinkError("no way")
-
-        def payload(self, block_ids: list[int], checksum: bool) -> tuple[torch.Tensor | None, int]:
-            return None, 0
-
-        def send(self, payload: torch.Tensor | None) -> None: ...
-
-        def close(self) -> None:
-            failed.set()
-
-    thread = SendThread("c", [Broken()], lambda body: None, events.append, True, 1)
-    thread.open("local")
-    assert failed.wait(WAIT_S)
-    assert events == [LinkFailed("c", "no way")]
-
-
-def test_runs() -> None:
-    assert runs([3, 4, 5, 9]) == [(3, 3), (9, 1)]
-    assert runs([]) == []
-    assert runs([2, 1]) == [(2, 1), (1, 1)]
-
-
-def with_changes(**changes: object) -> Callable[[], KVLayout]:
-    return lambda: dataclasses.replace(LAYOUT, **changes)
-
-
-@pytest.mark.parametrize(
-    "change", [{"block_size": 8}, {"dtype": "float16"}, {"num_layers": 3}, {"num_kv_heads": 4}, {"tp_size": 2}]
-)
-def test_pairs_that_cannot_work_are_refused_by_name(change: dict[str, object]) -> None:
-    check_pair(LAYOUT, LAYOUT)
-    with pytest.raises(LinkError, match=next(iter(change))) as caught:
-        check_pair(LAYOUT, with_changes(**change)())
-    assert not caught.value.retry
-
-
-def test_head_ranges_cover_all_heads() -> None:
-    """Split while there are enough heads, replicated when there are more ranks."""
-
-    def ranges(num_kv_heads: int, tp_size: int) -> list[tuple[int, int]]:
-        layout = dataclasses.replace(LAYOUT, num_kv_heads=num_kv_heads, tp_size=tp_size)
-        return [dataclasses.replace(layout, tp_rank=rank).head_range for rank in range(tp_size)]
-
-    assert ranges(8, 2) == [(0, 4), (4, 8)]
-    assert ranges(2, 4) == [(0, 1), (0, 1), (1, 2), (1, 2)]
-    assert ranges(2, 2) == [(0, 1), (1, 2)]
-
-
-def test_a_thread_that_meets_a_surprise_reports_it_and_still_acknowledges_drains() -> None:
-    events: queue.SimpleQueue[object] = queue.SimpleQueue()
-
-    class Surprising(NoTransport):
-        def receive(self, chunk: wire.KVChunk, into: list[int] | None) -> None:
-            raise MemoryError("no staging buffer")
-
-    thread = ReceiveThread("c", "link", [Surprising()], lambda body: None, events.put)
-    thread.begin("t", [1])
-    thread.put(chunk(0, 0))
-    failed = events.get(timeout=WAIT_S)
-    assert isinstance(failed, LinkFailed)
-    assert "no staging buffer" in failed.reason
-    thread.forget("t")
-    assert events.get(timeout=WAIT_S) == Drained("t")
+    target = random_pool(2)
+    receiver = Broken(wire.TransportOffer(transport="local"), target, LAYOUT, CHECKSUM)
+    thread = ReceiveThread(
+        "c", "link", [receiver], Probe(target, LAYOUT, 0), Opener(KEY), answers.put, lambda event: None, WAIT_S
+    )
+    assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
+    assert answers.get(timeout=WAIT_S) == wire.LinkRefused("link", "local: no way", True)
     thread.close()
 
 
 def test_a_transport_that_was_not_offered_fails_the_link() -> None:
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    thread = SendThread("c", [], lambda body: None, events.put, True, 1)
-    thread.open("dist")
+    thread = SendThread("c", [], Sealer(KEY), 0, lambda body: None, events.put)
+    thread.open("dist", LAYOUT, LAYOUT)
     assert events.get(timeout=WAIT_S) == LinkFailed("c", "the decode instance chose dist, which was not offered")
+
+
+def test_a_thread_that_meets_a_surprise_reports_it_and_still_acknowledges_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = Link("local")
+    link.await_ready()
+
+    def surprise(self: LocalReceiver, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None:
+        raise MemoryError("no staging buffer")
+
+    monkeypatch.setattr(LocalReceiver, "receive", surprise)
+    link.transfer([1, 2], [7, 8])
+    failed = link.events.get(timeout=WAIT_S)
+    assert isinstance(failed, LinkFailed)
+    assert "no staging buffer" in failed.reason
+    link.receive.forget("t")
+    assert link.events.get(timeout=WAIT_S) == Drained("t")
+    link.close()

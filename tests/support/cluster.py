@@ -70,8 +70,11 @@ class LiveCluster:
 
     # ---- processes
 
+    def plan(self) -> list[Member]:
+        return plan_cluster(self.launch, self.folder)
+
     def start(self) -> None:
-        self.members = {member.name: member for member in plan_cluster(self.launch, self.folder)}
+        self.members = {member.name: member for member in self.plan()}
         for name in self.members:
             self.start_member(name)
 
@@ -154,10 +157,13 @@ class LiveCluster:
             for name, process in self.processes.items():
                 if process.poll() is not None:
                     raise AssertionError(f"{name} ended with code {process.returncode}\n{self.logs()}")
-            status, body = self.health()
-            return status == 200 and body["status"] == "ok" and self._all_linked()
+            return self.is_whole()
 
         self.wait_until("the cluster is ready", ready, START_TIMEOUT_S)
+
+    def is_whole(self) -> bool:
+        status, body = self.health()
+        return status == 200 and body["status"] == "ok" and self._all_linked()
 
     def _all_linked(self) -> bool:
         found = self.instances()

@@ -1,0 +1,253 @@
+"""Instances die, stand still and are cut off under load: no wrong token, every request ends in time with its answer or
+with an error that names an instance, and afterwards the cluster is whole and empty without anybody's help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import LiveCluster
+from tests.support.engines import random_prompt
+from tests.support.netns import CannotMakeNamespaces, Network, SpreadCluster
+from tests.support.traffic import Ask, Judge, Outcome, Traffic, make_asks
+
+Checkpoints = Callable[..., Path]
+REQUEST_TIMEOUT_S = 60
+CONCURRENCY = 32
+STANDSTILL_S = 20.0
+CUT_S = 8.0
+BUSY = 4  # requests of an instance that a fault shall meet
+PACE_S = 0.25  # between requests while faults last
+LONGEST, MAX_TOKENS = 400, 64
+FLAGS = [
+    "--block-size=8",
+    "--num-blocks=128",
+    "--max-model-len=512",
+    "--max-num-batched-tokens=256",
+    "--growth-tokens=16",
+    "--transfer-timeout=10",
+    f"--request-timeout={REQUEST_TIMEOUT_S}",
+]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoints) -> Path:
+    return checkpoint("llama", max_position_embeddings=1024)
+
+
+class Trouble:
+    """Traffic on a cluster, and the faults that it meets. `burst`: how many requests come when a fault is near."""
+
+    def __init__(self, cluster: LiveCluster, traffic: Traffic, burst: int) -> None:
+        self.cluster = cluster
+        self.traffic = traffic
+        self._burst = burst
+        self._next_s = 0.0
+
+    def await_busy(self, name: str) -> None:
+        """Requests come until that instance has several of them, and so the fault cannot miss."""
+
+        def busy() -> bool:
+            self.traffic.more(self._burst)
+            return bool(self.cluster.instance(name)["num_outstanding"] >= BUSY)
+
+        self.cluster.wait_until(f"{name} is busy", busy)
+
+    def go_on_until(self, what: str, condition: Callable[[], bool]) -> None:
+        """Until the condition holds, with a request now and then."""
+
+        def holds() -> bool:
+            if time.monotonic() >= self._next_s:
+                self._next_s = time.monotonic() + PACE_S
+                self.traffic.more(1)
+            return condition()
+
+        self.cluster.wait_until(what, holds)
+
+    def go_on_for(self, seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        self.go_on_until(f"{seconds:g} s are over", lambda: time.monotonic() > end_s)
+
+    def kill(self, name: str) -> None:
+        """kill -9 of a worker in the middle of its work."""
+        self.await_busy(name)
+        self.cluster.kill(name)
+        assert self.traffic.num_in_flight > 0
+        self.cluster.await_exit(name)
+        self.await_lost(name)
+
+    def await_lost(self, *names: str) -> None:
+        def lost() -> bool:
+            return all(i["state"] != "ready" for i in self.cluster.instances() if i["instance_id"] in names)
+
+        self.go_on_until(f"{', '.join(names)} is lost", lost)
+
+    def restart(self, *names: str) -> None:
+        for name in names:
+            self.cluster.start_member(name)
+        self.await_whole()
+
+    def await_whole(self) -> None:
+        self.go_on_until("the cluster is whole again", self.cluster.is_whole)
+
+    def stand_still(self, name: str, seconds: float) -> None:
+        """The rank process is stopped under load, and goes on under load."""
+        self.await_busy(name)
+        self.cluster.kill_rank(name, signal.SIGSTOP)
+        try:
+            self.await_lost(name)
+            self.go_on_for(seconds)
+        finally:
+            self.traffic.more(self._burst)
+            self.cluster.kill_rank(name, signal.SIGCONT)
+        self.await_whole()
+
+
+def assert_every_pair_serves(cluster: LiveCluster, model: Path, enter: Callable[[], None] = lambda: None) -> None:
+    """New prompts, until each prefill instance has served with each decode instance: exact all of them."""
+    found = cluster.instances()
+    names = {role: [i["instance_id"] for i in found if i["role"] == role] for role in ("prefill", "decode")}
+    wanted = {f"{p},{d}" for p in names["prefill"] for d in names["decode"]}
+    rng = random.Random(44)
+
+    def complete() -> bool:
+        asks = [Ask(tuple(random_prompt(rng, rng.randrange(9, 40))), rng.randrange(4, 12)) for _ in range(8)]
+        with Traffic(cluster.url, asks, len(asks), enter) as traffic:
+            traffic.finish()
+        counts = Judge(model, asks, REQUEST_TIMEOUT_S).check(traffic.outcomes)
+        assert counts == {"answered": len(asks)}, counts
+        wanted.difference_update(outcome.served_by for outcome in traffic.outcomes)
+        return not wanted
+
+    cluster.wait_until("every pair has served", complete)
+
+
+def assert_named(outcomes: list[Outcome], *names: str) -> None:
+    """Each of these faults has ended requests, and they say so."""
+    for name in names:
+        assert any(name in outcome.error for outcome in outcomes), f"no request failed because of {name}"
+
+
+def assert_good_end(
+    cluster: LiveCluster,
+    model: Path,
+    judge: Judge,
+    outcomes: list[Outcome],
+    enter: Callable[[], None] = lambda: None,
+) -> None:
+    """After traffic and faults: what the requests got is right, and the cluster is empty, whole and exact."""
+    cluster.await_ready()
+    cluster.assert_home()
+    counts = judge.check(outcomes)
+    print(f"{len(outcomes)} requests:", dict(counts.most_common()))
+    assert counts["answered"] >= len(outcomes) / 2, counts
+    assert_every_pair_serves(cluster, model, enter)
+    cluster.assert_home()
+
+
+def test_kill_9_of_a_prefill_and_a_decode_instance_under_load(model: Path, tmp_path: Path) -> None:
+    asks = make_asks(random.Random(41), 200, 16, LONGEST, MAX_TOKENS)
+    judge = Judge(model, asks, REQUEST_TIMEOUT_S)
+    with LiveCluster(tmp_path, model, 2, 2, FLAGS) as cluster:
+        with Traffic(cluster.url, asks, CONCURRENCY) as traffic:
+            trouble = Trouble(cluster, traffic, burst=40)
+            trouble.kill("prefill-0")
+            trouble.kill("decode-1")
+            trouble.restart("prefill-0", "decode-1")
+            traffic.finish()
+        assert_good_end(cluster, model, judge, traffic.outcomes)
+        assert_named(traffic.outcomes, "prefill-0", "decode-1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["shm", "dist"])
+def test_500_requests_while_instances_die_and_stand_still(model: Path, tmp_path: Path, transport: str) -> None:
+    asks = make_asks(random.Random(42), 500, 40, LONGEST, MAX_TOKENS)
+    judge = Judge(model, asks, REQUEST_TIMEOUT_S)
+    with LiveCluster(tmp_path, model, 2, 2, [*FLAGS, f"--kv-transport={transport}"]) as cluster:
+        with Traffic(cluster.url, asks, CONCURRENCY) as traffic:
+            trouble = Trouble(cluster, traffic, burst=60)
+            trouble.kill("prefill-1")
+            trouble.restart("prefill-1")
+            trouble.kill("decode-0")
+            trouble.restart("decode-0")
+            trouble.stand_still("decode-1", STANDSTILL_S)
+            traffic.finish()
+        assert_good_end(cluster, model, judge, traffic.outcomes)
+        assert_named(traffic.outcomes, "prefill-1", "decode-0", "decode-1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xfail(
+    strict=True, reason="for 3 s it takes links for up that its peers have closed, and requests go there"
+)
+def test_a_prefill_instance_that_stood_still_serves_as_soon_as_it_is_ready(model: Path, tmp_path: Path) -> None:
+    """Its peers have given its connections up, and it cannot know: whoever says ready must have found out first."""
+    asks = make_asks(random.Random(45), 200, 16, LONGEST, MAX_TOKENS)
+    judge = Judge(model, asks, REQUEST_TIMEOUT_S)
+    with LiveCluster(tmp_path, model, 2, 2, FLAGS) as cluster:
+        with Traffic(cluster.url, asks, CONCURRENCY) as traffic:
+            trouble = Trouble(cluster, traffic, burst=40)
+            trouble.stand_still("prefill-0", 0.0)
+            num_before = len(traffic.outcomes)
+            traffic.finish()
+        counts = judge.check(traffic.outcomes)
+        assert judge.check(traffic.outcomes[num_before + CONCURRENCY :]).keys() == {"answered"}, counts
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Three hosts and the hub; this thread is on the hub."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(Network(["left", "right", "far"]))
+        except CannotMakeNamespaces as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        stack.enter_context(made.visit())
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_hosts_are_cut_off_under_load(model: Path, tmp_path: Path, network: Network) -> None:
+    """With KV cache over the network: a host hears nobody, two do not hear each other, and no prefill is left."""
+    asks = make_asks(random.Random(43), 500, 40, LONGEST, MAX_TOKENS)
+    judge = Judge(model, asks, REQUEST_TIMEOUT_S)
+    where = {"prefill-0": "left", "prefill-1": "left", "decode-0": "right", "decode-1": "far"}
+    with SpreadCluster(network, where, tmp_path, model, arguments=[*FLAGS, "--kv-transport=dist"]) as cluster:
+        with Traffic(cluster.url, asks, CONCURRENCY, network.enter) as traffic:
+            trouble = Trouble(cluster, traffic, burst=60)
+            trouble.await_busy("decode-1")
+            network.pull("far")
+            trouble.await_lost("decode-1")
+            trouble.go_on_for(CUT_S)
+            network.plug("far")
+            trouble.await_whole()
+            num_before_parting = len(traffic.outcomes)
+            trouble.await_busy("decode-1")
+            network.part("left", "far")
+            trouble.go_on_until("the links are down", lambda: not cluster.is_whole())
+            trouble.go_on_for(CUT_S)
+            network.join("left", "far")
+            trouble.await_whole()
+            num_before_silence = len(traffic.outcomes)
+            trouble.await_busy("prefill-0")
+            network.pull("left")
+            trouble.await_lost("prefill-0", "prefill-1")
+            trouble.go_on_for(CUT_S)
+            network.plug("left")
+            trouble.await_whole()
+            traffic.finish()
+        assert_good_end(cluster, model, judge, traffic.outcomes, network.enter)
+        assert_named(traffic.outcomes[:num_before_parting], "decode-1")
+        assert_named(traffic.outcomes[num_before_parting:num_before_silence], "decode-1")
+        assert_named(traffic.outcomes[num_before_silence:], "prefill-0")

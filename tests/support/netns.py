@@ -1,0 +1,202 @@
+"""Hosts that a test makes for itself: network namespaces on a bridge of their own, with cables that can be pulled.
+
+Nothing of it is seen by the machine's own network, and nothing is named: a namespace lives as long as the process that
+holds it, and that one ends with the test's own process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pd_cluster.cluster.launcher import Member
+from ranktable_tools import generate, write
+from ranktable_tools.files import write_private
+from ranktable_tools.merge import merge
+from tests.support.cluster import LiveCluster
+
+NETWORK = "10.213.7"
+HUB = "hub"
+CLONE_NEWNET = 0x40000000
+
+
+class CannotMakeNamespaces(Exception):
+    """Why this machine or this user has none."""
+
+
+class Network:
+    """`with Network(names) as network:` the hub, which holds the bridge, and a host for each name."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.addresses = {name: f"{NETWORK}.{at + 1}" for at, name in enumerate((HUB, *names))}
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Network:
+        try:
+            self._build()
+        except (CannotMakeNamespaces, subprocess.CalledProcessError) as error:
+            self.close()
+            said = getattr(error, "stderr", b"") or b""
+            raise CannotMakeNamespaces(f"{error} {said.decode(errors='replace').strip()}".strip()) from None
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for holder in self._holders.values():
+            holder.kill()
+            holder.wait(10)
+
+    def _build(self) -> None:
+        if os.geteuid() != 0:
+            raise CannotMakeNamespaces("only root may make network namespaces")
+        if missing := [tool for tool in ("ip", "nsenter", "unshare", "cat") if shutil.which(tool) is None]:
+            raise CannotMakeNamespaces(f"not installed: {', '.join(missing)}")
+        for name in self.addresses:
+            self._hold(name)
+            self.ip(name, "link set lo up")
+        self.ip(HUB, "link add bridge0 type bridge")
+        self.ip(HUB, f"addr add {self.addresses[HUB]}/24 dev bridge0")
+        self.ip(HUB, "link set bridge0 up")
+        for name in self.hosts:
+            self.ip(HUB, f"link add to-{name} type veth peer name eth0 netns {self._holders[name].pid}")
+            self.ip(HUB, f"link set to-{name} master bridge0")
+            self.ip(HUB, f"link set to-{name} up")
+            self.ip(name, f"addr add {self.addresses[name]}/24 dev eth0")
+            self.ip(name, "link set eth0 up")
+
+    def _hold(self, name: str) -> None:
+        """Starts the process that the namespace belongs to: it ends at end of file, so with this very process."""
+        holder = subprocess.Popen(
+            ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._holders[name] = holder
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        with contextlib.suppress(BrokenPipeError):
+            holder.stdin.write(b"there\n")
+            holder.stdin.flush()
+        if holder.stdout.readline() != b"there\n":  # cat answers as soon as it is where it should be
+            raise CannotMakeNamespaces(holder.stderr.read().decode(errors="replace").strip())
+
+    @property
+    def hosts(self) -> list[str]:
+        return [name for name in self.addresses if name != HUB]
+
+    def inside(self, name: str, command: Sequence[str]) -> list[str]:
+        """The command that runs `command` on that host, in the same process."""
+        return ["nsenter", f"--net=/proc/{self._holders[name].pid}/ns/net", "--", *command]
+
+    def ip(self, name: str, arguments: str) -> None:
+        command = self.inside(name, ["ip", *arguments.split()])
+        subprocess.run(command, check=True, capture_output=True, timeout=10)
+
+    # ---- cables
+
+    def pull(self, name: str) -> None:
+        """That host hears nobody and nobody hears it."""
+        self.ip(HUB, f"link set to-{name} down")
+
+    def plug(self, name: str) -> None:
+        self.ip(HUB, f"link set to-{name} up")
+
+    def part(self, *names: str) -> None:
+        """These hosts do not hear each other; the hub hears them all."""
+        for name in names:
+            self.ip(HUB, f"link set dev to-{name} type bridge_slave isolated on")
+
+    def join(self, *names: str) -> None:
+        for name in names:
+            self.ip(HUB, f"link set dev to-{name} type bridge_slave isolated off")
+
+    # ---- where a thread is
+
+    def enter(self, name: str = HUB) -> None:
+        """The calling thread's new sockets are on that host from now on."""
+        _enter(Path(f"/proc/{self._holders[name].pid}/ns/net"))
+
+    @contextlib.contextmanager
+    def visit(self, name: str = HUB) -> Iterator[None]:
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.enter(name)
+            yield
+        finally:
+            _set_namespace(home)
+            os.close(home)
+
+
+class SpreadCluster(LiveCluster):
+    """A cluster over a network's hosts: the scheduler on the hub, each instance on the host that `where` names.
+
+    Whoever asks it must be on the hub (`Network.enter`), where it serves at the loopback address.
+    """
+
+    def __init__(self, network: Network, where: dict[str, str], folder: Path, model: Path, **settings: Any) -> None:
+        roles = [name.partition("-")[0] for name in where]
+        super().__init__(folder, model, roles.count("prefill"), roles.count("decode"), **settings)
+        self._network = network
+        self._where = {**where, "scheduler": HUB}
+
+    def plan(self) -> list[Member]:
+        """What `pd-cluster up` would start, each on its host and told so by its rank tables."""
+        tables = self._write_tables()
+        return [self._moved(member, tables) for member in super().plan()]
+
+    def _write_tables(self) -> Path:
+        """A table for each host, as an operator would make it there, and the merged one, which is returned."""
+        parts = []
+        for host, address in self._network.addresses.items():
+            prefill, decode = (self._devices(host, role) for role in ("prefill", "decode"))
+            made = generate(
+                prefill=prefill,
+                decode=decode,
+                api_server=host == HUB,
+                server_ip=address,
+                device_kind="cpu",
+                device_ips=None,
+            )
+            parts.append(write(made, self.folder)[0])
+        return write_private(self.folder / "global_ranktable_merge.json", merge(parts).to_json())
+
+    def _here(self, host: str) -> list[str]:
+        return [name for name, its_host in self._where.items() if its_host == host and name != "scheduler"]
+
+    def _devices(self, host: str, role: str) -> list[list[int]]:
+        return [[device] for device, name in enumerate(self._here(host)) if name.startswith(role)]
+
+    def _moved(self, member: Member, table: Path) -> Member:
+        host = self._where[member.name]
+        address = self._network.addresses[host]
+        is_scheduler = member.name == "scheduler"
+        slot = "host" if is_scheduler else str(self._here(host).index(member.name))
+        local = self.folder / f"local_ranktable_{address}_{slot}.json"
+        names = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local)}
+        command = [*member.command, *([] if is_scheduler else [f"--host={address}"])]  # the last one counts
+        return replace(member, command=self._network.inside(host, command), env={**member.env, **names})
+
+
+def _enter(namespace: Path) -> None:
+    fd = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _set_namespace(fd)
+    finally:
+        os.close(fd)
+
+
+def _set_namespace(fd: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")

@@ -1,0 +1,257 @@
+"""Many requests against a cluster that is being broken: what each asked, what it got, and whether that is right."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.checkpoints import reference_greedy
+from tests.support.engines import assert_same, random_prompt
+
+INSTANCE = re.compile(r"\b(?:prefill|decode)-\d+\b")
+CLIENT_TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One completion with nothing left to chance: greedy, or for several sequences the same by top_k 1."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    n: int = 1
+    stream: bool = True
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "n": self.n,
+            "stream": self.stream,
+            **({"temperature": 0} if self.n == 1 else {"temperature": 1.0, "top_k": 1, "seed": 1}),
+            "return_token_ids": True,
+        }
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came back. `error` is the server's own message, in its answer's body or in-band."""
+
+    ask: Ask
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    choices: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+    error: str = ""
+    broken: str = ""  # the answer is none: cut off, no JSON, out of order
+    took_s: float = 0.0
+
+    @property
+    def answered(self) -> bool:
+        return self.status == 200 and not self.error and not self.broken
+
+    @property
+    def served_by(self) -> str:
+        return self.headers.get("x-pd-served-by", "")
+
+
+def make_asks(rng: random.Random, number: int, num_prompts: int, longest: int, max_tokens: int) -> list[Ask]:
+    """Of `num_prompts` prompts, a third of which begin alike; every eighth request wants two sequences."""
+    prompts = [random_prompt(rng, rng.choice((1, rng.randrange(2, 60), rng.randrange(60, longest)))) for _ in range(2)]
+    shared = random_prompt(rng, longest // 2)
+    for at in range(num_prompts - 2):
+        length = rng.choice((rng.randrange(2, 40), rng.randrange(2, longest // 2)))
+        prompts.append([*(shared if at % 3 == 0 else []), *random_prompt(rng, length)])
+    return [
+        Ask(
+            tuple(rng.choice(prompts)),
+            rng.randrange(4, max_tokens + 1),
+            n=2 if rng.random() < 1 / 8 else 1,
+            stream=rng.random() < 2 / 3,
+        )
+        for _ in range(number)
+    ]
+
+
+def ask_once(client: httpx.Client, url: str, ask: Ask) -> Outcome:
+    """Never raises: whatever goes wrong is part of the outcome."""
+    outcome = Outcome(ask)
+    started_s = time.monotonic()
+    try:
+        with client.stream("POST", f"{url}/v1/completions", json=ask.body()) as answer:
+            outcome.status, outcome.headers = answer.status_code, dict(answer.headers)
+            if ask.stream and answer.status_code == 200:
+                _read_events(outcome, answer.iter_lines())
+            else:
+                _read_whole(outcome, answer.read())
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        outcome.broken = f"{type(error).__name__}: {error}"
+    outcome.took_s = time.monotonic() - started_s
+    return outcome
+
+
+def _read_whole(outcome: Outcome, body: bytes) -> None:
+    answer = json.loads(body)
+    if outcome.status != 200:
+        outcome.error = answer["error"]["message"]
+        return
+    for choice in answer["choices"]:
+        outcome.choices[choice["index"]] = choice["token_ids"]
+        outcome.finished[choice["index"]] = choice["finish_reason"]
+
+
+def _read_events(outcome: Outcome, lines: Iterator[str]) -> None:
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    if not events or events[-1] != "[DONE]":
+        outcome.broken = f"the stream of {len(events)} events does not end with [DONE]"
+    for text in events:
+        if text == "[DONE]":
+            continue
+        event = json.loads(text)
+        if outcome.error:
+            outcome.broken = "an event behind the error"
+        if "error" in event:
+            outcome.error = event["error"]["message"]
+            continue
+        for choice in event["choices"]:
+            outcome.choices.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+            if choice["finish_reason"] is not None:
+                outcome.finished[choice["index"]] = choice["finish_reason"]
+
+
+class Traffic:
+    """Sends `asks` in order, `concurrency` at a time, but none before it is allowed: so a fault always meets requests.
+
+    `enter` runs first on each thread.
+    """
+
+    def __init__(
+        self, url: str, asks: Sequence[Ask], concurrency: int, enter: Callable[[], None] = lambda: None
+    ) -> None:
+        self.outcomes: list[Outcome] = []
+        self._url = url
+        self._asks = asks
+        self._enter = enter
+        self._num_started = self._num_allowed = 0
+        self._changed = threading.Condition()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(concurrency)]
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:  # after a failure nothing new begins
+            self._asks = self._asks[: self._num_started]
+            self._changed.notify_all()
+
+    def more(self, number: int) -> None:
+        """So many requests may be sent now."""
+        with self._changed:
+            self._num_allowed = max(self._num_allowed, self._num_started + number)
+            self._changed.notify_all()
+
+    @property
+    def num_in_flight(self) -> int:
+        with self._changed:
+            return self._num_started - len(self.outcomes)
+
+    def finish(self, timeout_s: float = 120.0) -> None:
+        """All of them, to the end."""
+        self.more(len(self._asks))
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.outcomes) == len(self._asks), timeout_s), (
+                f"{len(self.outcomes)} of {len(self._asks)} requests ended within {timeout_s:g} s"
+            )
+
+    def _work(self) -> None:
+        self._enter()
+        no_reuse = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(timeout=CLIENT_TIMEOUT_S, trust_env=False, limits=no_reuse) as client:
+            while (ask := self._next()) is not None:
+                outcome = ask_once(client, self._url, ask)
+                with self._changed:
+                    self.outcomes.append(outcome)
+                    self._changed.notify_all()
+
+    def _next(self) -> Ask | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_started < self._num_allowed or self._is_over())
+            if self._is_over():
+                return None
+            self._num_started += 1
+            return self._asks[self._num_started - 1]
+
+    def _is_over(self) -> bool:
+        return self._num_started >= len(self._asks)
+
+
+class Judge:
+    """Compares outcomes with transformers' own tokens, computed once a prompt."""
+
+    def __init__(self, model: Path, asks: Sequence[Ask], request_timeout_s: float) -> None:
+        self._model = model
+        self._limit_s = request_timeout_s + 5.0
+        longest: dict[tuple[int, ...], int] = {}
+        for ask in asks:
+            longest[ask.prompt] = max(longest.get(ask.prompt, 0), ask.max_tokens)
+        self._expected = {prompt: reference_greedy(model, list(prompt), most) for prompt, most in longest.items()}
+
+    def check(self, outcomes: Sequence[Outcome]) -> Counter[str]:
+        """Every one is right or ends with a named error in time. Returns how many ended how."""
+        for outcome in outcomes:
+            assert not outcome.broken, f"{outcome.broken} ({describe(outcome)})"
+            assert outcome.took_s < self._limit_s, f"too late: {describe(outcome)}"
+            if outcome.answered:
+                assert sorted(outcome.choices) == sorted(outcome.finished) == list(range(outcome.ask.n))
+            else:
+                check_named(outcome)
+            for tokens in outcome.choices.values():
+                self._check_tokens(outcome, tokens)
+        return Counter(kind_of(outcome) for outcome in outcomes)
+
+    def _check_tokens(self, outcome: Outcome, tokens: list[int]) -> None:
+        """Exact when answered; before an in-band error, the beginning of what would have been the answer."""
+        expected = self._expected[outcome.ask.prompt][: outcome.ask.max_tokens]
+        if not outcome.answered:
+            expected = expected[: len(tokens)]
+        if tokens != expected:
+            most = outcome.ask.max_tokens if outcome.answered else len(tokens)
+            assert_same(self._model, list(outcome.ask.prompt), tokens, most)
+
+
+def check_named(outcome: Outcome) -> None:
+    """Nobody can serve, why, and when to come again; or which instance has failed this request."""
+    if outcome.status == 503:
+        assert outcome.error, f"the error gives no reason: {describe(outcome)}"
+        assert int(outcome.headers["retry-after"]) >= 1, describe(outcome)
+    else:
+        assert outcome.status in (200, 500), describe(outcome)
+        assert INSTANCE.search(outcome.error), f"the error names no instance: {describe(outcome)}"
+
+
+def kind_of(outcome: Outcome) -> str:
+    """`answered`, or how and by whom the request failed."""
+    if outcome.answered:
+        return "answered"
+    where = "in-band" if outcome.status == 200 else str(outcome.status)
+    return f"{where}: {' '.join(dict.fromkeys(INSTANCE.findall(outcome.error)))}"
+
+
+def describe(outcome: Outcome) -> str:
+    ask = outcome.ask
+    return (
+        f"{len(ask.prompt)} prompt tokens, max_tokens {ask.max_tokens}, n {ask.n}, stream {ask.stream}, "
+        f"by {outcome.served_by or 'nobody'}: status {outcome.status} after {outcome.took_s:.1f} s, "
+        f"error {outcome.error!r}"
+    )

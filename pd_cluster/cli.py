@@ -190,6 +190,21 @@ def bench_engine(
     run(make_bench(peers, workload, rounds, threads, peers_dir, quick, full), json)
 
 
+@bench.command("kv")
+def bench_kv(
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,
+    transports: Annotated[str, typer.Option(help="shm,dist; default: both.")] = "",
+    sizes: Annotated[str, typer.Option(help="MiB of each transfer; default: 1,16,256.")] = "",
+    streaming: Annotated[bool, typer.Option(help="Measure what streaming hides of a slow link, too.")] = True,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes, one round, no goals: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """KV cache between two processes: GB/s, latency and streaming, against what the machine can do."""
+    from pd_cluster.bench.kv import make_bench, run
+
+    run(make_bench(rounds, transports, sizes, streaming, quick), json)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

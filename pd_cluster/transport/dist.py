@@ -24,7 +24,7 @@ from pd_cluster.transport.base import Checksum, Prepared
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 4 << 20
-NUM_UNDER_WAY = 2  # payloads: one is packed or unpacked while another is on the wire
+NUM_UNDER_WAY = 4  # payloads: one is packed or unpacked while the next are on the wire
 BACKENDS = ("gloo",)
 
 SENDER, RECEIVER = 0, 1

@@ -15,7 +15,7 @@ from pd_cluster.transport.base import Checksum, Prepared, buffer_of
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 16 << 20
-HOT_NBYTES = 512 << 10  # copied and checked in one go, while it is in the core's own cache
+HOT_NBYTES = 256 << 10  # copied and checked in one go, while it is in the core's own cache
 
 _pools: WeakValueDictionary[str, KVPool] = WeakValueDictionary()  # by the name under which they are offered
 
@@ -93,11 +93,13 @@ class OneSidedReader:
                 target[start : start + count].copy_(source[first : first + count])
             return 0
         digest = self._checksum.running()
-        step = max(1, HOT_NBYTES // target[0].numel())
-        for first, start, count in paired_runs(piece.block_ids, into, step):
-            target[start : start + count].copy_(source[first : first + count])
-            for part in contiguous(target[start : start + count]):
-                digest.update(buffer_of(part))
+        for first, start, count in paired_runs(piece.block_ids, into):
+            for there, here in zip(
+                contiguous(target[start : start + count]), contiguous(source[first : first + count]), strict=True
+            ):
+                for hot_there, hot_here in zip(there.split(HOT_NBYTES), here.split(HOT_NBYTES), strict=True):
+                    hot_there.copy_(hot_here)
+                    digest.update(buffer_of(hot_there))
         return digest.intdigest() or 1
 
 
@@ -139,13 +141,13 @@ def offer_pool(pool: KVPool) -> str:
     return name
 
 
-def paired_runs(source: list[int], target: list[int], most: int = 1 << 62) -> list[tuple[int, int, int]]:
-    """(first source block, first target block, count) for stretches, of at most so many, consecutive on both sides."""
+def paired_runs(source: list[int], target: list[int]) -> list[tuple[int, int, int]]:
+    """(first source block, first target block, count) for stretches that are consecutive on both sides."""
     found: list[tuple[int, int, int]] = []
     for s, t in zip(source, target, strict=True):
         if found:
             first, start, count = found[-1]
-            if first + count == s and start + count == t and count < most:
+            if first + count == s and start + count == t:
                 found[-1] = (first, start, count + 1)
                 continue
         found.append((s, t, 1))

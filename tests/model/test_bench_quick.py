@@ -1,4 +1,4 @@
-"""`pd-cluster bench engine --quick` from the command line to its report."""
+"""`pd-cluster bench engine --quick` and `bench kv --quick` from the command line to their reports."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ def test_quick_runs_our_engine_and_generate(tmp_path: Path) -> None:
     ours = next(each for each in written["engines"] if each["name"] == "ours")
     assert ours["equal"]["uniform"] == ours["equal"]["mixed"] == {"tokens": 1.0, "first_tokens": 1.0}
     assert "goals" in done.stdout
+
+
+def test_quick_hands_over_between_two_processes(tmp_path: Path) -> None:
+    """`bench kv --quick`: both transports, checks on and off, the content compared; nothing is judged."""
+    file = tmp_path / "kv.json"
+    command = [sys.executable, "-m", "pd_cluster.cli", "bench", "kv", "--quick", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    written = json.loads(file.read_text())
+    names = {result["name"] for result in written["results"]}
+    rates = {"memcpy", "gloo", "shm off", "shm on", "dist off", "dist on"}
+    assert {f"{name} 1 MiB" for name in rates} | {"block shm on_ms", "block dist off p95_ms"} <= names
+    assert all(result["value"] > 0 for result in written["results"])
+    assert written["goals"] == []

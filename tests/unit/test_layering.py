@@ -41,6 +41,7 @@ TORCH_FREE = [
     "pd_cluster.api.scheduler_app",
     "pd_cluster.api.worker_app",
     "pd_cluster.bench.engine",
+    "pd_cluster.bench.kv",
     "pd_cluster.cli",
     "pd_cluster.serve",
 ]

@@ -1,0 +1,118 @@
+"""What both ends of a lane of `bench kv` are made of: the worker's mailbox, transports and configuration, no model."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from pd_cluster import wire
+from pd_cluster.bench.kv_spec import (
+    BLOCK_NBYTES,
+    BLOCK_SIZE,
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    RUN_BLOCKS,
+    Lane,
+)
+from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
+from pd_cluster.engine.links import Side
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.mailbox import Mailbox, peer_key
+from pd_cluster.transport.factory import Transports
+from pd_cluster.types import Role
+
+HOST = "127.0.0.1"
+NAMES: dict[Role, str] = {"prefill": "prefill-0", "decode": "decode-0"}
+TIMEOUTS = Timeouts()
+LAYOUT = KVLayout(
+    num_layers=NUM_LAYERS,
+    num_kv_heads=NUM_KV_HEADS,
+    k_head_dim=HEAD_DIM,
+    v_head_dim=HEAD_DIM,
+    block_size=BLOCK_SIZE,
+    dtype="float16",
+)
+assert LAYOUT.block_nbytes == BLOCK_NBYTES
+
+
+def make_pool(num_blocks: int, of_numbers: bool) -> KVPool:
+    """Every page is there already. `of_numbers`: block b is the number b all over."""
+    pool = KVPool(LAYOUT, num_blocks)
+    blocks = pool.flat()[:num_blocks].view(torch.int16)
+    for block in range(num_blocks):
+        blocks[block] = block if of_numbers else -1
+    return pool
+
+
+class FreeBlocks:
+    """Hands out blocks in runs that follow each other, the runs in a seeded order, first released first."""
+
+    def __init__(self, num_blocks: int, seed: int, run: int = RUN_BLOCKS) -> None:
+        order = torch.randperm(num_blocks // run, generator=torch.Generator().manual_seed(seed)).tolist()
+        self._free = deque(at * run + i for at in order for i in range(run))
+
+    def take(self, count: int) -> list[int]:
+        if count > len(self._free):
+            raise ValueError(f"{count} blocks are wanted and {len(self._free)} are free")
+        return [self._free.popleft() for _ in range(count)]
+
+    def release(self, blocks: list[int]) -> None:
+        self._free.extend(blocks)
+
+
+class LaneEnd:
+    """Mailbox and transports as a worker has them. `on_mail` gets what must not wait, on the mailbox's thread."""
+
+    def __init__(self, lane: Lane, role: Role, pool: KVPool, on_mail: Callable[[str, wire.Body], bool]) -> None:
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._on_mail = on_mail
+        epoch = secrets.randbits(62)
+        options = wire.KVOptions(checksum=lane.checked, hmac=lane.checked)
+        config = WorkerConfig(
+            name=NAMES[role],
+            role=role,
+            server_ip=HOST,
+            bind_address=HOST,
+            device_ids=["0"],
+            hosts=dict.fromkeys(NAMES.values(), HOST),
+            epoch=epoch,
+            secret=lane.secret,
+            num_threads=1,
+            kv_transport="shm" if lane.transport == "shm" else "dist",
+            kv_port_range=PortRange(),
+            kv=options,
+            engine=EngineConfig(model=""),
+            timeouts=TIMEOUTS,
+        )
+        self.epoch = epoch
+        self.mailbox = Mailbox(config.name, epoch, "worker", lane.secret, TIMEOUTS, self)
+        self.port = self.mailbox.bind(HOST, config.kv_port_range)
+        self.transports = Transports(config, pool)
+        self.side = Side(
+            peer_key(config.name, epoch), lane.secret, "", LAYOUT, pool.num_blocks, pool.probe_seed, options
+        )
+
+    # ---- the mailbox's handler
+
+    def on_opened(self, conn: str, peer: str, kind: str) -> None:
+        self.inbox.put(Opened(conn, peer, kind))
+
+    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
+        if not self._on_mail(conn, body):
+            self.inbox.put(Mail(conn, peer, body))
+
+    def on_closed(self, conn: str, peer: str, reason: str) -> None:
+        self.inbox.put(Closed(conn, peer, reason))
+
+    def on_fatal(self, error: BaseException) -> None:
+        self.inbox.put(Stop(error))
+
+    def load(self) -> wire.Load | None:
+        return None

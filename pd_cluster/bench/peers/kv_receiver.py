@@ -1,0 +1,160 @@
+"""D's end in `bench kv`: the worker's links and threads; every offer is credited at once, every landing confirmed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from pd_cluster import wire
+from pd_cluster.bench.kv_spec import (
+    Answer,
+    Gloo,
+    Lane,
+    LastTransfer,
+    MakePool,
+    Memcpy,
+    OpenGloo,
+    OpenLane,
+    serve_commands,
+)
+from pd_cluster.bench.peers.kv_floors import GlooPeer, memcpy
+from pd_cluster.bench.peers.kv_lane import FreeBlocks, LaneEnd, make_pool
+from pd_cluster.engine.events import Closed, Event, Mail, Stop
+from pd_cluster.engine.in_links import InLinks
+from pd_cluster.engine.links import Progress
+from pd_cluster.engine.process import die_with_parent
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.transport.threads import Landed, LandFault, LinkEvent, LinkFailed
+
+SETTLE_S = 5.0
+
+
+class ReceiveLane:
+    """One link and the thread that the engine's would be."""
+
+    def __init__(self, lane: Lane, pool: KVPool, free: FreeBlocks) -> None:
+        self._end = LaneEnd(lane, "decode", pool, self._route)
+        self._links = InLinks(
+            self._end.side,
+            self._end.mailbox,
+            self._end.transports,
+            self._report,
+            lambda conn, reason: None,
+            Progress(time.monotonic),
+        )
+        self._pool, self._free = pool, free
+        self._tables: dict[str, tuple[str, list[int]]] = {}  # transfer -> connection, blocks
+        self.last_blocks: list[int] = []
+        self.landings_s: list[float] = []
+        self.error = ""
+        self.port, self.epoch = self._end.port, self._end.epoch
+        self._end.mailbox.start()
+        threading.Thread(target=self._run, name=f"lane {lane.name}", daemon=True).start()
+
+    def _route(self, conn: str, body: wire.Body) -> bool:
+        if isinstance(body, wire.KVFrame):
+            self._links.route(conn, body)
+        return isinstance(body, wire.KVFrame)
+
+    def _report(self, event: LinkEvent) -> None:
+        """On the link's thread."""
+        if isinstance(event, Landed):
+            self.landings_s.append(time.monotonic())
+        self._end.inbox.put(event)
+
+    def _run(self) -> None:
+        while not self.error:
+            try:
+                self._on_event(self._end.inbox.get())
+            except ValueError as error:
+                self.error = str(error)
+
+    def settle(self) -> None:
+        """Until this end knows too that everything was confirmed. Raises TimeoutError."""
+        deadline_s = time.monotonic() + SETTLE_S
+        while self._tables and not self.error:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{len(self._tables)} transfers were not confirmed")
+            time.sleep(0.001)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Mail(conn, peer, wire.LinkOpen() as opened):
+                self._links.on_open(conn, peer, opened)
+            case Mail(conn, _, wire.Offer(transfer_id, num_tokens)):
+                blocks = self._free.take(num_tokens // self._pool.layout.block_size)
+                self._tables[transfer_id] = (conn, blocks)
+                self._links.begin(conn, transfer_id, blocks, 0, num_tokens)
+                self._links.send(conn, wire.Credit(transfer_id))
+            case Landed(transfer_id):
+                self._links.send(self._tables[transfer_id][0], wire.Confirm(transfer_id))
+            case Mail(_, _, wire.Confirmed(transfer_id, held)):
+                _, self.last_blocks = self._tables.pop(transfer_id)
+                self._free.release(self.last_blocks)
+                self.error = "" if held else "a transfer was not held any more"
+            case LandFault(_, reason) | LinkFailed(_, reason) | Closed(_, _, reason):
+                self.error = reason
+            case Stop(error):
+                self.error = str(error)
+            case _:
+                pass
+
+
+class Receiver:
+    """Its pool has a number in every block that has landed: that of the sender's block."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._lanes: dict[str, ReceiveLane] = {}
+
+    def make_pool(self, command: MakePool) -> Answer:
+        self._pool = make_pool(command.num_blocks, of_numbers=False)
+        self._source = make_pool(command.num_blocks, of_numbers=True)  # of memcpy
+        self._copied = (FreeBlocks(command.num_blocks, 1), FreeBlocks(command.num_blocks, 2))
+        self._gloo = GlooPeer(self._pool, 1)
+        return Answer()
+
+    def open_lane(self, command: OpenLane) -> Answer:
+        lane = self._lanes[command.lane.name] = ReceiveLane(
+            command.lane, self._pool, FreeBlocks(self._pool.num_blocks, 2)
+        )
+        return Answer(port=lane.port, epoch=lane.epoch)
+
+    def last_transfer(self, command: LastTransfer) -> Answer:
+        lane = self._lanes[command.lane]
+        lane.settle()
+        blocks = self._pool.flat()[lane.last_blocks].view(torch.int16)
+        same = blocks.amin(1) == blocks.amax(1)
+        landings_s, lane.landings_s = lane.landings_s, []
+        numbers = torch.where(same, blocks[:, 0], -1).tolist()
+        return Answer(blocks=numbers, landings_s=landings_s, error=lane.error)
+
+    def memcpy(self, command: Memcpy) -> Answer:
+        return memcpy(self._source, self._pool, self._copied, command.move)
+
+    def open_gloo(self, command: OpenGloo) -> Answer:
+        return self._gloo.open(command)
+
+    def gloo(self, command: Gloo) -> Answer:
+        return self._gloo.move(command)
+
+
+def main() -> None:
+    die_with_parent()
+    child = Receiver()
+    serve_commands(
+        {
+            MakePool: child.make_pool,
+            OpenLane: child.open_lane,
+            LastTransfer: child.last_transfer,
+            Memcpy: child.memcpy,
+            OpenGloo: child.open_gloo,
+            Gloo: child.gloo,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

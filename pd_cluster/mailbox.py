@@ -111,6 +111,10 @@ class Mailbox:
         self._call(lambda: self._connect(conn, name, epoch, host, port))
         return conn
 
+    def beat(self) -> None:
+        """A heartbeat now: what it tells has changed in a way that others wait for."""
+        self._call(self._beat)
+
     def disconnect(self, conn: str) -> None:
         """Closes without telling the owner again."""
         self._call(lambda: self._drop(conn))
@@ -148,8 +152,7 @@ class Mailbox:
                 self._run_commands()
                 self._receive(events)
                 if before_s >= next_beat_s:
-                    was_paused = before_s - next_beat_s > self._timeouts.dead_after_s / 2
-                    self._check_silence(forgive=was_paused)
+                    self._check_silence(paused_s=before_s - next_beat_s)
                     self._beat()
                     next_beat_s = self._clock() + self._timeouts.heartbeat_interval_s
             self._run_commands()
@@ -188,6 +191,14 @@ class Mailbox:
                 conn = self._accept(identity, envelope, envelope.body)
             if conn is not None:
                 self._deliver(self._connections[conn], envelope)
+            elif not isinstance(envelope.body, wire.Hello):
+                self._say_gone(identity, envelope)
+
+    def _say_gone(self, identity: bytes, envelope: wire.Envelope) -> None:
+        """To one that still speaks over a connection which was given up here, so that it does not wait in vain."""
+        frame = wire.seal(self.name, self.epoch, envelope.from_epoch, wire.encode_body(wire.Gone()))
+        with contextlib.suppress(zmq.ZMQError):  # it is gone itself
+            self._router.send_multipart([identity, frame], zmq.NOBLOCK)
 
     def _accept(self, identity: bytes, envelope: wire.Envelope, hello: wire.Hello) -> str | None:
         peer = peer_key(envelope.from_name, envelope.from_epoch)
@@ -227,7 +238,9 @@ class Mailbox:
         if envelope.from_epoch != connection.epoch:
             return
         connection.last_seen_s = self._clock()
-        if not isinstance(envelope.body, wire.Hello):
+        if isinstance(envelope.body, wire.Gone):
+            self._lose(connection, "the other end has given the connection up")
+        elif not isinstance(envelope.body, wire.Hello):
             self._handler.on_message(connection.id, connection.peer, envelope.body)
 
     def _connect(self, conn: str, name: str, epoch: int, host: str, port: int) -> None:
@@ -281,13 +294,23 @@ class Mailbox:
             else:
                 self._router.send_multipart([connection.identity, frame], zmq.NOBLOCK)
         except zmq.Again:
-            self._lose(connection, f"it does not read: {sockets.HIGH_WATER_MARK} messages are queued")
+            if connection.socket is not None:
+                self._read_monitor(connection)  # a socket whose peer is gone takes nothing, either
+            if connection.id in self._connections:
+                self._lose(connection, f"it does not read: {sockets.HIGH_WATER_MARK} messages are queued")
         except zmq.ZMQError as error:
             self._lose(connection, "the connection was closed" if error.errno == zmq.EHOSTUNREACH else str(error))
 
-    def _check_silence(self, forgive: bool) -> None:
-        """`forgive`: this very process stood still, so the others' silence proves nothing."""
+    def _check_silence(self, paused_s: float) -> None:
+        """`paused_s`: how long this very process stood still. Then the others' silence proves nothing; but when it
+        was long, they have given this process up.
+        """
         now_s = self._clock()
+        if paused_s > self._timeouts.dead_after_s:
+            for connection in list(self._connections.values()):
+                self._lose(connection, f"this process stood still for {paused_s:.1f} s")
+            return
+        forgive = paused_s > self._timeouts.dead_after_s / 2
         for connection in list(self._connections.values()):
             limit_s = self._timeouts.dead_after_s if connection.is_open else self._timeouts.connect_timeout_s
             if forgive:

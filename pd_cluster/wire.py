@@ -62,6 +62,10 @@ class Hello(Message, frozen=True):
     version: int = PROTOCOL_VERSION
 
 
+class Gone(Message, frozen=True):
+    """The receiver of a message has given this connection up: nothing that is said over it is heard any more."""
+
+
 # ---- scheduler <-> worker
 
 
@@ -274,6 +278,7 @@ class Confirmed(Message, frozen=True):
 Body = (
     Heartbeat
     | Hello
+    | Gone
     | Peers
     | Submit
     | Abort

@@ -27,20 +27,20 @@ def least_loaded(instances: Sequence[Instance]) -> tuple[Instance, Instance]:
 
 def why_unavailable(instances: Sequence[Instance]) -> str:
     """One line: the instances that are not ready, or the links that are not up."""
-    down = [f"{i.name} is {i.state}{f' ({i.reason})' if i.reason else ''}" for i in instances if not i.is_ready]
     missing = [role for role in ("prefill", "decode") if not any(i.role == role and i.is_ready for i in instances)]
+    down = [f"{i.name} is {i.state}{f' ({i.reason})' if i.reason else ''}" for i in instances if i.role in missing]
     if missing:
         return f"no {' and no '.join(missing)} instance is ready: {'; '.join(down)}"
-    return f"no prefill instance has a link to a decode instance: {'; '.join(refused_links(instances)) or 'opening'}"
+    return f"no prefill instance has a link to a decode instance: {'; '.join(refused_links(instances))}"
 
 
 def refused_links(instances: Sequence[Instance]) -> list[str]:
     """Links between ready instances that are not up, with the reason."""
-    names = {i.key: i.name for i in instances if i.is_ready}
+    ready = [i for i in instances if i.is_ready]
     return [
-        f"{i.name} to {names[peer]}: {state}"
-        for i in instances
-        if i.is_ready
-        for peer, state in i.load.links.items()
-        if peer in names and not state.startswith("up")
+        f"{prefill.name} to {decode.name}: {prefill.load.links.get(decode.key, 'opening')}"
+        for prefill in ready
+        if prefill.role == "prefill"
+        for decode in ready
+        if decode.role == "decode" and not prefill.linked_to(decode)
     ]

@@ -184,7 +184,8 @@ class Imports:
 
     def on_link_down(self, conn: str, reason: str) -> None:
         for found in [i for i in self._imports.values() if i.conn == conn]:
-            self._give_up(found, f"the link from the prefill instance is down: {reason}")
+            peer = found.request.peer if found.request is not None else "the prefill instance"
+            self._give_up(found, f"the link from {peer} is down: {reason}")
 
     def on_drained(self, transfer_id: str) -> None:
         found = self._imports.get(transfer_id)

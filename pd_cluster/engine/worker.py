@@ -154,6 +154,8 @@ class Worker:
         scheduler = self.core.scheduler
         blocks = scheduler.blocks
         statuses = [request.status for request in scheduler.requests.values()]
+        links = self.out_links.states()
+        has_news = links != self.load.links
         self.load = wire.Load(
             num_running=statuses.count(Status.RUNNING),
             num_waiting=len(scheduler.waiting) + self.imports.num_queued,
@@ -173,8 +175,10 @@ class Worker:
             kv_sent_nbytes=self.out_links.sent_nbytes,
             kv_received_nbytes=self.in_links.received_nbytes,
             num_dropped_kv_frames=self.in_links.num_dropped,
-            links=self.out_links.states(),
+            links=links,
         )
+        if has_news:
+            self._post.beat()
 
     def _flush(self) -> None:
         """A message to each scheduler that there is something for; events alone wait for the next tick."""

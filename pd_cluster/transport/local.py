@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,7 +16,7 @@ from pd_cluster.transport.base import Checksum, Prepared, buffer_of
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 16 << 20
-HOT_NBYTES = 256 << 10  # copied and checked in one go, while it is in the core's own cache
+HOT_NBYTES = 512 << 10  # copied and checked in one go, while it is in the core's own cache
 
 _pools: WeakValueDictionary[str, KVPool] = WeakValueDictionary()  # by the name under which they are offered
 
@@ -97,7 +98,7 @@ class OneSidedReader:
             for there, here in zip(
                 contiguous(target[start : start + count]), contiguous(source[first : first + count]), strict=True
             ):
-                for hot_there, hot_here in zip(there.split(HOT_NBYTES), here.split(HOT_NBYTES), strict=True):
+                for hot_there, hot_here in zip(_hot(there), _hot(here), strict=True):
                     hot_there.copy_(hot_here)
                     digest.update(buffer_of(hot_there))
         return digest.intdigest() or 1
@@ -163,3 +164,7 @@ def _parts(data: torch.Tensor, piece: KVPiece, block_ids: list[int]) -> list[tor
 def contiguous(blocks: torch.Tensor) -> list[torch.Tensor]:
     """[n, num_layers, layer_nbytes] of a pool: whole when all layers are there, else block by block."""
     return [blocks.view(-1)] if blocks.is_contiguous() else [block.view(-1) for block in blocks]
+
+
+def _hot(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    return (data[at : at + HOT_NBYTES] for at in range(0, len(data), HOT_NBYTES))

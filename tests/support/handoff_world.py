@@ -227,7 +227,7 @@ class World:
             arrival_s=self.now_s,
             leg="prefill" if side == "p" else "decode",
             transfer_id=f"t{name}",
-            peer="decode",
+            peer="decode" if side == "p" else "prefill",
         )
         if side == "p":
             self.p.legs[name] = [request]

@@ -65,7 +65,7 @@ def test_random_orders_of_events() -> None:
         "D aborted",
         "D dropped",
         "D died",
-        "D the link from the prefill instance is down",
+        "D the link from prefill is down",
         "D the transfer stood still for 30 s",
     ):
         assert seen[outcome] > 100, f"{outcome!r} was hardly seen: {seen}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,6 +144,35 @@ def test_silence_is_noticed_by_the_side_that_was_connected_to(box: Callable[...,
     closed = server.wait("closed")
     assert closed[1] == conn
     assert "nothing heard" in closed[2] or "closed" in closed[2]
+
+
+def test_who_speaks_over_a_connection_that_was_given_up_is_told(box: Callable[..., Box]) -> None:
+    """As after a pause that only one side noticed: the other does not wait for silence."""
+    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
+    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    server.mailbox.disconnect(server.wait("opened")[1])
+    assert client.wait("closed")[1:] == (conn, "the other end has given the connection up")
+
+
+def test_after_a_long_pause_all_connections_are_lost(box: Callable[..., Box]) -> None:
+    """The others have given this process up meanwhile; it must not believe in anything that it held before."""
+    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
+    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    client.wait("opened")
+    client.mailbox._clock = lambda: time.monotonic() + 100
+    _, closed, reason = client.wait("closed")
+    assert closed == conn
+    assert "this process stood still for" in reason
+
+
+def test_a_heartbeat_can_be_sent_at_once(box: Callable[..., Box]) -> None:
+    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
+    client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    client.wait("beat")
+    for _ in range(50):
+        server.mailbox.beat()
+    for _ in range(50):
+        client.wait("beat")
 
 
 def test_garbage_does_not_harm(box: Callable[..., Box]) -> None:

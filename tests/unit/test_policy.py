@@ -101,7 +101,7 @@ def test_why_nobody_can_serve() -> None:
 
 def test_why_ready_instances_cannot_serve() -> None:
     p0, d0 = instance("prefill-0"), instance("decode-0")
-    assert why_not(p0, d0) == "no prefill instance has a link to a decode instance: opening"
+    assert why_not(p0, d0) == "no prefill instance has a link to a decode instance: prefill-0 to decode-0: opening"
     link(p0, d0, state="refused: dtype float32 and bfloat16")
     assert why_not(p0, d0).endswith("prefill-0 to decode-0: refused: dtype float32 and bfloat16")
 

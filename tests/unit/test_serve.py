@@ -19,6 +19,7 @@ GOOD = {
     "transfer_timeout": 30.0,
     "request_timeout": 600.0,
     "drain_timeout": 30.0,
+    "link_keepalive": 30.0,
 }
 
 

@@ -41,6 +41,7 @@ class Post:
         raise AssertionError("nobody to connect to")
 
     def disconnect(self, conn: str) -> None: ...
+    def beat(self) -> None: ...
 
     def send(self, conn: str, body: wire.Body) -> None:
         assert isinstance(body, wire.Outputs)

@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.cluster import LiveCluster
-from tests.support.engines import assert_same, random_prompt
 
 Checkpoints = Callable[..., Path]
-
-
-def test_a_decode_instance_with_another_block_size(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """The pair is refused with the field's name; requests go to the other decode instance; `up`'s /health says why."""
-    model = checkpoint("llama")
-    cluster = LiveCluster(tmp_path, model, num_decode=2, member_arguments={"decode-0": ["--block-size=8"]})
-    try:
-        cluster.start()
-
-        def refused() -> bool:
-            return any("block_size is 16" in line for line in cluster.health()[1].get("links", []))
-
-        cluster.wait_until("/health names the refused pair", refused, 90)
-        cluster.wait_until("the other pair serves", lambda: cluster.health()[0] == 200)
-        status, body = cluster.health()
-        assert (status, body["status"]) == (200, "degraded")
-        assert "prefill-0 to decode-0: refused" in body["links"][0]
-        prompt = random_prompt(random.Random(1), 40)
-        for _ in range(4):
-            assert_same(model, prompt, cluster.complete(prompt, 6), 6)
-        assert cluster.instance("decode-0")["kv_received_nbytes"] == 0
-        cluster.assert_home()
-    finally:
-        cluster.stop()
 
 
 def test_a_worker_with_another_model(checkpoint: Checkpoints, tmp_path: Path) -> None:

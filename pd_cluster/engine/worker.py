@@ -21,10 +21,12 @@ from pd_cluster.engine.imports import Imports
 from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
+from pd_cluster.engine.load import load_of
 from pd_cluster.engine.out_links import OutLinks
+from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.trace import LegNotes, Tracer
 from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkFailed
-from pd_cluster.types import LegEnd, PromptOutput, Request, Status, TokenOutput
+from pd_cluster.types import LegEnd, Request, Status, TokenOutput
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +58,9 @@ class Worker:
         self._legs: dict[str, list[Request]] = {}  # the sequences of each leg that have not ended
         self._deadlines: dict[str, float] = {}
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
-        self._tokens: dict[str, list[TokenOutput]] = defaultdict(list)
-        self._ended: dict[str, list[LegEnd]] = defaultdict(list)
-        self._prompts: dict[str, list[PromptOutput]] = defaultdict(list)
-        self._events: dict[str, list[wire.TraceEvent]] = {}  # scheduler's conn -> what it was not told yet
-        self._events_due = False
         self._next_tick_s = 0.0
         self.tracer = Tracer(clock)
+        self._outbox = Outbox(post, self.tracer, clock)
         self._notes = LegNotes(self.tracer.note, clock)
         progress = Progress(clock)
         self._progress = progress
@@ -107,7 +105,7 @@ class Worker:
             self._tick()
             busy = self._step()
             self._publish_load()
-            self._flush()
+            self._outbox.flush()
 
     # ---- a step
 
@@ -128,10 +126,10 @@ class Worker:
         for request in result.forked:
             self._legs[request.leg_key].append(request)
         for request, prompt in result.prompts:
-            self._prompts[request.client].append(prompt)
+            self._outbox.add_prompt(request.client, prompt)
         first_tokens: dict[str, list[TokenOutput]] = defaultdict(list)
         for request, token in result.sampled:
-            self._tokens[request.client].append(token)
+            self._outbox.add_tokens(request.client, [token])
             if request.leg == "prefill":
                 first_tokens[request.key].append(token)
             if request.status is Status.FINISHED:
@@ -151,63 +149,18 @@ class Worker:
             self.exports.on_credit(*self.credits.get_nowait())
 
     def _publish_load(self) -> None:
-        scheduler = self.core.scheduler
-        blocks = scheduler.blocks
-        statuses = [request.status for request in scheduler.requests.values()]
-        links = self.out_links.states()
-        has_news = links != self.load.links
-        self.load = wire.Load(
-            num_running=statuses.count(Status.RUNNING),
-            num_waiting=len(scheduler.waiting) + self.imports.num_queued,
-            num_landing=statuses.count(Status.LANDING),
-            num_exporting=statuses.count(Status.EXPORTING),
-            num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free,
-            num_cached_blocks=blocks.num_cached,
-            num_held_blocks=blocks.num_held,
-            num_preemptions=scheduler.num_preemptions,
-            num_swap_blocks=scheduler.swap.num_blocks,
-            num_free_swap_blocks=scheduler.swap.num_free,
-            num_prefix_query_tokens=scheduler.num_prefix_query_tokens,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-            num_steps=self.core.num_steps,
-            num_landings=self.imports.num_landings,
-            kv_sent_nbytes=self.out_links.sent_nbytes,
-            kv_received_nbytes=self.in_links.received_nbytes,
-            num_dropped_kv_frames=self.in_links.num_dropped,
-            links=links,
-        )
+        load = load_of(self.core, self.imports, self.out_links, self.in_links)
+        has_news = load.links != self.load.links
+        self.load = load
         if has_news:
             self._post.beat()
-
-    def _flush(self) -> None:
-        """A message to each scheduler that there is something for; events alone wait for the next tick."""
-        clients = {*self._tokens, *self._ended, *self._prompts}
-        if clients or self._events_due:
-            self._collect_events()
-            clients |= self._events.keys() if self._events_due else set()
-            self._events_due = False
-        for client in clients:
-            prompts = self._prompts.pop(client, [])
-            for prompt in [p for p in prompts if p.logprobs]:  # large, so each has a message of its own
-                self._post.send(client, wire.Outputs(prompts=[prompt]))
-            brief = [p for p in prompts if not p.logprobs]
-            tokens, ended = self._tokens.pop(client, []), self._ended.pop(client, [])
-            events = self._events.pop(client, [])
-            self._post.send(client, wire.Outputs(tokens, ended, brief, events, self._clock()))
-
-    def _collect_events(self) -> None:
-        """For every scheduler: which of them knows a transfer is not known here."""
-        if events := self.tracer.drain():
-            for conn in self._schedulers:
-                self._events.setdefault(conn, []).extend(events)
 
     def _tick(self) -> None:
         now_s = self._clock()
         if now_s < self._next_tick_s:
             return
         self._next_tick_s = now_s + TICK_S
-        self._events_due = True
+        self._outbox.tick()
         self.out_links.tick()
         self.exports.expire()
         self.imports.expire()
@@ -291,11 +244,12 @@ class Worker:
             if other_peer.partition("@")[0] == name:  # its predecessor, or an earlier connection of the same life
                 self._closed(other, f"{peer} took its place")
         self._schedulers[conn] = peer
+        self._outbox.opened(conn)
         log.info("scheduler %s is here", peer)
 
     def _closed(self, conn: str, reason: str) -> None:
         peer = self._schedulers.pop(conn, None)
-        self._events.pop(conn, None)
+        self._outbox.closed(conn)
         if peer is not None:
             orphans = [key for key, sequences in self._legs.items() if sequences[0].client == conn]
             log.warning("scheduler %s is gone (%s); %d requests of it end", peer, reason, len(orphans))
@@ -326,7 +280,7 @@ class Worker:
             problem = "an earlier leg of this attempt is still ending here"
         self._notes.submitted(request, problem)
         if problem is not None:
-            self._ended[conn].append(LegEnd(request.request_id, request.attempt, problem))
+            self._outbox.add_end(conn, LegEnd(request.request_id, request.attempt, problem))
             return
         self._legs[request.key] = [request]
         if submit.deadline_s:
@@ -337,7 +291,7 @@ class Worker:
             self.core.scheduler.add(request)
 
     def _joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
-        self._tokens[request.client] += first_tokens
+        self._outbox.add_tokens(request.client, first_tokens)
         if sequences:
             self._notes.joined(request, len(first_tokens) - len(sequences))
             self._legs[request.leg_key] = list(sequences)
@@ -385,7 +339,7 @@ class Worker:
     def _report(self, request: Request, error: str | None) -> None:
         if error is not None:
             self._notes.failed(request)
-        self._ended[request.client].append(LegEnd(request.request_id, request.attempt, error))
+        self._outbox.add_end(request.client, LegEnd(request.request_id, request.attempt, error))
 
     def _forget(self, request: Request) -> None:
         """A sequence has ended; with the last one of its leg, the leg has."""

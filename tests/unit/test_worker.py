@@ -110,7 +110,7 @@ class World:
         self.worker._tick()
         self.worker._step()
         self.worker._publish_load()
-        self.worker._flush()
+        self.worker._outbox.flush()
         self.worker.core.scheduler.check()
         self.now_s += 0.2
 

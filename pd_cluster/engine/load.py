@@ -1,0 +1,37 @@
+"""What a worker tells of itself with every heartbeat, read from where it is known."""
+
+from __future__ import annotations
+
+from pd_cluster import wire
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.imports import Imports
+from pd_cluster.engine.in_links import InLinks
+from pd_cluster.engine.out_links import OutLinks
+from pd_cluster.types import Status
+
+
+def load_of(core: EngineCore, imports: Imports, out_links: OutLinks, in_links: InLinks) -> wire.Load:
+    scheduler = core.scheduler
+    blocks = scheduler.blocks
+    statuses = [request.status for request in scheduler.requests.values()]
+    return wire.Load(
+        num_running=statuses.count(Status.RUNNING),
+        num_waiting=len(scheduler.waiting) + imports.num_queued,
+        num_landing=statuses.count(Status.LANDING),
+        num_exporting=statuses.count(Status.EXPORTING),
+        num_blocks=blocks.num_blocks,
+        num_free_blocks=blocks.num_free,
+        num_cached_blocks=blocks.num_cached,
+        num_held_blocks=blocks.num_held,
+        num_preemptions=scheduler.num_preemptions,
+        num_swap_blocks=scheduler.swap.num_blocks,
+        num_free_swap_blocks=scheduler.swap.num_free,
+        num_prefix_query_tokens=scheduler.num_prefix_query_tokens,
+        num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+        num_steps=core.num_steps,
+        num_landings=imports.num_landings,
+        kv_sent_nbytes=out_links.sent_nbytes,
+        kv_received_nbytes=in_links.received_nbytes,
+        num_dropped_kv_frames=in_links.num_dropped,
+        links=out_links.states(),
+    )

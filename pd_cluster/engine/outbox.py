@@ -1,0 +1,71 @@
+"""What a worker has to tell its schedulers, until the end of the step: one message a scheduler and step.
+
+Knows nothing of legs or of why something is told.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from pd_cluster import wire
+from pd_cluster.engine.links import Post
+from pd_cluster.engine.trace import Tracer
+from pd_cluster.types import LegEnd, PromptOutput, TokenOutput
+
+
+class Outbox:
+    """`client` is a scheduler's connection."""
+
+    def __init__(self, post: Post, tracer: Tracer, clock: Callable[[], float]) -> None:
+        self._post = post
+        self._tracer = tracer
+        self._clock = clock
+        self._tokens: dict[str, list[TokenOutput]] = defaultdict(list)
+        self._ended: dict[str, list[LegEnd]] = defaultdict(list)
+        self._prompts: dict[str, list[PromptOutput]] = defaultdict(list)
+        self._events: dict[str, list[wire.TraceEvent]] = {}  # for every scheduler that is here
+        self._events_due = False
+
+    def opened(self, client: str) -> None:
+        self._events[client] = []
+
+    def closed(self, client: str) -> None:
+        self._events.pop(client, None)
+
+    def add_tokens(self, client: str, tokens: list[TokenOutput]) -> None:
+        self._tokens[client] += tokens
+
+    def add_prompt(self, client: str, prompt: PromptOutput) -> None:
+        self._prompts[client].append(prompt)
+
+    def add_end(self, client: str, end: LegEnd) -> None:
+        self._ended[client].append(end)
+
+    def tick(self) -> None:
+        """Events have waited long enough for a message to go with."""
+        self._events_due = True
+
+    def flush(self) -> None:
+        """A message to each scheduler that there is something for."""
+        clients = {*self._tokens, *self._ended, *self._prompts}
+        if clients or self._events_due:
+            self._collect_events()
+            clients |= {client for client, events in self._events.items() if events and self._events_due}
+            self._events_due = False
+        for client in clients:
+            prompts = self._prompts.pop(client, [])
+            for prompt in [p for p in prompts if p.logprobs]:  # large, so each has a message of its own
+                self._post.send(client, wire.Outputs(prompts=[prompt]))
+            brief = [p for p in prompts if not p.logprobs]
+            tokens, ended = self._tokens.pop(client, []), self._ended.pop(client, [])
+            events = self._events.get(client, [])
+            if client in self._events:
+                self._events[client] = []
+            self._post.send(client, wire.Outputs(tokens, ended, brief, events, self._clock()))
+
+    def _collect_events(self) -> None:
+        """For every scheduler: which of them knows a transfer is not known here."""
+        if events := self._tracer.drain():
+            for known in self._events.values():
+                known += events

@@ -13,6 +13,7 @@ from pd_cluster.wire import KVPiece, LayoutInfo
 
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SCALE_NBYTES = 4  # one float32 a vector of int8
+MAX_BLOCK_SIZE = 1 << 20  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,9 @@ def check_pair(source: KVLayout, target: KVLayout) -> None:
                 f"KV layout differs: {name} is {theirs} on the prefill instance and {ours} on the decode instance; "
                 f"start both with the same model and --tensor-parallel-size"
             )
+    for layout in (source, target):
+        if layout.dtype not in DTYPE_NBYTES or not 1 <= layout.block_size <= MAX_BLOCK_SIZE:
+            raise LinkError(f"KV layout makes no sense: blocks of {layout.block_size} tokens of {layout.dtype!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,3 +159,9 @@ def test_head_ranges_cover_all_heads() -> None:
     assert ranges(8, 2) == [(0, 4), (4, 8)]
     assert ranges(2, 4) == [(0, 1), (0, 1), (1, 2), (1, 2)]
     assert ranges(2, 2) == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("change", [{"block_size": 0}, {"block_size": -4}, {"block_size": 1 << 40}, {"dtype": "int3"}])
+def test_a_layout_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(LinkError, match="makes no sense"):
+        check_pair(dataclasses.replace(LAYOUT, **change), LAYOUT)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pd_cluster.engine.scheduler import Scheduler, StepPlan
+from pd_cluster.engine.scheduler import PrefixScope, Scheduler, StepPlan
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.types import Request, SamplingParams, Status
@@ -157,3 +157,30 @@ def test_random_traffic(seed: int) -> None:
             break
     assert not scheduler.requests, "somebody starves"
     assert scheduler.blocks.num_free == num_blocks
+
+
+@pytest.mark.parametrize(
+    ("landed_as", "asked_as", "hits"), [("", "", 2), ("int8", "int8", 2), ("int8", "", 0), ("", "int8", 0)]
+)
+def test_kv_that_lost_precision_serves_only_its_like(landed_as: str, asked_as: str, hits: int) -> None:
+    scheduler = Scheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", "float32"))
+    first, second = request("a", 9), request("b", 9)
+    first.kv_precision, second.kv_precision = landed_as, asked_as
+    assert scheduler.land(first, 9) == 0
+    scheduler.landed(first)
+    scheduler.finish(first)
+    assert scheduler.land(second, 9) == hits * 4
+    scheduler.finish(second)
+    local = request("c", 10)  # computed here, so exact
+    scheduler.add(local)
+    scheduler.plan()
+    assert local.num_cached_tokens == (0 if landed_as else 8)
+
+
+def test_a_fork_of_kv_that_lost_precision_is_known_as_such() -> None:
+    scheduler = Scheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", "float32"))
+    parent = request("a", 8)
+    parent.kv_precision = "int8"
+    scheduler.land(parent, 8)
+    scheduler.landed(parent)
+    assert scheduler.fork(parent, 1).kv_precision == "int8"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import queue
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from pd_cluster import wire
 from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.events import Closed, Event, Mail, Opened
+from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened
+from pd_cluster.engine.exports import ShipLimits
 from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import Side
 from pd_cluster.engine.scheduler import PrefixScope, Scheduler
@@ -21,7 +24,7 @@ from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.receiving import ReceiveThread
 from pd_cluster.transport.threads import SendThread
-from pd_cluster.types import LegEnd, SamplingParams
+from pd_cluster.types import LegEnd, Request, SamplingParams
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
@@ -63,6 +66,19 @@ class NoLinks:
 
     def receive_thread(self, *_: object) -> ReceiveThread:
         raise AssertionError("no link is opened")
+
+
+class MidStepCredit(ToyRunner):
+    """D's credit comes while the step runs, between two layers."""
+
+    worker: Worker
+
+    def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        logits = super().forward(chunks)
+        if on_layer is not None:
+            self.worker.credits.put(("link", wire.Credit("r", 0)))
+            on_layer(1)
+        return logits
 
 
 class World:
@@ -295,3 +311,27 @@ def test_a_leg_that_is_refused_or_late_has_failed() -> None:
     events = [(event.transfer_id, event.what) for _, outputs in world.post.messages for event in outputs.events]
     assert [what for name, what in events if name == "long"] == ["submitted", "failed"]
     assert [what for name, what in events if name == "late"] == ["submitted", "failed"]
+
+
+def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a credit that comes while it runs; and what has left is not sent again."""
+    world = World()
+    worker, links = world.worker, world.worker.out_links
+    runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    worker.core.runner, runner.worker = runner, worker
+    shipped: list[tuple[wire.KVPiece, int]] = []
+    ends: list[wire.KVEnd] = []
+    monkeypatch.setattr(links, "link_to", lambda peer: "link")
+    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
+    monkeypatch.setattr(links, "send", lambda conn, body: None)
+    monkeypatch.setattr(links, "ship", lambda conn, tid, index, piece: shipped.append((piece, worker.core.num_steps)))
+    monkeypatch.setattr(links, "ship_end", lambda conn, end: ends.append(end))
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", PROMPT, sampling(n=1), 0.0))
+    world.step()
+    (request,) = worker.core.scheduler.requests.values()
+    assert shipped == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
+    assert [end.num_chunks for end in ends] == [1]
+    assert worker.exports.held.take("link", "r")
+    world.worker.inbox.put(HandedOver("link", "r"))
+    world.step()
+    world.assert_home()

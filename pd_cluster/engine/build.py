@@ -55,6 +55,8 @@ class _Handler:
                 self.worker.in_links.route(conn, body)
             case wire.Confirm(transfer_id):
                 held = self.worker.exports.held.take(conn, transfer_id)
+                if held:
+                    self.worker.tracer.note(transfer_id, "confirmed")
                 self.mailbox.send(conn, wire.Confirmed(transfer_id, held))
                 if held:
                     self._inbox.put(HandedOver(conn, transfer_id))

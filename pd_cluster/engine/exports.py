@@ -184,7 +184,6 @@ class Exports:
         """D was told that the transfer still stood; see Held."""
         export = self._find(conn, transfer_id)
         if export is not None:
-            self._note(transfer_id, "confirmed")
             self._let_go(export)
             self._ended(export.request, None)
 

@@ -181,16 +181,16 @@ class SendThread:
         prepared = sender.prepare(piece)
         self._pace.wait(prepared.nbytes)
         frame = self._sealer.seal(wire.KVChunk(transfer_id, index, piece, prepared.nbytes, prepared.checksum))
+        self._note(transfer_id, "sent", **numbers_of(piece, prepared.nbytes, started_s))
         self._post(frame)
         sender.send(frame.sequence, prepared)
         self.sent_nbytes += prepared.nbytes
-        self._note(transfer_id, "sent", **numbers_of(piece, prepared.nbytes, started_s))
 
     def _end(self, end: wire.KVEnd) -> None:
         if end.transfer_id in self._live:
             self._live.discard(end.transfer_id)
-            self._post(self._sealer.seal(end))
             self._note(end.transfer_id, "ended")
+            self._post(self._sealer.seal(end))
 
     def _opened(self) -> KVSender:
         if self._sender is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pd_cluster import wire
-from pd_cluster.transport.threads import LinkEvent
+from pd_cluster.transport.events import LinkEvent
 
 
 @dataclass(frozen=True, slots=True)

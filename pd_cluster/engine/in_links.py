@@ -12,8 +12,8 @@ from pd_cluster import wire
 from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, check_pair
+from pd_cluster.transport.events import Drained, Report
 from pd_cluster.transport.receiving import ReceiveThread
-from pd_cluster.transport.threads import Drained, Report
 from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,10 @@ from typing import Protocol
 
 from pd_cluster import wire
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.transport.events import Report
 from pd_cluster.transport.guard import LinkKey
 from pd_cluster.transport.receiving import ReceiveThread
-from pd_cluster.transport.threads import Report, SendThread
+from pd_cluster.transport.sending import SendThread
 from pd_cluster.types import Note
 
 

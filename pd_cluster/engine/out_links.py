@@ -14,7 +14,8 @@ from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, check_pair
 from pd_cluster.mailbox import peer_key
-from pd_cluster.transport.threads import Report, SendThread
+from pd_cluster.transport.events import Report
+from pd_cluster.transport.sending import SendThread
 from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)

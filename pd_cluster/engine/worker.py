@@ -25,7 +25,7 @@ from pd_cluster.engine.load import load_of
 from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.trace import LegNotes, Tracer
-from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkFailed
+from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import LegEnd, Request, Status, TokenOutput
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,12 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import Checksum, KVReceiver, KVSender
 from pd_cluster.transport.dist import DistReceiver, DistSender, Store
+from pd_cluster.transport.events import Report
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.local import LocalReceiver, OneSidedSender, is_here, offer_pool
 from pd_cluster.transport.receiving import Probe, ReceiveThread
+from pd_cluster.transport.sending import SendThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
-from pd_cluster.transport.threads import Report, SendThread
 from pd_cluster.types import Note, note_nothing
 
 

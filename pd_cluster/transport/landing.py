@@ -10,7 +10,7 @@ from pd_cluster import wire
 from pd_cluster.errors import TransferFailed
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.base import KVReceiver
-from pd_cluster.transport.threads import Drained, Landed, LandFault, numbers_of
+from pd_cluster.transport.events import Drained, Landed, LandFault, numbers_of
 from pd_cluster.types import Note, note_nothing
 
 

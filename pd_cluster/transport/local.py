@@ -104,8 +104,10 @@ class OneSidedReader:
         return digest.intdigest() or 1
 
 
-class LocalReceiver:
-    name: TransportName = "local"
+class OneSidedReceiver:
+    """D's end; what it reads from is there once it is open."""
+
+    name: TransportName
 
     def __init__(self, offer: TransportOffer, pool: KVPool, peer: KVLayout, checksum: Checksum) -> None:
         self._address = offer.address
@@ -116,10 +118,11 @@ class LocalReceiver:
         self.precision = self._route.precision
 
     def open(self) -> None:
-        source = _pools.get(self._address)
-        if source is None:
-            raise LinkError("the prefill instance is in another process")
-        self._reader = OneSidedReader(source.data, self._route, self._pool, self._checksum)
+        self._reader = OneSidedReader(self._source(), self._route, self._pool, self._checksum)
+
+    def _source(self) -> torch.Tensor:
+        """P's pool, [num_blocks + NUM_EXTRA_BLOCKS, …]. Raises LinkError."""
+        raise NotImplementedError
 
     def expect(self, sequence: int, chunk: KVChunk) -> None: ...
 
@@ -130,6 +133,16 @@ class LocalReceiver:
 
     def close(self) -> None:
         self._reader = None
+
+
+class LocalReceiver(OneSidedReceiver):
+    name: TransportName = "local"
+
+    def _source(self) -> torch.Tensor:
+        source = _pools.get(self._address)
+        if source is None:
+            raise LinkError("the prefill instance is in another process")
+        return source.data
 
 
 def offer_pool(pool: KVPool) -> str:

@@ -21,9 +21,9 @@ from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool, probe_content
 from pd_cluster.transport.base import KVReceiver
+from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed, Report
 from pd_cluster.transport.guard import Opener
 from pd_cluster.transport.landing import Geometry, Lander
-from pd_cluster.transport.threads import Drained, LinkEvent, LinkFailed, Report
 from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ import warnings
 import torch
 
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool, view_blocks
 from pd_cluster.transport.base import Checksum
-from pd_cluster.transport.local import OneSidedReader
-from pd_cluster.wire import KVChunk, TransportName, TransportOffer
+from pd_cluster.transport.local import OneSidedReceiver
+from pd_cluster.wire import TransportName, TransportOffer
 
 
 class PoolServer:
@@ -58,7 +58,7 @@ class PoolServer:
                     peer.sendmsg([b"kv"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
 
 
-class ShmReceiver:
+class ShmReceiver(OneSidedReceiver):
     """D's end: maps P's pool."""
 
     name: TransportName = "shm"
@@ -72,16 +72,11 @@ class ShmReceiver:
         checksum: Checksum,
         timeout_s: float,
     ) -> None:
-        self._address = offer.address
-        self._pool = pool
-        self._route = Route(peer, pool.layout, one_sided=True)
+        super().__init__(offer, pool, peer, checksum)
         self._num_blocks = num_peer_blocks + NUM_EXTRA_BLOCKS
-        self._checksum = checksum
         self._timeout_s = timeout_s
-        self._reader: OneSidedReader | None = None
-        self.precision = self._route.precision
 
-    def open(self) -> None:
+    def _source(self) -> torch.Tensor:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
                 peer.settimeout(self._timeout_s)
@@ -97,7 +92,7 @@ class ShmReceiver:
         if len(fds) != 1:
             raise LinkError("the prefill instance did not hand over its shared memory (another user?)")
         try:
-            self._reader = OneSidedReader(self._map(fds[0]), self._route, self._pool, self._checksum)
+            return self._map(fds[0])
         finally:
             os.close(fds[0])
 
@@ -109,16 +104,6 @@ class ShmReceiver:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the mapping is read-only, which is what we want
             return view_blocks(view, self._route.source, self._num_blocks)
-
-    def expect(self, sequence: int, chunk: KVChunk) -> None: ...
-
-    def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
-        if into is not None:
-            assert self._reader is not None
-            self._reader.receive(chunk, into)
-
-    def close(self) -> None:
-        self._reader = None
 
 
 def _peer_uid(peer: socket.socket) -> int:

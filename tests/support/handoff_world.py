@@ -16,9 +16,9 @@ from pd_cluster.config import Timeouts
 from pd_cluster.engine.exports import Exports, ShipLimits
 from pd_cluster.engine.imports import Imports
 from pd_cluster.errors import LinkError
+from pd_cluster.transport.events import Drained, Landed, LandFault
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.landing import Geometry, Lander
-from pd_cluster.transport.threads import Drained, Landed, LandFault
 from pd_cluster.types import Request, Status, TokenOutput
 from tests.support.handoff_engine import (
     NUM_LAYERS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.transport.events import Landed, LandFault
 from pd_cluster.transport.landing import Geometry, Lander
-from pd_cluster.transport.threads import Landed, LandFault
 from pd_cluster.types import TokenOutput
 
 TOKEN = TokenOutput("r", 0, 0, 0, 5)

@@ -20,12 +20,13 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import Checksum, KVReceiver, Prepared
 from pd_cluster.transport.dist import DistReceiver, DistSender, Store
+from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.local import LocalReceiver, OneSidedSender, offer_pool
 from pd_cluster.transport.receiving import Probe, ReceiveThread
+from pd_cluster.transport.sending import SendThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
-from pd_cluster.transport.threads import Drained, Landed, LandFault, LinkFailed, SendThread
 from pd_cluster.types import TokenOutput
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")

@@ -23,7 +23,7 @@ from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.receiving import ReceiveThread
-from pd_cluster.transport.threads import SendThread
+from pd_cluster.transport.sending import SendThread
 from pd_cluster.types import LegEnd, Request, SamplingParams
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 

@@ -26,7 +26,7 @@ from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.links import Progress
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.threads import Landed, LandFault, LinkEvent, LinkFailed
+from pd_cluster.transport.events import Landed, LandFault, LinkEvent, LinkFailed
 
 SETTLE_S = 5.0
 

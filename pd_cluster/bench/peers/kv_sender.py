@@ -33,7 +33,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.mailbox import peer_key
-from pd_cluster.transport.threads import LinkFailed
+from pd_cluster.transport.events import LinkFailed
 from pd_cluster.types import Request, SamplingParams, TokenOutput
 
 DEADLINE_S = 60.0

@@ -10,60 +10,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pd_cluster import wire
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.base import KVSender
+from pd_cluster.transport.events import LinkFailed, Report, numbers_of
 from pd_cluster.transport.guard import Sealer
-from pd_cluster.types import Note, TokenOutput, note_nothing
+from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFailed:
-    """This end of the link is beyond use."""
-
-    conn: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    transfer_id: str
-    first_tokens: list[TokenOutput]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LandFault:
-    transfer_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """Nothing writes the landing blocks of this transfer any more."""
-
-    transfer_id: str
-
-
-LinkEvent = LinkFailed | Landed | LandFault | Drained
-Report = Callable[[LinkEvent], None]
-
-
-def numbers_of(piece: wire.KVPiece, nbytes: int, started_s: float) -> dict[str, int]:
-    """What a timeline tells of a piece that was sent or has landed."""
-    return {
-        "start": piece.first_token,
-        "stop": piece.stop_token,
-        "first_layer": piece.first_layer,
-        "num_layers": piece.num_layers,
-        "nbytes": nbytes,
-        "took_us": round((time.monotonic() - started_s) * 1e6),
-    }
 
 
 class Pace:

@@ -187,9 +187,6 @@ def test_500_requests_while_instances_die_and_stand_still(model: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.xfail(
-    strict=True, reason="for 3 s it takes links for up that its peers have closed, and requests go there"
-)
 def test_a_prefill_instance_that_stood_still_serves_as_soon_as_it_is_ready(model: Path, tmp_path: Path) -> None:
     """Its peers have given its connections up, and it cannot know: whoever says ready must have found out first."""
     asks = make_asks(random.Random(45), 200, 16, LONGEST, MAX_TOKENS)

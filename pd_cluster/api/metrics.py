@@ -35,6 +35,11 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
     ("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),
     ("pd_cluster:kv_received_bytes", "KV cache received from prefill instances.", lambda load: load.kv_received_nbytes),
+    (
+        "pd_cluster:kv_frames_dropped",
+        "KV headers that were replayed, forged, out of order or not decodable.",
+        lambda load: load.num_dropped_kv_frames,
+    ),
 )
 
 

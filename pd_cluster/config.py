@@ -15,6 +15,7 @@ from pd_cluster.types import Role
 from pd_cluster.wire import KVOptions, TransportName
 
 KVTransportChoice = Literal["auto", "shm", "dist"]
+MAX_BLOCK_SIZE = 4096  # tokens
 PREEMPTION_MODES = ("recompute", "swap")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
 
@@ -84,6 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise ConfigError(f"--block-size {self.block_size}: must be at most {MAX_BLOCK_SIZE} tokens")
         for name in ("max_model_len", "num_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -166,12 +166,11 @@ class Exports:
     # ---- what the peer says
 
     def on_credit(self, conn: str, credit: wire.Credit) -> None:
-        """Also while a step runs."""
+        """Also while a step runs, if it makes sense."""
         export = self._find(conn, credit.transfer_id)
         if export is None or export.state is not ExportState.OFFERED:
             return
-        in_prompt = 0 <= credit.first_token <= len(export.request.prompt_token_ids)
-        if not in_prompt or credit.first_token % self._ports.limits(conn).peer_block_size:
+        if not self.makes_sense(conn, credit):
             self.abort(export.request)
             self._ended(export.request, f"{export.request.peer} wants KV cache from token {credit.first_token} on")
         else:
@@ -179,6 +178,14 @@ class Exports:
             export.next_token = credit.first_token
             self._note(credit.transfer_id, "credited", first_token=credit.first_token)
             self._ship(export)
+
+    def makes_sense(self, conn: str, credit: wire.Credit) -> bool:
+        """One that does not ends its request, and so must wait for the end of a running step."""
+        export = self._find(conn, credit.transfer_id)
+        if export is None:
+            return True
+        in_prompt = 0 <= credit.first_token <= len(export.request.prompt_token_ids)
+        return in_prompt and credit.first_token % self._ports.limits(conn).peer_block_size == 0
 
     def on_handed_over(self, conn: str, transfer_id: str) -> None:
         """D was told that the transfer still stood; see Held."""
@@ -213,8 +220,11 @@ class Exports:
             limit_s = self._timeouts.credit_timeout_s if offered else self._timeouts.transfer_timeout_s
             if now_s - max(export.since_s, self._ports.progress_s(export.conn)) > limit_s:
                 what = "did not take the transfer" if offered else "did not finish the transfer"
-                self._ports.send(export.conn, wire.Revoke(export.request.transfer_id))
-                self._give_up(export, f"{export.request.peer} {what} within {limit_s:g} s")
+                handed_over = self._let_go(export)
+                if not handed_over:
+                    self._ports.send(export.conn, wire.Revoke(export.request.transfer_id))
+                reason = f"{export.request.peer} {what} within {limit_s:g} s"
+                self._ended(export.request, None if handed_over else reason)
 
     # ---- inside
 

@@ -8,6 +8,7 @@ the very same code through any order of events.
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,8 @@ from pd_cluster import wire
 from pd_cluster.config import Timeouts
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.types import Note, Request, Status, TokenOutput, note_nothing
+
+log = logging.getLogger(__name__)
 
 Ended = Callable[[Request, str | None], None]  # the leg is over here; None: another process knows why
 
@@ -103,12 +106,17 @@ class Imports:
         else:
             self._ended(request, f"transfer {request.transfer_id} is under way for another request")
 
-    def on_offer(self, conn: str, offer: wire.Offer) -> None:
+    def on_offer(self, conn: str, offer: wire.Offer, peer: str = "") -> None:
+        """`peer`: whose connection it is, name@epoch."""
         found = self._imports.pop(offer.transfer_id, None)
         if found is not None and found.state is not ImportState.EXPECTED:
             self._imports[offer.transfer_id] = found  # offered twice: the first stands
             return
         request = found.request if found is not None else None
+        if found is not None and request is not None and peer not in ("", request.peer):
+            log.warning("%s offers %s, which %s should", peer, offer.transfer_id, request.peer)
+            self._imports[offer.transfer_id] = found
+            return
         state = ImportState.OFFERED if request is None else ImportState.QUEUED
         offered = Import(offer.transfer_id, state, self._clock(), conn, offer.num_tokens, request)
         self._imports[offer.transfer_id] = offered

@@ -116,6 +116,9 @@ class InLinks:
             self._report(Drained(transfer_id))
 
     def progress_s(self, conn: str) -> float:
+        thread = self._threads.get(conn)
+        if thread is not None:
+            self._progress.moved(conn, thread.received_nbytes)
         return self._progress.at_s(conn)
 
     def _check(self, opened: wire.LinkOpen) -> None:

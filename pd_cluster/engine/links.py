@@ -67,13 +67,21 @@ class Progress:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seen: dict[str, tuple[int, float]] = {}
+        self._moved: dict[str, tuple[int, float]] = {}
 
     def heard(self, conn: str, load: wire.Load) -> None:
         if self._seen.get(conn, (-1, 0.0))[0] != load.progress:
             self._seen[conn] = (load.progress, self._clock())
 
+    def moved(self, conn: str, nbytes: int) -> None:
+        """So much of it has come over the connection itself: what a peer sends is progress, too."""
+        if self._moved.get(conn, (0, 0.0))[0] != nbytes:
+            self._moved[conn] = (nbytes, self._clock())
+
     def at_s(self, conn: str) -> float:
-        return self._seen.get(conn, (0, float("-inf")))[1]
+        never = (0, float("-inf"))
+        return max(self._seen.get(conn, never)[1], self._moved.get(conn, never)[1])
 
     def forget(self, conn: str) -> None:
         self._seen.pop(conn, None)
+        self._moved.pop(conn, None)

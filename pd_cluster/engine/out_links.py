@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
@@ -36,6 +36,7 @@ class OutLink:
     transport: str = ""
     precision: str = ""
     peer_block_size: int = 0  # tokens
+    answered: set[wire.TransportName] = field(default_factory=set)  # transports that the peer has chosen so far
     used_s: float = 0.0  # when something was last sent over it
 
     def __str__(self) -> str:
@@ -121,6 +122,10 @@ class OutLinks:
         link = self._find(conn, answer.link_id)
         if link is None or link.thread is None or link.state != "opening":
             return
+        if answer.transport in link.answered:
+            self._retry(link, f"{link.info.name} chose {answer.transport} twice")
+            return
+        link.answered.add(answer.transport)
         peer = KVLayout.from_info(answer.layout)
         try:
             check_pair(self._side.layout, peer)
@@ -197,6 +202,7 @@ class OutLinks:
         info = link.info
         conn = link.conn = self._post.connect(info.name, info.epoch, info.host, info.control_port)
         link.link_id = secrets.token_hex(8)
+        link.answered.clear()
         key = self._side.key(link.link_id, self._side.own, peer_key(info.name, info.epoch))
         try:
             link.thread = self._make.send_thread(

@@ -141,7 +141,15 @@ class Worker:
 
     def _layers_done(self, num_layers: int) -> None:
         """While a step runs: finished layers leave, also for a credit that has just come."""
-        self._read_credits()
+        odd = []
+        while not self.credits.empty():
+            conn, credit = self.credits.get_nowait()
+            if self.exports.makes_sense(conn, credit):
+                self.exports.on_credit(conn, credit)
+            else:
+                odd.append((conn, credit))
+        for each in odd:
+            self.credits.put(each)
         self.exports.layers_done(num_layers)
 
     def _read_credits(self) -> None:
@@ -222,8 +230,9 @@ class Worker:
                 self.out_links.on_ready(conn, body)
             case wire.LinkRefused():
                 self.out_links.on_refused(conn, body)
-            case wire.Offer() if self.in_links.is_open(conn):
-                self.imports.on_offer(conn, body)
+            case wire.Offer():
+                if self.in_links.is_open(conn):  # else it has failed here, and the peer hears of it
+                    self.imports.on_offer(conn, body, peer)
             case wire.Credit():
                 self._read_credits()
             case wire.Revoke():

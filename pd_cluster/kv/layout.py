@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass
 
+from pd_cluster.config import MAX_BLOCK_SIZE
 from pd_cluster.errors import LinkError
 from pd_cluster.wire import KVPiece, LayoutInfo
 
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SCALE_NBYTES = 4  # one float32 a vector of int8
-MAX_BLOCK_SIZE = 1 << 20  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,12 @@ def check_pair(source: KVLayout, target: KVLayout) -> None:
                 f"start both with the same model and --tensor-parallel-size"
             )
     for layout in (source, target):
-        if layout.dtype not in DTYPE_NBYTES or not 1 <= layout.block_size <= MAX_BLOCK_SIZE:
-            raise LinkError(f"KV layout makes no sense: blocks of {layout.block_size} tokens of {layout.dtype!r}")
+        is_rank = 0 <= layout.tp_rank < layout.tp_size
+        if layout.dtype not in DTYPE_NBYTES or not 1 <= layout.block_size <= MAX_BLOCK_SIZE or not is_rank:
+            raise LinkError(
+                f"KV layout makes no sense: blocks of {layout.block_size} tokens of {layout.dtype!r}, rank "
+                f"{layout.tp_rank} of {layout.tp_size}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

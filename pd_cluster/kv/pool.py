@@ -6,6 +6,7 @@ last process that has it, however that ended. Knows nothing of who holds which b
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -33,8 +34,9 @@ class KVPool:
         self.layout = layout
         self.num_blocks = num_blocks
         nbytes = layout.block_nbytes * (num_blocks + NUM_EXTRA_BLOCKS)
-        self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = mmap.mmap(self.fd, nbytes)
         self.data = view_blocks(self._map, layout, num_blocks + NUM_EXTRA_BLOCKS)
         self.probe_lock = threading.Lock()  # of the probe block, where several links' probes land

@@ -54,6 +54,9 @@ class KVReceiver(Protocol):
     def expect(self, sequence: int, chunk: KVChunk) -> None:
         """The payload of frame `sequence` will be received soon, after those expected before: it may come in now."""
 
+    def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None:
+        """Waits until the next payload to `receive` is here; that waits by itself else. Raises LinkError."""
+
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
         """Puts a payload into the local blocks `into`; None: take it off the wire and drop it.
 

@@ -31,7 +31,7 @@ SENDER, RECEIVER = 0, 1
 
 
 class Store:
-    """The rendezvous that a prefill process hosts for all its links."""
+    """The rendezvous that P hosts for one attempt to open a link: who waits in it keeps nobody else waiting."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -56,7 +56,6 @@ class DistSender:
 
     def __init__(
         self,
-        store: Store,
         pool: KVPool,
         checksum: Checksum,
         wants_int8: bool,
@@ -64,7 +63,7 @@ class DistSender:
         connect_s: float,
         transfer_s: float,
     ) -> None:
-        self._store = store
+        self._store = Store(bind_host, connect_s)
         self._pool = pool
         self._checksum = checksum
         self._wants_int8 = wants_int8
@@ -126,10 +125,11 @@ class DistReceiver:
         self._peer_host = peer_host
         self._bind_host = bind_host
         self._connect_s = connect_s
-        self._transfer = timedelta(seconds=transfer_s)
+        self._transfer_s = transfer_s
         self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]
         self._announced: deque[tuple[int, KVChunk]] = deque()  # for want of a free buffer
-        self._under_way: deque[tuple[int, Any, torch.Tensor, torch.Tensor]] = deque()  # sequence, work, buffer, part
+        # sequence, work (None when it is done), buffer, the payload's part of it
+        self._under_way: deque[tuple[int, Any, torch.Tensor, torch.Tensor]] = deque()
         self._group: Any = None
         self.precision = self._route.precision
 
@@ -154,15 +154,22 @@ class DistReceiver:
         self._announced.append((sequence, chunk))
         self._start()
 
-    def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
+    def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None:
         if not self._under_way:
             self.expect(sequence, chunk)
-        expected, work, buffer, payload = self._under_way.popleft()
+        expected, work, buffer, payload = self._under_way[0]
         assert expected == sequence
+        if work is None:
+            return
         try:
-            work.wait(self._transfer)
+            work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise LinkError(f"receiving KV cache failed: {_first_line(error)}", retry=True) from error
+        self._under_way[0] = (expected, None, buffer, payload)
+
+    def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
+        self.arrive(sequence, chunk, self._transfer_s)
+        _, _, buffer, payload = self._under_way.popleft()
         try:
             if into is not None:
                 self._take(payload, chunk, into)
@@ -203,10 +210,10 @@ def _tag(sequence: int) -> int:
 
 
 def _make_group(store: PrefixStore, rank: int, host: str, connect_s: float) -> ProcessGroupGloo:
-    """Blocks until both ranks are there. Raises LinkError after `connect_s`."""
+    """Blocks until both ranks are there. Raises LinkError after at most twice `connect_s`: gloo tries five times."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=connect_s)
+    options._timeout = timedelta(seconds=0.4 * connect_s)
     try:
         return ProcessGroupGloo(store, rank, 2, options)
     except RuntimeError as error:

@@ -14,7 +14,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import Checksum, KVReceiver, KVSender
-from pd_cluster.transport.dist import DistReceiver, DistSender, Store
+from pd_cluster.transport.dist import DistReceiver, DistSender
 from pd_cluster.transport.events import Report
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.local import LocalReceiver, OneSidedSender, is_here, offer_pool
@@ -25,13 +25,12 @@ from pd_cluster.types import Note, note_nothing
 
 
 class Transports:
-    """What is shared by all links of one worker: the pool's names, the pool's server, the store."""
+    """What is shared by all links of one worker: the pool's names and its server."""
 
     def __init__(self, config: WorkerConfig, pool: KVPool) -> None:
         self._config = config
         self._pool = pool
         self._pool_server: PoolServer | None = None
-        self._store: Store | None = None
 
     def send_thread(
         self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report, note: Note = note_nothing
@@ -82,11 +81,8 @@ class Transports:
             self._pool_server = self._pool_server or PoolServer(self._pool)
             return OneSidedSender(name, self._pool_server.name, self._pool, checksum)
         host = self._config.bind_address
-        self._store = self._store or Store(host, times.connect_timeout_s)
         wants_int8 = self._config.kv.wire_dtype == "int8"
-        return DistSender(
-            self._store, self._pool, checksum, wants_int8, host, times.connect_timeout_s, times.transfer_timeout_s
-        )
+        return DistSender(self._pool, checksum, wants_int8, host, times.connect_timeout_s, times.transfer_timeout_s)
 
     def _receiver(self, offer: wire.TransportOffer, host: str, opened: wire.LinkOpen, key: LinkKey) -> KVReceiver:
         times, pool, layout = self._config.timeouts, self._pool, KVLayout.from_info(opened.layout)

@@ -75,7 +75,7 @@ class Opener:
             self.next_sequence += 1
             try:
                 return wire.decode_header(frame.header)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, ValueError):  # the latter for text that is not UTF-8
                 reason = "not decodable"
         self.dropped[reason] += 1
         return None

@@ -126,6 +126,8 @@ class OneSidedReceiver:
 
     def expect(self, sequence: int, chunk: KVChunk) -> None: ...
 
+    def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None: ...
+
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
         if into is not None:
             assert self._reader is not None

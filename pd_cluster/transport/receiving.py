@@ -42,15 +42,12 @@ class Probe:
         piece, layout = chunk.piece, self.pool.layout
         if piece.num_tokens != min(layout.block_size, self.source.block_size) or piece.first_token or piece.first_layer:
             return "the probe has another shape"
-        if not self.pool.probe_lock.acquire(timeout=timeout_s):
-            raise LinkError(f"other links' probes took longer than {timeout_s:g} s", retry=True)
-        try:
+        receiver.arrive(sequence, chunk, timeout_s)
+        with self.pool.probe_lock:  # for a copy: nobody waits for a peer in it
             self.pool.data[self.pool.probe_block].zero_()
             receiver.receive(sequence, chunk, [self.pool.probe_block])
             found = self.pool.data[self.pool.probe_block, :, :, : piece.num_tokens]
             same = torch.equal(found, self._expected(receiver, piece)[0, :, :, : piece.num_tokens])
-        finally:
-            self.pool.probe_lock.release()
         return "" if same else "the prefill instance's probe arrived with another content"
 
     def _expected(self, receiver: KVReceiver, piece: wire.KVPiece) -> torch.Tensor:
@@ -82,7 +79,9 @@ class Incoming:
         """None: the end. Raises LinkError, or queue.Empty after the timeout."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.ahead and self.error is None:
-            left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if left_s is not None and left_s <= 0:  # whatever comes and is dropped does not buy time
+                raise queue.Empty
             self._take(self.queue.get(timeout=left_s), receiver)
         while self.error is None and not self.queue.empty():
             self._take(self.queue.get_nowait(), receiver)
@@ -105,6 +104,9 @@ class Incoming:
                 receiver.expect(item.sequence, header.chunk if isinstance(header, wire.KVProbe) else header)
         except LinkError as error:
             self.error = error
+        except Exception as error:
+            log.exception("a KV frame could not be taken in")
+            self.error = LinkError(f"internal error: {error}", retry=True)
 
 
 class ReceiveThread:

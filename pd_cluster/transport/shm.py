@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import mmap
 import os
 import secrets
@@ -25,6 +26,8 @@ from pd_cluster.transport.base import Checksum
 from pd_cluster.transport.local import OneSidedReceiver
 from pd_cluster.wire import TransportName, TransportOffer
 
+ACCEPT_PAUSE_S = 0.1
+
 
 class PoolServer:
     """Hands the pool's descriptor, read-only, to whoever connects with the right name and user. One thread."""
@@ -34,11 +37,13 @@ class PoolServer:
         self._fd = os.open(f"/proc/self/fd/{pool.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
-        self._listener.listen(16)
+        self._listener.listen(128)
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kv-pool-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -49,8 +54,10 @@ class PoolServer:
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or no descriptor is free just now
+                if self._closing.wait(ACCEPT_PAUSE_S):
+                    return
+                continue
             with peer, contextlib.suppress(OSError):
                 peer.settimeout(5)
                 if _peer_uid(peer) == os.getuid():
@@ -90,7 +97,7 @@ class ShmReceiver(OneSidedReceiver):
                 f"the prefill instance's shared memory cannot be reached: {error}", retry=not other_host
             ) from error
         if len(fds) != 1:
-            raise LinkError("the prefill instance did not hand over its shared memory (another user?)")
+            raise LinkError("the prefill instance did not hand over its shared memory (another user?)", retry=True)
         try:
             return self._map(fds[0])
         finally:
@@ -98,6 +105,8 @@ class ShmReceiver(OneSidedReceiver):
 
     def _map(self, fd: int) -> torch.Tensor:
         nbytes = self._num_blocks * self._route.source.block_nbytes
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise LinkError("the prefill instance's pool could shrink while it is read")
         if os.fstat(fd).st_size != nbytes:
             raise LinkError(f"the prefill instance's pool is {os.fstat(fd).st_size} bytes, not {nbytes}")
         view = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)

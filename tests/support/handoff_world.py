@@ -120,6 +120,7 @@ class World:
             self._d_step,
             self._deliver_to_d,
             self._deliver_to_p,
+            self._p_mailbox_replies,
             self._send_job,
             self._thread_step,
             self._p_reads_inbox,
@@ -155,6 +156,7 @@ class World:
         self.to_p: deque[tuple[str, wire.Body]] = deque()
         self.p_inbox: deque[tuple[str, wire.Body | None]] = deque()  # None: the connection is down
         self.credits: deque[tuple[str, wire.Credit]] = deque()
+        self.replies: deque[tuple[str, wire.Confirmed]] = deque()
 
     def start_d(self) -> None:
         self.d_life += 1
@@ -192,13 +194,17 @@ class World:
 
     def check(self) -> None:
         """Everything ended once, nothing is held."""
-        while self.p.plan is not None or self.p_inbox:
+        while self.p.plan is not None or self.p_inbox or self.replies:
+            self._p_mailbox_replies()
             self._p_step() if self.p.plan is not None else self._p_reads_inbox()
         for engine, ends in ((self.p, self.p_ends), (self.d, self.d_ends)):
             engine.scheduler.check()
             assert engine.scheduler.blocks.num_held == 0
             assert set(ends.count.values()) <= {1}, "a request ended twice"
             assert not engine.legs, f"no end for {list(engine.legs)}"
+        for name, outcome in self.p_ends.outcome.items():
+            lost = outcome == "handed over" and self.d_ends.outcome[name] == "dropped"
+            assert not lost, f"{name} was handed over and revoked: nobody tells the client"
         assert not len(self.exports)
         assert not len(self.exports.held), "a transfer is held that is none"
 
@@ -306,12 +312,20 @@ class World:
             return
         if isinstance(body, wire.Confirm):
             held = self.exports.held.take(conn, body.transfer_id)
-            self.send(conn, wire.Confirmed(body.transfer_id, held))
-            if not held:
-                return
+            self.replies.append((conn, wire.Confirmed(body.transfer_id, held)))
+            return
         if isinstance(body, wire.Credit):
             self.credits.append((conn, body))
         self.p_inbox.append((conn, body))
+
+    def _p_mailbox_replies(self) -> None:
+        """The engine's thread may have done anything since the transfer was taken out."""
+        if not self.replies:
+            return
+        conn, answer = self.replies.popleft()
+        self.send(conn, answer)
+        if answer.held:
+            self.p_inbox.append((conn, wire.Confirm(answer.transfer_id)))
 
     def _send_job(self) -> None:
         conn = self.p_conn

@@ -114,6 +114,14 @@ def confirmed_without_taking_it_out(self: Held, conn: str, transfer_id: str) -> 
     return (conn, transfer_id) in self._held
 
 
+def expiry_revokes_what_was_handed_over(self: Exports) -> None:
+    for export in [e for e in self._exports.values() if e.state is not ExportState.STREAMING]:
+        limit_s = 10 if export.state is ExportState.OFFERED else 30
+        if self._clock() - max(export.since_s, self._ports.progress_s(export.conn)) > limit_s:
+            self._ports.send(export.conn, wire.Revoke(export.request.transfer_id))
+            self._give_up(export, "late")
+
+
 def replays_are_opened(self: Opener, frame: wire.KVFrame) -> str:
     return "out of order" if frame.sequence > self.next_sequence else ""
 
@@ -149,6 +157,7 @@ MUTATIONS: list[tuple[type, str, Callable[..., None]]] = [
     (Exports, "layers_done", layers_are_shipped_before_they_are_written),
     (Held, "take", confirmed_without_taking_it_out),
     (Opener, "_reason_to_drop", replays_are_opened),
+    (Exports, "expire", expiry_revokes_what_was_handed_over),
 ]
 
 
@@ -179,7 +188,7 @@ class Recorder:
         return ShipLimits(4, 1000)
 
     def precision(self, conn: str) -> str:
-        return ""
+        return "int8"
 
     def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None: ...
     def ship_end(self, conn: str, end: wire.KVEnd) -> None: ...
@@ -252,6 +261,27 @@ def test_first_tokens_of_something_else_are_refused(tokens: list[TokenOutput]) -
     assert isinstance(world.sent[-1], wire.Cancel)
     imports.on_drained("t")
     assert not len(imports)
+
+
+def test_what_lands_is_known_by_the_precision_of_its_link() -> None:
+    imports, world = landing()
+    imports.on_landed("t", [TokenOutput("r", 0, 0, 0, 5)])
+    imports.on_confirmed("c", wire.Confirmed("t", True))
+    assert [request.kv_precision for request in world.joined] == ["int8"]
+
+
+def test_an_offer_of_another_instance_than_the_one_expected_is_ignored() -> None:
+    world = Recorder()
+    imports = Imports(
+        Scheduler(BlockPool(8), 4, 4, 16), world, world.end, lambda r, s, t: None, lambda: 0.0, Timeouts(), 4, 100
+    )
+    imports.submit(make_request("decode"))
+    imports.on_offer("c", wire.Offer("t", 8), "another@1")
+    imports.credit()
+    assert not world.sent
+    imports.on_offer("d", wire.Offer("t", 8), "decode")
+    imports.credit()
+    assert world.sent == [wire.Credit("t", 0)]
 
 
 def test_a_transfer_is_not_submitted_twice() -> None:

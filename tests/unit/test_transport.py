@@ -19,7 +19,7 @@ from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import Checksum, KVReceiver, Prepared
-from pd_cluster.transport.dist import DistReceiver, DistSender, Store
+from pd_cluster.transport.dist import DistReceiver, DistSender
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
@@ -54,8 +54,7 @@ class Pair:
         self.server = PoolServer(self.source) if name == "shm" else None
         self.receiver: KVReceiver
         if name == "dist":
-            store = Store("127.0.0.1", WAIT_S)
-            self.sender = DistSender(store, self.source, checksum, False, "127.0.0.1", WAIT_S, WAIT_S)
+            self.sender = DistSender(self.source, checksum, False, "127.0.0.1", WAIT_S, WAIT_S)
             self.receiver = DistReceiver(
                 self.sender.offer(), self.target, source, checksum, False, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S
             )
@@ -83,6 +82,10 @@ class Pair:
         finally:
             sending.join(WAIT_S)
             self._sequence += 1
+
+    def move_after(self, sequence: int, piece: wire.KVPiece, into: list[int]) -> None:
+        self._sequence = sequence
+        self.move(piece, into)
 
     def close(self) -> None:
         self.sender.close()
@@ -227,7 +230,7 @@ def test_shm_refuses_a_pool_of_another_size() -> None:
 
 
 def test_dist_gives_up_when_nobody_joins() -> None:
-    sender = DistSender(Store("127.0.0.1", 0.3), random_pool(1), CHECKSUM, False, "127.0.0.1", 0.3, 0.3)
+    sender = DistSender(random_pool(1), CHECKSUM, False, "127.0.0.1", 0.3, 0.3)
     with pytest.raises(LinkError) as caught:
         sender.open(LAYOUT)
     assert caught.value.retry
@@ -257,7 +260,7 @@ def make_config(transport: str, secret: bytes = b"s") -> WorkerConfig:
         kv_transport=transport,  # type: ignore[arg-type]
         kv_port_range=PortRange(),
         engine=EngineConfig(model="m"),
-        timeouts=Timeouts(connect_timeout_s=3.0),
+        timeouts=Timeouts(connect_timeout_s=1.5),
     )
 
 

@@ -72,11 +72,12 @@ class MidStepCredit(ToyRunner):
     """D's credit comes while the step runs, between two layers."""
 
     worker: Worker
+    credit = wire.Credit("r", 0)
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         logits = super().forward(chunks)
         if on_layer is not None:
-            self.worker.credits.put(("link", wire.Credit("r", 0)))
+            self.worker.credits.put(("link", self.credit))
             on_layer(1)
         return logits
 
@@ -334,4 +335,24 @@ def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch)
     assert worker.exports.held.take("link", "r")
     world.worker.inbox.put(HandedOver("link", "r"))
     world.step()
+    world.assert_home()
+
+
+def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends its request, whose blocks the step still writes."""
+    world = World()
+    worker, links = world.worker, world.worker.out_links
+    runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
+    worker.core.runner, runner.worker, runner.credit = runner, worker, wire.Credit("r", 3)
+    sent: list[wire.Body] = []
+    monkeypatch.setattr(links, "link_to", lambda peer: "link")
+    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
+    monkeypatch.setattr(links, "send", lambda conn, body: sent.append(body))
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", PROMPT, sampling(n=1), 0.0))
+    world.step()
+    assert worker.core.scheduler.requests, "it was ended under the running step"
+    world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 3)))
+    world.step()
+    assert [end.error for end in world.post.ended] == ["decode-0@2 wants KV cache from token 3 on"]
+    assert sent[-1] == wire.Revoke("r")
     world.assert_home()

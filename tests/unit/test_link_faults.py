@@ -1,0 +1,295 @@
+"""What one peer does wrong stays its own: other links open and live, threads report, drains are acknowledged."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster import wire
+from pd_cluster.engine.in_links import InLinks
+from pd_cluster.engine.links import Progress, Side
+from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.transport.dist import NUM_UNDER_WAY, DistReceiver, DistSender
+from pd_cluster.transport.events import Drained, LinkFailed
+from pd_cluster.transport.factory import Transports
+from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.transport.local import LocalReceiver
+from pd_cluster.transport.receiving import Incoming, Probe
+from pd_cluster.transport.shm import PoolServer, ShmReceiver
+from tests.unit.test_transport import (
+    CHECKSUM,
+    KEY,
+    LAYOUT,
+    NUM_BLOCKS,
+    TOKEN,
+    WAIT_S,
+    Link,
+    Pair,
+    blocks,
+    make_config,
+    random_pool,
+)
+
+
+def make_sender(connect_s: float) -> DistSender:
+    return DistSender(random_pool(1), CHECKSUM, False, "127.0.0.1", connect_s, WAIT_S)
+
+
+def make_receiver(sender: DistSender, transfer_s: float = WAIT_S) -> DistReceiver:
+    return DistReceiver(
+        sender.offer(), random_pool(2), LAYOUT, CHECKSUM, False, "127.0.0.1", "127.0.0.1", WAIT_S, transfer_s
+    )
+
+
+def test_a_peer_that_does_not_join_keeps_no_other_link_waiting() -> None:
+    lonely = [make_sender(3.0) for _ in range(2)]
+    errors: queue.SimpleQueue[LinkError] = queue.SimpleQueue()
+
+    def wait_in_vain(sender: DistSender) -> None:
+        try:
+            sender.open(LAYOUT)
+        except LinkError as error:
+            errors.put(error)
+
+    waiting = [threading.Thread(target=wait_in_vain, args=(sender,)) for sender in lonely]
+    for thread in waiting:
+        thread.start()
+    pair = Pair("dist")
+    pair.move(blocks([1]), [2])
+    assert all(thread.is_alive() for thread in waiting), "the pair opened while the others waited"
+    for thread in waiting:
+        thread.join(WAIT_S)
+    assert errors.qsize() == 2
+    pair.close()
+
+
+def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> None:
+    """It is waited for without the lock that all links' probes share."""
+    target = random_pool(2)
+    config = make_config("dist")
+    p, d = Transports(config, random_pool(1)), Transports(config, target)
+    answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+    frames: queue.SimpleQueue[wire.KVFrame] = queue.SimpleQueue()
+    send = p.send_thread("a", KEY, frames.put, lambda event: None)  # type: ignore[arg-type]
+    opened = wire.LinkOpen("a", "m", LAYOUT.to_info(), NUM_BLOCKS, send.offers, wire.KVOptions(), 1)
+    stalled = d.receive_thread("a", "prefill-0@1", opened, KEY, answers.put, lambda event: None)
+    assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
+    store = send._senders["dist"]
+    joined = threading.Thread(target=store.open, args=(LAYOUT,))  # type: ignore[union-attr]
+    joined.start()
+    joined.join(WAIT_S)
+    piece = wire.KVPiece(0, 4, 0, 2, [NUM_BLOCKS + 1])
+    stalled.put(Sealer(KEY).seal(wire.KVProbe("dist", wire.KVChunk("", 0, piece, LAYOUT.block_nbytes, 0))))
+    healthy = random_pool(3)
+    receiver = LocalReceiver(wire.TransportOffer(transport="local"), target, LAYOUT, CHECKSUM)
+    receiver._source = lambda: healthy.data  # type: ignore[method-assign]
+    receiver.open()
+    chunk = wire.KVChunk("", 0, piece, LAYOUT.block_nbytes, 0)
+    assert Probe(target, LAYOUT, healthy.probe_seed).problem(receiver, 0, chunk, 1.0) == ""
+    refused = answers.get(timeout=WAIT_S)
+    assert isinstance(refused, wire.LinkRefused), "the stalled one gives up within the connect timeout"
+    stalled.close()
+
+
+def test_a_payload_that_does_not_come_ends_the_link_in_time() -> None:
+    sender = make_sender(WAIT_S)
+    receiver = make_receiver(sender, transfer_s=0.3)
+    opening = threading.Thread(target=sender.open, args=(LAYOUT,))
+    opening.start()
+    receiver.open()
+    opening.join(WAIT_S)
+    with pytest.raises(LinkError, match="receiving KV cache failed"):
+        receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
+
+
+def test_a_payload_of_another_length_than_its_piece_is_refused() -> None:
+    pair = Pair("dist")
+    prepared = pair.sender.prepare(blocks([1, 2]))
+    pair.sender.send(0, prepared)
+    chunk = wire.KVChunk("t", 0, blocks([1]), prepared.nbytes, 0)
+    with pytest.raises(TransferFailed, match=f"{prepared.nbytes} bytes came for {LAYOUT.block_nbytes}"):
+        pair.receiver.receive(0, chunk, [1])
+    pair.move_after(1, blocks([3]), [4])
+    assert torch.equal(pair.target.data[4], pair.source.data[3])
+    pair.close()
+
+
+def test_only_so_many_payloads_are_under_way() -> None:
+    class Works:
+        """A group whose sends end when they are waited for."""
+
+        def __init__(self) -> None:
+            self.waiting: deque[int] = deque()
+            self.most = 0
+
+        def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Works:
+            self.waiting.append(tag)
+            self.most = max(self.most, len(self.waiting))
+            return self
+
+        def wait(self, timeout: object) -> None:
+            self.waiting.popleft()
+
+    pair = Pair("dist")
+    assert isinstance(pair.sender, DistSender)
+    works = pair.sender._group = Works()
+    for at in range(3 * NUM_UNDER_WAY):
+        pair.sender.send(at, pair.sender.prepare(blocks([1])))
+    assert works.most == NUM_UNDER_WAY
+    assert len(set(works.waiting)) == NUM_UNDER_WAY, "each has a tag of its own"
+    pair.close()
+
+
+def test_the_pools_server_outlives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = PoolServer(random_pool(1))
+    listener, failures = server._listener, [0]
+
+    class Failing:
+        def accept(self) -> Any:
+            if failures[0] < 2:
+                failures[0] += 1
+                raise OSError(24, "Too many open files")
+            return listener.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+    server._listener = Failing()  # type: ignore[assignment]
+    for _ in range(3):  # the first is taken by the accept that runs already
+        offer = wire.TransportOffer(transport="shm", address=server.name)
+        ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S).open()
+    assert failures == [2]
+    server.close()
+
+
+def test_a_pool_is_not_handed_to_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = PoolServer(random_pool(1))
+    offer = wire.TransportOffer(transport="shm", address=server.name)
+    receiver = ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S)
+    uids = iter([None, 12345])  # what D sees of P, then what P sees of D
+    monkeypatch.setattr("pd_cluster.transport.shm._peer_uid", lambda peer: uid_of(next(uids)))
+    with pytest.raises(LinkError, match="another user"):
+        receiver.open()
+    server.close()
+
+
+def uid_of(told: int | None) -> int:
+    return os.getuid() if told is None else told
+
+
+# ---- the receiving thread
+
+
+def test_text_that_is_not_utf_8_is_dropped() -> None:
+    data = wire.encode_header(wire.KVEnd("transfer", 0, 0, [])).replace(
+        b"transfer", b"\xff\xfe\xff\xfe\xff\xfe\xff\xfe"
+    )
+    opener = Opener(KEY)
+    assert opener.open(wire.KVFrame(0, data, KEY.mac(0, data))) is None
+    assert opener.dropped == {"not decodable": 1}
+
+
+def test_a_surprise_while_looking_ahead_fails_the_link_and_drains_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link("local")
+    link.await_ready()
+
+    def surprise(self: LocalReceiver, sequence: int, chunk: wire.KVChunk) -> None:
+        raise RuntimeError("no memory for staging")
+
+    monkeypatch.setattr(LocalReceiver, "expect", surprise)
+    link.transfer([1, 2], [7, 8])
+    failed = link.events.get(timeout=WAIT_S)
+    assert isinstance(failed, LinkFailed)
+    assert "no memory for staging" in failed.reason
+    link.receive.forget("t")
+    while (event := link.events.get(timeout=WAIT_S)) != Drained("t"):
+        assert isinstance(event, LinkFailed)
+    link.close()
+
+
+def test_what_came_before_a_missing_frame_still_counts() -> None:
+    sealer, incoming = Sealer(KEY), Incoming(Opener(KEY))
+    frames = [sealer.seal(wire.KVEnd(f"t{at}", 0, 0, [TOKEN])) for at in range(4)]
+    for frame in (frames[0], frames[1], frames[3]):
+        incoming.queue.put(frame)
+    assert [incoming.next(None, WAIT_S)[0] for _ in range(2)] == [0, 1]  # type: ignore[index]
+    with pytest.raises(LinkError, match="came when 2 was next"):
+        incoming.next(None, WAIT_S)
+
+
+def test_frames_that_are_dropped_buy_no_time() -> None:
+    incoming = Incoming(Opener(KEY))
+    stranger = Sealer(LinkKey.derive(b"other", "link", "p", "d"))
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.wait(0.001):
+            incoming.queue.put(stranger.seal(wire.KVEnd("t", 0, 0, [TOKEN])))
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    started_s = time.monotonic()
+    with pytest.raises(queue.Empty):
+        incoming.next(None, 0.3)
+    stop.set()
+    flooding.join(WAIT_S)
+    assert time.monotonic() - started_s < WAIT_S
+
+
+class Post:
+    def __init__(self) -> None:
+        self.sent: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+
+    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+        raise AssertionError
+
+    def disconnect(self, conn: str) -> None: ...
+    def beat(self) -> None: ...
+    def send(self, conn: str, body: wire.Body) -> None:
+        self.sent.put(body)
+
+
+def make_in_links(pool: KVPool) -> tuple[InLinks, Post, queue.SimpleQueue[object], list[float]]:
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    now = [0.0]
+    side = Side("d@1", b"s", "m", LAYOUT, NUM_BLOCKS, pool.probe_seed, wire.KVOptions())
+    post = Post()
+    links = InLinks(
+        side, post, Transports(make_config("local"), pool), events.put, lambda c, r: None, Progress(lambda: now[0])
+    )
+    return links, post, events, now
+
+
+def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
+    """Whoever hears of its end tells the thread to forget; that must not come behind the thread's own end."""
+    links, post, events, _ = make_in_links(random_pool(2))
+    opened = wire.LinkOpen("l", "m", LAYOUT.to_info(), NUM_BLOCKS, [], wire.KVOptions(), 0)
+    links._down = lambda conn, reason: links.forget(conn, "t")
+    links.on_open("c", "prefill-0@1", opened)
+    assert isinstance(post.sent.get(timeout=WAIT_S), wire.LinkRefused)
+    links.on_down("c", "cut")
+    assert events.get(timeout=WAIT_S) == Drained("t")
+
+
+def test_what_lands_is_progress_of_its_sender() -> None:
+    """A step of the prefill instance may be longer than the lease, as long as its layers come in."""
+    links, _, _, now = make_in_links(random_pool(2))
+
+    class Thread:
+        received_nbytes = 0
+
+    links._threads["c"] = Thread()  # type: ignore[assignment]
+    links.progress_s("c")
+    now[0] = 40.0
+    Thread.received_nbytes = 5
+    assert links.progress_s("c") == 40.0
+    now[0] = 80.0
+    assert links.progress_s("c") == 40.0

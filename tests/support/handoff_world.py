@@ -210,7 +210,7 @@ class World:
 
     def _one_event(self) -> None:
         events = self.events if self.trouble else self.events[: -len(self.troubles)]
-        weights = self.weights if self.trouble else self.weights[: len(events)]
+        weights = self.weights if self.trouble else [1.0] * len(events)  # nobody is slow for ever
         event = self.rng.choices(events, weights)[0]
         self.num_troubles += event in self.troubles
         event()

@@ -167,7 +167,7 @@ def test_a_broken_state_machine_is_noticed(
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
-        explore(range(1000, 5000))
+        explore(range(1400, 5400))
 
 
 class Recorder:

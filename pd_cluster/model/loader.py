@@ -7,7 +7,6 @@ function, fuses what it can and proves, on small forward passes, that the number
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from typing import Any
 
@@ -23,7 +22,7 @@ from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
-from pd_cluster.model.cpu.build import KernelsUnavailable
+from pd_cluster.model.cpu.build import KernelsUnavailable, are_wanted
 from pd_cluster.model.cpu.ops import CpuOps, supports
 from pd_cluster.model.fuse import can_fuse, fuse
 from pd_cluster.model.ops import Ops, TorchOps
@@ -61,7 +60,7 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: Device) -> CausalLM:
 
 def choose_ops(config: Any) -> Ops:
     """The C kernels, unless they cannot be built, do not know the shape or PD_CLUSTER_CPU_KERNELS is 0."""
-    if os.environ.get("PD_CLUSTER_CPU_KERNELS", "1") == "0" or not supports(config):
+    if not are_wanted() or not supports(config):
         return TorchOps()
     try:
         return CpuOps()

@@ -12,11 +12,12 @@ from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pack import as_layers, pack, runs, unpack
 from pd_cluster.kv.pool import KVPool, is_block
+from pd_cluster.model.cpu.copy import streaming_copy
 from pd_cluster.transport.base import Checksum, Prepared, buffer_of
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 16 << 20
-HOT_NBYTES = 512 << 10  # copied and checked in one go, while it is in the core's own cache
+HOT_NBYTES = 1 << 20  # copied and checked in one go, while it is in the core's own cache
 
 _pools: WeakValueDictionary[str, KVPool] = WeakValueDictionary()  # by the name under which they are offered
 
@@ -86,22 +87,25 @@ class OneSidedReader:
             raise TransferFailed("checksum of a KV chunk is wrong")
 
     def _copy(self, piece: KVPiece, into: list[int], checked: bool) -> int:
-        """From block to block; returns the checksum of what has arrived."""
+        """From block to block; returns the checksum of what was copied.
+
+        Hashed while it is in the core's own cache: what was written, or, when the copy goes past the cache, what was
+        read. That the source has not changed in between is not the checksum's business but `Confirm`'s.
+        """
         source = as_layers(self._source)[:, piece.first_layer : piece.stop_layer]
         target = as_layers(self._pool.data)[:, piece.first_layer : piece.stop_layer]
-        if not (checked and self._checksum.is_on):
-            for first, start, count in paired_runs(piece.block_ids, into):
-                target[start : start + count].copy_(source[first : first + count])
-            return 0
-        digest = self._checksum.running()
+        copy = streaming_copy()
+        digest = self._checksum.running() if checked and self._checksum.is_on else None
         for first, start, count in paired_runs(piece.block_ids, into):
-            for there, here in zip(
-                contiguous(target[start : start + count]), contiguous(source[first : first + count]), strict=True
-            ):
-                for hot_there, hot_here in zip(_hot(there), _hot(here), strict=True):
-                    hot_there.copy_(hot_here)
-                    digest.update(buffer_of(hot_there))
-        return digest.intdigest() or 1
+            there, here = contiguous(target[start : start + count]), contiguous(source[first : first + count])
+            for to, of in _hot_parts(there, here) if digest is not None else zip(there, here, strict=True):
+                if copy is not None:
+                    copy(to, of)
+                else:
+                    to.copy_(of)
+                if digest is not None:
+                    digest.update(buffer_of(of if copy is not None else to))
+        return 0 if digest is None else digest.intdigest() or 1
 
 
 class OneSidedReceiver:
@@ -181,5 +185,7 @@ def contiguous(blocks: torch.Tensor) -> list[torch.Tensor]:
     return [blocks.view(-1)] if blocks.is_contiguous() else [block.view(-1) for block in blocks]
 
 
-def _hot(data: torch.Tensor) -> Iterator[torch.Tensor]:
-    return (data[at : at + HOT_NBYTES] for at in range(0, len(data), HOT_NBYTES))
+def _hot_parts(there: list[torch.Tensor], here: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for to, of in zip(there, here, strict=True):
+        for at in range(0, len(of), HOT_NBYTES):
+            yield to[at : at + HOT_NBYTES], of[at : at + HOT_NBYTES]

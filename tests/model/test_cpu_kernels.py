@@ -16,6 +16,7 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.cpu import build
+from pd_cluster.model.cpu.copy import streaming_copy
 from pd_cluster.model.cpu.ops import CpuOps
 from pd_cluster.model.ops import Activation, Heads, Norm, Rope, TorchOps
 from pd_cluster.types import Request, SamplingParams
@@ -248,3 +249,19 @@ def test_why_there_are_no_kernels(
     refuse(tmp_path, monkeypatch)
     with pytest.raises(build.KernelsUnavailable, match=reason):
         build.build(build.FLAGS)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 65_535, 65_536, 65_537, 300_001])
+@pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 3), (33, 7)])
+def test_copies_past_the_cache(ops: CpuOps, nbytes: int, offsets: tuple[int, int]) -> None:
+    """Exactly these bytes, from and to any address."""
+    copy = streaming_copy()
+    assert copy is not None
+    generator = torch.Generator().manual_seed(nbytes)
+    source = torch.randint(0, 256, (nbytes + 100,), dtype=torch.uint8, generator=generator)
+    target = torch.zeros(nbytes + 200, dtype=torch.uint8)
+    expected = target.clone()
+    to, of = offsets
+    expected[to : to + nbytes] = source[of : of + nbytes]
+    copy(target[to : to + nbytes], source[of : of + nbytes])
+    assert torch.equal(target, expected)

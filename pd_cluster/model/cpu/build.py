@@ -29,6 +29,10 @@ class KernelsUnavailable(Exception):
     """Why the kernels cannot serve here."""
 
 
+def are_wanted() -> bool:
+    return os.environ.get("PD_CLUSTER_CPU_KERNELS", "1") != "0"
+
+
 def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The kernels, ready to be called. Raises KernelsUnavailable."""
     runtime = openmp_runtime()

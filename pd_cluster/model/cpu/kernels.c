@@ -1,3 +1,4 @@
-// All kernels as one unit. Exported: pd_init, pd_norm, pd_gate, pd_attend. float32 throughout.
+// All kernels as one unit. Exported: pd_init, pd_norm, pd_gate, pd_attend (float32 throughout), pd_copy.
 #include "attention.h"
+#include "copy.h"
 #include "rows.h"

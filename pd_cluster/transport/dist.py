@@ -21,9 +21,10 @@ from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import Checksum, Prepared
+from pd_cluster.transport.local import put_blocks
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
-MAX_PAYLOAD_NBYTES = 4 << 20
+MAX_PAYLOAD_NBYTES = 8 << 20
 NUM_UNDER_WAY = 4  # payloads: one is packed or unpacked while the next are on the wire
 BACKENDS = ("gloo",)
 
@@ -182,7 +183,10 @@ class DistReceiver:
             raise TransferFailed(f"{chunk.nbytes} bytes came for {self._route.payload_nbytes(chunk.piece)}")
         if chunk.checksum and self._checksum.of(payload) != chunk.checksum:
             raise TransferFailed("checksum of a KV chunk is wrong")
-        unpack(payload, chunk.piece, self._route, self._pool.data, into)
+        if self._route.is_verbatim:
+            put_blocks(payload, chunk.piece, self._pool.data, into)
+        else:
+            unpack(payload, chunk.piece, self._route, self._pool.data, into)
 
     def close(self) -> None:
         self._group = None
@@ -196,7 +200,7 @@ class DistReceiver:
                 raise LinkError(f"a header announces a payload of {chunk.nbytes} bytes", retry=True)
             buffer = self._free.pop()
             if len(buffer) < chunk.nbytes:
-                buffer = torch.zeros(max(chunk.nbytes, MAX_PAYLOAD_NBYTES), dtype=torch.uint8)
+                buffer = torch.zeros(chunk.nbytes, dtype=torch.uint8)
             payload = buffer[: chunk.nbytes]
             try:
                 work = self._group.recv([payload], SENDER, _tag(sequence))

@@ -185,6 +185,19 @@ def contiguous(blocks: torch.Tensor) -> list[torch.Tensor]:
     return [blocks.view(-1)] if blocks.is_contiguous() else [block.view(-1) for block in blocks]
 
 
+def put_blocks(payload: torch.Tensor, piece: KVPiece, data: torch.Tensor, into: list[int]) -> None:
+    """A verbatim payload into its blocks, as `unpack` would, and past the cache: the payload's buffer stays in it."""
+    copy = streaming_copy()
+    at = 0
+    for part in _parts(data, piece, into):
+        source = payload[at : at + len(part)]
+        if copy is not None:
+            copy(part, source)
+        else:
+            part.copy_(source)
+        at += len(part)
+
+
 def _hot_parts(there: list[torch.Tensor], here: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for to, of in zip(there, here, strict=True):
         for at in range(0, len(of), HOT_NBYTES):

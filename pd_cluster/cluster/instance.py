@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pd_cluster.mailbox import peer_key
+from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import Role
-from pd_cluster.wire import InstanceInfo, Load, PeerInfo
+from pd_cluster.wire import Load, PeerInfo
 
 InstanceState = Literal["unreachable", "loading", "connecting", "ready", "failed", "misplaced"]
 

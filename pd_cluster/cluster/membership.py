@@ -19,6 +19,7 @@ from pd_cluster.cluster.place import Place, resolve_host
 from pd_cluster.config import Timeouts
 from pd_cluster.errors import ConfigError
 from pd_cluster.mailbox import Mailbox
+from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import Role
 from ranktable_tools import Server
 from ranktable_tools.hosts import host_key
@@ -77,7 +78,7 @@ class Membership:
         host = f"[{instance.host}]" if ":" in instance.host else instance.host
         try:
             answer = await client.get(f"http://{host}:{instance.port}/instance")
-            info = msgspec.json.decode(answer.content, type=wire.InstanceInfo)
+            info = msgspec.json.decode(answer.content, type=InstanceInfo)
         except httpx.HTTPError:
             self._set(instance, "unreachable", f"nobody answers at {host}:{instance.port}")
             return
@@ -98,7 +99,7 @@ class Membership:
         else:
             self._set(instance, "loading" if info.state == "loading" else "failed", info.error)
 
-    def _misplaced(self, instance: Instance, info: wire.InstanceInfo) -> str:
+    def _misplaced(self, instance: Instance, info: InstanceInfo) -> str:
         """Why whoever answers here is not this entry of the table; "" when it is."""
         if info.device_ids == instance.device_ids and host_key(info.server_ip) == host_key(self._hosts[instance.name]):
             return ""
@@ -111,7 +112,7 @@ class Membership:
             f"rank table, prefill first"
         )
 
-    def _problem(self, info: wire.InstanceInfo) -> str:
+    def _problem(self, info: InstanceInfo) -> str:
         if info.table_digest != self._place.cluster_tag:
             return (
                 "it was started with another global rank table or secret than the scheduler; "

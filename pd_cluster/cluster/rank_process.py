@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.config import WorkerConfig
 from pd_cluster.errors import ConfigError, InstanceLost
-from pd_cluster.wire import InstanceInfo, RankReport
+from pd_cluster.reports import InstanceInfo, RankReport
 
 STOP_TIMEOUT_S = 5.0
 

@@ -15,6 +15,7 @@ from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.mailbox import Mailbox, peer_key
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.reports import RankReport
 from pd_cluster.transport.factory import Transports
 
 
@@ -76,7 +77,7 @@ class _Handler:
         return self.worker.load if self.worker is not None else None
 
 
-def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple[Worker, Mailbox, wire.RankReport]:
+def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple[Worker, Mailbox, RankReport]:
     """A worker that is bound and loaded; the caller starts the mailbox and runs the worker."""
     core, runner = build_core(config.engine)
     handler = _Handler(inbox)
@@ -102,7 +103,7 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
         inbox,
     )
     handler.worker, handler.mailbox = worker, mailbox
-    report = wire.RankReport(
+    report = RankReport(
         state="ready",
         control_port=control_port,
         model_identity=runner.model_identity,

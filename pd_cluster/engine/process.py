@@ -21,7 +21,7 @@ import msgspec
 
 from pd_cluster.config import WorkerConfig
 from pd_cluster.errors import PdClusterError
-from pd_cluster.wire import RankReport
+from pd_cluster.reports import RankReport
 
 if TYPE_CHECKING:
     from pd_cluster.engine.events import Event

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "pd_cluster"
 # Each layer may import itself and what is above it in this list.
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "types"),
-    ("wire",),
+    ("wire", "reports"),
     ("config", "device", "checkpoint"),
     ("sockets", "mailbox", "text", "kv"),
     ("transport", "model"),

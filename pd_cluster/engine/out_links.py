@@ -138,7 +138,8 @@ class OutLinks:
 
     def on_ready(self, conn: str, ready: wire.LinkReady) -> None:
         link = self._find(conn, ready.link_id)
-        if link is not None and link.state == "opening":
+        if link is not None and link.thread is not None and link.state == "opening":
+            link.thread.settle()
             link.state, link.reason = "up", ""
             link.transport, link.precision = ready.transport, ready.precision
             link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()

@@ -64,7 +64,7 @@ class DistSender:
         connect_s: float,
         transfer_s: float,
     ) -> None:
-        self._store = Store(bind_host, connect_s)
+        self._store: Store | None = Store(bind_host, connect_s)
         self._pool = pool
         self._checksum = checksum
         self._wants_int8 = wants_int8
@@ -77,9 +77,11 @@ class DistSender:
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()  # the work, and the bytes that it reads
 
     def offer(self) -> TransportOffer:
+        assert self._store is not None
         return TransportOffer(transport="dist", address=self._group_name, port=self._store.port, backend="gloo")
 
     def open(self, peer: KVLayout) -> None:
+        assert self._store is not None
         self._route = Route(self._pool.layout, peer, self._wants_int8)
         prefix = PrefixStore(self._group_name, self._store.store)
         self._group = _make_group(prefix, SENDER, self._bind_host, self._connect_s)
@@ -100,7 +102,7 @@ class DistSender:
         self._under_way.append((work, prepared.payload))
 
     def close(self) -> None:
-        self._group = None
+        self._group = self._store = None  # which closes its port
         self._under_way.clear()
 
 

@@ -77,6 +77,10 @@ class SendThread:
         """Opens this transport, and sends the probe through it."""
         self._queue.put(lambda: self._open(transport, own, peer))
 
+    def settle(self) -> None:
+        """The transport that was opened last serves: the others, and the ports that they listen at, are closed."""
+        self._queue.put(self._settle)
+
     def probe(self) -> None:
         """Keeps an idle link awake, and notices when it is not."""
         self._queue.put(self._probe)
@@ -121,6 +125,11 @@ class SendThread:
         num_tokens = min(own.block_size, peer.block_size)
         self._probe_piece = wire.KVPiece(0, num_tokens, 0, own.num_layers, [self._probe_block])
         self._probe()
+
+    def _settle(self) -> None:
+        for sender in [each for each in self._senders.values() if each is not self._sender]:
+            sender.close()
+            del self._senders[sender.name]
 
     def _probe(self) -> None:
         sender = self._opened()

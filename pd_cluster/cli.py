@@ -37,7 +37,9 @@ def serve(
         int, typer.Option(help="HTTP port: the public one on the scheduler, one of NODE_PORTS else.")
     ] = 8000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(help="Devices of each instance; 1 in this version.")] = 1,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Devices that share the model; default: as many as the rank table gives.")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step; prompts are chunked.")] = 2048,
@@ -72,6 +74,7 @@ def serve(
     connect_timeout: Annotated[float, typer.Option(help="Seconds to open a connection or a link.")] = 5.0,
     credit_timeout: Annotated[float, typer.Option(help="Seconds for an idle decode instance to take an offer.")] = 10.0,
     transfer_timeout: Annotated[float, typer.Option(help="Seconds that a KV transfer may stand still.")] = 30.0,
+    collective_timeout: Annotated[float, typer.Option(help="Seconds that a rank waits for another.")] = 60.0,
     request_timeout: Annotated[float, typer.Option(help="Seconds for a whole request; 0: none.")] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "INFO",
@@ -95,6 +98,11 @@ def up(
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Rank processes of each instance.")] = 1,
+    prefill_tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Of each prefill instance, when it is another number.")
+    ] = None,
+    decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
     restart: Annotated[str, typer.Option(help="on-failure or no: what becomes of a worker that dies.")] = "on-failure",
     arguments: Annotated[list[str] | None, typer.Argument(help="After --: flags for every instance.")] = None,
 ) -> None:
@@ -108,6 +116,8 @@ def up(
         host=host,
         port=port,
         served_model_names=served_model_name or [],
+        tp_sizes={f"prefill-{i}": prefill_tensor_parallel_size or tensor_parallel_size for i in range(prefill)}
+        | {f"decode-{i}": decode_tensor_parallel_size or tensor_parallel_size for i in range(decode)},
         restart=restart,
         arguments=arguments or [],
     )

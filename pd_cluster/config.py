@@ -16,6 +16,7 @@ from pd_cluster.wire import KVOptions, TransportName
 
 KVTransportChoice = Literal["auto", "shm", "dist"]
 MAX_BLOCK_SIZE = 4096  # tokens
+MAX_TP_SIZE = 256
 PREEMPTION_MODES = ("recompute", "swap")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
 
@@ -31,6 +32,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     link_keepalive_s: float = 30.0
+    collective_timeout_s: float = 60.0
 
 
 class PortRange(msgspec.Struct, frozen=True):
@@ -73,7 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     preemption_mode: str = "recompute"
     swap_space_gib: float = 4.0  # host memory for preempted requests, in mode "swap"
-    num_local_instances: int = 1  # that share this host's memory
+    num_local_ranks: int = 1  # that share this host's memory
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     growth_tokens: int = 128  # decode reserves room for that many output tokens when it credits a transfer
@@ -104,11 +106,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{flag} {number:g}: must be {'in 0 to 1' if most == 1 else 'a number of GiB'}")
         if self.preemption_mode == "swap" and not self.swap_space_gib:
             raise ConfigError("--preemption-mode swap: needs room to swap to; give --swap-space GIB")
-        if self.tensor_parallel_size > 1 and self.device in ("auto", "cpu"):
-            raise ConfigError(
-                f"--tensor-parallel-size {self.tensor_parallel_size}: tensor parallelism does not exist yet in this "
-                f"version; use 1, and one device per instance in the rank table"
-            )
+        if self.tensor_parallel_size > MAX_TP_SIZE:
+            raise ConfigError(f"--tensor-parallel-size {self.tensor_parallel_size}: must be at most {MAX_TP_SIZE}")
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rank of its instance a process is, and how it meets the others.
+
+    `store`: a file in a folder of their own. `fds`: rank 0 has a socket to each follower, in order, and a follower one
+    to rank 0.
+    """
+
+    rank: int = 0
+    size: int = 1
+    store: str = ""
+    fds: tuple[int, ...] = ()
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +141,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_rate_limit_bytes_per_s: float = 0.0  # of each link; 0: none
     engine: EngineConfig
     timeouts: Timeouts
+    ranks: RankPlace = RankPlace()
     log_level: str = "INFO"
 
     @property

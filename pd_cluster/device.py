@@ -57,6 +57,6 @@ def available_nbytes(device: Device) -> int:
     return max(0, available)
 
 
-def num_threads_for(num_local_instances: int) -> int:
-    """Compute threads of one instance when that many share this host's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, num_local_instances))
+def num_threads_for(num_local_ranks: int) -> int:
+    """Compute threads of one rank process when that many share this host's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_local_ranks))

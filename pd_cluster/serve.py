@@ -15,7 +15,7 @@ import msgspec
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT
 from pd_cluster.cluster.place import Place, find_place, node_ports, resolve_host, use_openai
-from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.config import EngineConfig, PortRange, RankPlace, Timeouts, WorkerConfig
 from pd_cluster.device import num_threads_for, resolve
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
@@ -34,7 +34,7 @@ class ServeOptions:
     host: str
     port: int
     served_model_name: list[str] | None
-    tensor_parallel_size: int
+    tensor_parallel_size: int | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -65,6 +65,7 @@ class ServeOptions:
     connect_timeout: float
     credit_timeout: float
     transfer_timeout: float
+    collective_timeout: float
     request_timeout: float
     drain_timeout: float
     log_level: str
@@ -85,7 +86,7 @@ class ServeOptions:
             max_num_batched_tokens=self.max_num_batched_tokens,
             growth_tokens=self.growth_tokens,
             device=self.device,
-            tensor_parallel_size=self.tensor_parallel_size,
+            tensor_parallel_size=1 if self.tensor_parallel_size is None else self.tensor_parallel_size,
             seed=self.seed,
         )
 
@@ -96,6 +97,7 @@ class ServeOptions:
             connect_timeout_s=self.connect_timeout,
             credit_timeout_s=self.credit_timeout,
             transfer_timeout_s=self.transfer_timeout,
+            collective_timeout_s=self.collective_timeout,
             request_timeout_s=self.request_timeout,
             drain_timeout_s=self.drain_timeout,
             link_keepalive_s=self.link_keepalive,
@@ -106,6 +108,7 @@ class ServeOptions:
             "connect_timeout",
             "credit_timeout",
             "transfer_timeout",
+            "collective_timeout",
             "link_keepalive",
         ):
             if not getattr(self, name) > 0:
@@ -170,7 +173,7 @@ def _run_scheduler(
 
 def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place) -> None:
     num_devices = len(place.server.device)
-    if num_devices != engine.tensor_parallel_size:
+    if options.tensor_parallel_size not in (None, num_devices):
         raise ConfigError(
             f"--tensor-parallel-size {engine.tensor_parallel_size}: the rank table gives {place.name} "
             f"{num_devices} devices; the two must be equal"
@@ -190,7 +193,7 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         hosts={name: resolve_host(host) for name, host in place.hosts.items()},
         epoch=secrets.randbits(62),
         secret=place.secret,
-        num_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(place.num_local_instances),
+        num_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(place.num_local_ranks),
         kv_transport=options.kv_transport,  # type: ignore[arg-type]
         kv_port_range=PortRange.parse(options.kv_port_range),
         kv=KVOptions(
@@ -199,8 +202,9 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
             hmac=options.kv_hmac,
         ),
         kv_rate_limit_bytes_per_s=options.kv_rate_limit * 1e6,
-        engine=msgspec.structs.replace(engine, num_local_instances=place.num_local_instances),
+        engine=msgspec.structs.replace(engine, tensor_parallel_size=num_devices, num_local_ranks=place.num_local_ranks),
         timeouts=timeouts,
+        ranks=RankPlace(size=num_devices),
         log_level=options.log_level.upper(),
     )
     asyncio.run(run_worker(config, bind(options.host, options.port), place.cluster_tag))

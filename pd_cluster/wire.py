@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_NBYTES = 64 << 20
 TransportName = Literal["local", "shm", "dist"]
 KVWireDtype = Literal["auto", "int8"]
@@ -77,6 +77,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     host: str
     control_port: int
+    tp_size: int = 1
 
 
 class Peers(Message, frozen=True):
@@ -147,14 +148,25 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkOpen(Message, frozen=True):
-    """`offers` holds, for each transport that P allows, where D finds it. `probe_seed`: what P's probe block holds."""
+    """`layout` is of P's rank 0; `lanes` are those of kv/layout.py: a lane is named by its place among them."""
 
     link_id: str
     model_identity: str
     layout: LayoutInfo
     num_blocks: int
-    offers: list[TransportOffer]
     options: KVOptions
+    lanes: list[LaneOffer]
+
+
+class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """From one rank of P to one of D. `offers`: for each transport that P allows, where D's rank finds it.
+
+    `probe_seed`: what the probe block of P's rank holds.
+    """
+
+    source_rank: int = 0
+    target_rank: int = 0
+    offers: list[TransportOffer]
     probe_seed: int
 
 
@@ -168,19 +180,21 @@ class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkAnswer(Message, frozen=True):
-    """D tries this transport; `layout` is its pool's."""
+    """D tries this transport in a lane; `layout` is of its rank's pool."""
 
     link_id: str
     transport: TransportName
     layout: LayoutInfo
+    lane: int = 0
 
 
 class LinkReady(Message, frozen=True):
-    """P's probe has come through. `precision` names what the KV loses on its way ("" when it is exact)."""
+    """P's probe has come through a lane. `precision` names what the KV loses on its way ("" when it is exact)."""
 
     link_id: str
     transport: TransportName
     precision: str = ""
+    lane: int = 0
 
 
 class LinkRefused(Message, frozen=True):
@@ -259,11 +273,12 @@ KVHeader = KVChunk | KVEnd | KVProbe
 
 
 class KVFrame(Message, frozen=True):
-    """A header on its way: `sequence` counts the frames of its link from 0; see transport/guard.py."""
+    """A header on its way: `sequence` counts the frames of its lane from 0; see transport/guard.py."""
 
     sequence: int
     header: bytes
     mac: bytes
+    lane: int = 0
 
 
 class Confirm(Message, frozen=True):

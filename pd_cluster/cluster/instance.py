@@ -48,5 +48,12 @@ class Instance:
         return self.load.links.get(other.key, "").startswith("up")
 
     def to_peer(self) -> PeerInfo:
-        control_port = self.info.control_port if self.info is not None else 0
-        return PeerInfo(name=self.name, epoch=self.epoch, role=self.role, host=self.host, control_port=control_port)
+        info = self.info
+        return PeerInfo(
+            name=self.name,
+            epoch=self.epoch,
+            role=self.role,
+            host=self.host,
+            control_port=info.control_port if info is not None else 0,
+            tp_size=info.tp_size if info is not None else 1,
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,12 +39,18 @@ class Launch:
     model: str = ""
     num_prefill: int = 1
     num_decode: int = 1
+    tp_sizes: Mapping[str, int] = field(default_factory=dict)  # instance -> rank processes; 1 when it is not here
     host: str = "127.0.0.1"
     port: int = 9000
     served_model_names: list[str] = field(default_factory=list)
     restart: str = "on-failure"
     arguments: list[str] = field(default_factory=list)
     openai: bool = True
+
+    @property
+    def worker_names(self) -> list[str]:
+        """In the order of the rank table."""
+        return [f"prefill-{i}" for i in range(self.num_prefill)] + [f"decode-{i}" for i in range(self.num_decode)]
 
     @property
     def url(self) -> str:
@@ -68,7 +75,10 @@ class Member:
 def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     """Writes the rank tables into `folder`; returns the processes, scheduler last. Raises ConfigError."""
     num_workers = launch.num_prefill + launch.num_decode
-    slots = [[slot] for slot in range(num_workers)]
+    names = launch.worker_names
+    tp_sizes = [launch.tp_sizes.get(name, 1) for name in names]
+    starts = [0, *itertools.accumulate(tp_sizes)]
+    slots = [list(range(start, start + size)) for start, size in zip(starts, tp_sizes, strict=False)]
     generated = generate(
         prefill=slots[: launch.num_prefill],
         decode=slots[launch.num_prefill :],
@@ -79,7 +89,6 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     )
     write(generated, folder)
     ports = free_ports(num_workers)
-    names = [f"prefill-{i}" for i in range(launch.num_prefill)] + [f"decode-{i}" for i in range(launch.num_decode)]
     common = {
         "GLOBAL_RANK_TABLE_FILE_PATH": str(folder / generated.global_name),
         "NODE_PORTS": ",".join(map(str, ports)),
@@ -88,10 +97,11 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
         DIE_WITH_PARENT: str(os.getpid()),
     }
     members = []
-    for slot, (name, port) in enumerate(zip(names, ports, strict=True)):
-        env = {**common, "RANK_TABLE_FILE_PATH": str(folder / f"local_ranktable_127.0.0.1_{slot}.json")}
+    *tables, host_table = generated.locals  # in the order of the instances, the scheduler's last
+    for table, name, port in zip(tables, names, ports, strict=True):
+        env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
         members.append(Member(name, _command(launch, "127.0.0.1", port), env, port))
-    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / "local_ranktable_127.0.0.1_host.json")}
+    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table)}
     members.append(Member("scheduler", _command(launch, launch.host, launch.port), env, launch.port))
     return members
 

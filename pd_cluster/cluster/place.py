@@ -53,10 +53,10 @@ class Place:
         return resolve_host(self.server.server_ip)
 
     @property
-    def num_local_instances(self) -> int:
-        """Worker instances of the table on this host, this one included."""
+    def num_local_ranks(self) -> int:
+        """Devices of the table's worker instances on this host, this one's included: one rank process each."""
         here = host_key(self.server.server_ip)
-        return sum(1 for server in self.table.instances if host_key(server.server_ip) == here)
+        return sum(len(server.device) for server in self.table.instances if host_key(server.server_ip) == here)
 
     @property
     def spans_hosts(self) -> bool:

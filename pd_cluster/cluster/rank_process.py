@@ -1,4 +1,4 @@
-"""Starts a worker's rank process, listens to what it reports, ends it. Never imports torch."""
+"""One rank process of a worker: starts it, listens to what it reports, ends it. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import sys
 import msgspec
 
 from pd_cluster.config import WorkerConfig
-from pd_cluster.errors import ConfigError, InstanceLost
-from pd_cluster.reports import InstanceInfo, RankReport
+from pd_cluster.reports import RankReport
 
 STOP_TIMEOUT_S = 5.0
 
 
 class RankProcess:
-    """`info` is what `/instance` answers. One rank process a device; tensor parallelism will start more."""
-
-    def __init__(self, config: WorkerConfig, cluster_tag: str) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self.info = InstanceInfo(
-            name=config.name,
-            role=config.role,
-            state="loading",
-            server_ip=config.server_ip,
-            device_ids=config.device_ids,
-            epoch=config.epoch,
-            pid=os.getpid(),
-            tp_size=config.engine.tensor_parallel_size,
-            table_digest=cluster_tag,
-        )
+
+    @property
+    def rank(self) -> int:
+        return self._config.ranks.rank
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative: the signal that ended it. None while it runs."""
+        return self._process.returncode if self._process is not None else None
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -47,30 +47,16 @@ class RankProcess:
                 "-m",
                 "pd_cluster.engine.process",
                 str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *self._config.ranks.fds],
                 stdin=asyncio.subprocess.DEVNULL,
                 env=env,
             )
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(msgspec.json.encode(self._config) + b"\n")
-        with contextlib.suppress(ConnectionError):  # it died at once: `watch` says so
+        with contextlib.suppress(ConnectionError):  # it died at once: `wait` says so
             await self._writer.drain()
 
-    async def watch(self) -> None:
-        """Follows the rank until it ends. Raises ConfigError with its own words, or InstanceLost with its exit code."""
-        assert self._process is not None
-        failure = ""
-        while (report := await self._read_report()) is not None:
-            failure = report.error
-            known = {name: getattr(report, name) for name in RankReport.__struct_fields__}
-            self.info = msgspec.structs.replace(self.info, **known)
-        code = await self._process.wait()
-        self.info = msgspec.structs.replace(self.info, state="failed", error=failure or f"exit code {code}")
-        if failure:
-            raise ConfigError(failure)
-        raise InstanceLost(f"{self._config.name}: its rank process (pid {self._process.pid}) ended with code {code}")
-
-    async def _read_report(self) -> RankReport | None:
+    async def read_report(self) -> RankReport | None:
         """None when the rank has ended, also in the middle of a line."""
         assert self._reader is not None
         try:
@@ -78,6 +64,10 @@ class RankProcess:
             return msgspec.json.decode(line, type=RankReport) if line else None
         except (ConnectionError, msgspec.DecodeError):
             return None
+
+    async def wait(self) -> int:
+        assert self._process is not None
+        return await self._process.wait()
 
     async def stop(self) -> None:
         """Asks it to stop after its step; kills it when it does not."""
@@ -90,5 +80,10 @@ class RankProcess:
         try:
             await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
         except TimeoutError:
-            self._process.kill()
+            self.kill()
             await self._process.wait()
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
+from functools import partial
 
 from pd_cluster import wire
 from pd_cluster.config import EngineConfig, WorkerConfig
+from pd_cluster.engine import rank_messages as to
+from pd_cluster.engine.channel import Channel
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
+from pd_cluster.engine.follower import Follower, send_to_rank_0
+from pd_cluster.engine.lead import LeadRunner
 from pd_cluster.engine.limits import Limits
-from pd_cluster.engine.links import Side
+from pd_cluster.engine.links import LaneEnds, LocalLanes, Side
+from pd_cluster.engine.remote_lanes import RankLanes
 from pd_cluster.engine.scheduler import PrefixScope, Scheduler
 from pd_cluster.engine.worker import Worker
+from pd_cluster.errors import InstanceLost
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.mailbox import Mailbox, peer_key
+from pd_cluster.model.parallel.group import Group, Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.reports import RankReport
 from pd_cluster.transport.factory import Transports
 
 
-def build_core(config: EngineConfig) -> tuple[EngineCore, ModelRunner]:
-    """A loaded engine without peers: what one process needs to generate by itself."""
-    runner = ModelRunner(config)
+def build_core(
+    config: EngineConfig, group: Group | None = None, followers: Sequence[Channel] = ()
+) -> tuple[EngineCore, ModelRunner]:
+    """A loaded engine without peers: what generates by itself, together with its followers if it has any."""
+    runner = ModelRunner(config, group)
     prefix = PrefixScope(runner.model_identity, runner.pool.layout.dtype) if config.enable_prefix_caching else None
     scheduler = Scheduler(
         BlockPool(runner.pool.num_blocks),
@@ -31,7 +42,33 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelRunner]:
         prefix,
         BlockPool(runner.swap.num_blocks),
     )
-    return EngineCore(runner, scheduler), runner
+    return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler), runner
+
+
+def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
+    return Side(
+        peer_key(config.name, config.epoch),
+        config.secret,
+        runner.model_identity,
+        runner.pool.layout,
+        runner.pool.num_blocks,
+        runner.pool.probe_seed,
+        config.kv,
+    )
+
+
+def meet(config: WorkerConfig) -> Group:
+    """Where all ranks of this instance are. Raises InstanceLost."""
+    ranks = config.ranks
+    return join(Rendezvous(ranks.store, ranks.rank, ranks.size, config.timeouts.collective_timeout_s))
+
+
+def build_follower(config: WorkerConfig) -> Follower:
+    """A rank other than 0, loaded; the caller starts and runs it."""
+    runner = ModelRunner(config.engine, meet(config))
+    channel = Channel(config.ranks.fds[0], to.ToFollower)
+    transports = Transports(config, runner.pool)
+    return Follower(runner, channel, LocalLanes(side_of(config, runner), transports, send_to_rank_0(channel)))
 
 
 class _Handler:
@@ -79,29 +116,17 @@ class _Handler:
 
 def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple[Worker, Mailbox, RankReport]:
     """A worker that is bound and loaded; the caller starts the mailbox and runs the worker."""
-    core, runner = build_core(config.engine)
+    followers = [Channel(fd, to.FromFollower) for fd in config.ranks.fds]
+    core, runner = build_core(config.engine, meet(config), followers)
     handler = _Handler(inbox)
     mailbox = Mailbox(config.name, config.epoch, "worker", config.secret, config.timeouts, handler)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
-    transports = Transports(config, runner.pool)
-    layout = runner.pool.layout
-    worker = Worker(
-        config,
-        core,
-        Side(
-            peer_key(config.name, config.epoch),
-            config.secret,
-            runner.model_identity,
-            layout,
-            runner.pool.num_blocks,
-            runner.pool.probe_seed,
-            config.kv,
-        ),
-        Limits(runner.vocab_size, runner.max_model_len),
-        mailbox,
-        transports,
-        inbox,
-    )
+    layout, side = runner.pool.layout, side_of(config, runner)
+    local = LocalLanes(side, Transports(config, runner.pool), mailbox.send)
+    lanes: LaneEnds = local
+    if isinstance(core.runner, LeadRunner):
+        lanes = _lead(config, core.runner, followers, local, mailbox, inbox)
+    worker = Worker(config, core, side, Limits(runner.vocab_size, runner.max_model_len), mailbox, lanes, inbox)
     handler.worker, handler.mailbox = worker, mailbox
     report = RankReport(
         state="ready",
@@ -112,3 +137,19 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
         num_blocks=runner.pool.num_blocks,
     )
     return worker, mailbox, report
+
+
+def _lead(
+    config: WorkerConfig,
+    runner: LeadRunner,
+    followers: list[Channel],
+    local: LocalLanes,
+    mailbox: Mailbox,
+    inbox: queue.SimpleQueue[Event],
+) -> RankLanes:
+    """Listens to the followers; the loss of one ends the engine's loop."""
+    lanes = RankLanes(local, followers, lambda: runner.progress, mailbox.send, inbox.put)
+    for rank, channel in enumerate(followers, start=1):
+        lost = InstanceLost(f"{config.name}: rank {rank} of {config.ranks.size} is gone")
+        channel.start(f"rank {rank}", lanes.hear, partial(inbox.put, Stop(lost)))
+    return lanes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pd_cluster import wire
+from pd_cluster.engine.gather import Gather
 from pd_cluster.transport.events import LinkEvent
 
 
@@ -42,4 +43,20 @@ class Stop:
     error: BaseException | None = None
 
 
-Event = Opened | Closed | Mail | HandedOver | Stop | LinkEvent
+@dataclass(frozen=True, slots=True)
+class OfLane:
+    """A link has several lanes, and this is of one of them: `gather` knows when all have said it."""
+
+    gather: Gather
+    lane: int
+    event: LinkEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Another rank has told what it offers in a lane of this connection's link."""
+
+    conn: str
+
+
+Event = Opened | Closed | Mail | HandedOver | Stop | OfLane | Offered | LinkEvent

@@ -7,93 +7,103 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from pd_cluster import wire
-from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
+from pd_cluster.engine.events import OfLane
+from pd_cluster.engine.gather import Gather
+from pd_cluster.engine.links import LaneEnds, Post, Progress, ReceiveEnd, Side
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, check_pair
-from pd_cluster.transport.events import Drained, Report
-from pd_cluster.transport.receiving import ReceiveThread
+from pd_cluster.kv.layout import KVLayout, check_pair, lanes
+from pd_cluster.transport.events import Drained, LinkEvent, Report
 from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
 
 
 class InLinks:
-    """D's end of every link. `down(conn, reason)` is told while the link's thread still acknowledges drains."""
+    """D's end of every link. `down(conn, reason)` is told while the link's threads still acknowledge drains.
+
+    `report` gets the events of a link's one lane, or `OfLane` where there are several.
+    """
 
     def __init__(
         self,
         side: Side,
         post: Post,
-        threads: LinkThreads,
-        report: Report,
+        ends: LaneEnds,
+        report: Callable[[LinkEvent | OfLane], None],
         down: Callable[[str, str], None],
         progress: Progress,
         note: Note = note_nothing,
     ) -> None:
         self._side = side
         self._post = post
-        self._make = threads
+        self._make = ends
         self._report = report
         self._down = down
         self._progress = progress
         self._note = note
-        self._threads: dict[str, ReceiveThread] = {}
+        self._lanes: dict[str, list[ReceiveEnd]] = {}
         self._link_ids: dict[str, str] = {}
         self._received_nbytes = 0  # by links that are gone
         self._num_dropped = 0
 
     @property
     def received_nbytes(self) -> int:
-        return self._received_nbytes + sum(t.received_nbytes for t in self._threads.values())
+        return self._received_nbytes + sum(map(_received_nbytes, list(self._lanes.values())))
 
     @property
     def num_dropped(self) -> int:
         """KV frames that were no part of their link."""
-        return self._num_dropped + sum(t.num_dropped for t in self._threads.values())
+        return self._num_dropped + sum(map(_num_dropped, list(self._lanes.values())))
 
     def on_open(self, conn: str, peer: str, opened: wire.LinkOpen) -> None:
-        if conn in self._threads:
+        if conn in self._lanes:
             return
+        ends: list[ReceiveEnd] = []
         try:
             self._check(opened)
-            key = self._side.key(opened.link_id, peer, self._side.own)
-            thread = self._make.receive_thread(
-                conn, peer, opened, key, lambda body: self._post.send(conn, body), self._report, self._note
-            )
+            reports = self._reports(len(opened.lanes))
+            for index, report in enumerate(reports):
+                ends.append(self._make.receive_end(conn, peer, opened, index, report, self._note))
         except LinkError as error:
             log.error("refused %s: %s", peer, error)
             self._post.send(conn, wire.LinkRefused(opened.link_id, str(error), error.retry))
+            for end in ends:
+                end.start()  # so that it ends
+                end.close()
             return
         self._link_ids[conn] = opened.link_id
-        self._threads[conn] = thread
-        thread.start()
+        self._lanes[conn] = ends
+        for end in ends:
+            end.start()
 
     def on_failed(self, conn: str, reason: str) -> None:
         """This end's thread failed: P shall open a new link."""
-        if conn in self._threads:
+        if conn in self._lanes:
             self._post.send(conn, wire.LinkRefused(self._link_ids[conn], reason, True))
             self.on_down(conn, reason)
 
     def on_down(self, conn: str, reason: str) -> None:
         self._down(conn, reason)
-        thread = self._threads.get(conn)
-        if thread is not None:
-            del self._threads[conn], self._link_ids[conn]
-            self._received_nbytes += thread.received_nbytes
-            self._num_dropped += thread.num_dropped
-            thread.close()
+        ends = self._lanes.get(conn)
+        if ends is not None:
+            del self._lanes[conn], self._link_ids[conn]
+            self._received_nbytes += _received_nbytes(ends)
+            self._num_dropped += _num_dropped(ends)
+            for end in ends:
+                end.close()
         self._progress.forget(conn)
 
     def is_open(self, conn: str) -> bool:
-        return conn in self._threads
+        return conn in self._lanes
 
     def route(self, conn: str, frame: wire.KVFrame) -> None:
         """On the mailbox's thread."""
-        thread = self._threads.get(conn)
-        if thread is not None:
-            thread.put(frame)
+        ends = self._lanes.get(conn, [])
+        if 0 <= frame.lane < len(ends):
+            ends[frame.lane].put(frame)
 
     # ---- ImportPorts
 
@@ -101,26 +111,38 @@ class InLinks:
         self._post.send(conn, body)
 
     def precision(self, conn: str) -> str:
-        thread = self._threads.get(conn)
-        return thread.precision if thread is not None else ""
+        ends = self._lanes.get(conn)
+        return ends[0].precision if ends else ""  # the first is here, and all are alike
 
     def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        thread = self._threads.get(conn)
-        if thread is not None:
-            thread.begin(transfer_id, block_ids, first_token, num_tokens)
+        """The same blocks on every rank."""
+        for end in self._lanes.get(conn, []):
+            end.begin(transfer_id, block_ids, first_token, num_tokens)
 
     def forget(self, conn: str, transfer_id: str) -> None:
-        thread = self._threads.get(conn)
-        if thread is not None:
-            thread.forget(transfer_id)
-        else:
+        ends = self._lanes.get(conn)
+        if not ends:
             self._report(Drained(transfer_id))
+        else:
+            for end in ends:
+                end.forget(transfer_id)
 
     def progress_s(self, conn: str) -> float:
-        thread = self._threads.get(conn)
-        if thread is not None:
-            self._progress.moved(conn, thread.received_nbytes)
+        ends = self._lanes.get(conn)
+        if ends:
+            self._progress.moved(conn, _received_nbytes(ends))
         return self._progress.at_s(conn)
+
+    # ---- inside
+
+    def _reports(self, num_lanes: int) -> list[Report]:
+        if num_lanes == 1:
+            return [self._report]
+        gather = Gather(num_lanes)
+        return [partial(self._report_of_lane, gather, lane) for lane in range(num_lanes)]
+
+    def _report_of_lane(self, gather: Gather, lane: int, event: LinkEvent) -> None:
+        self._report(OfLane(gather, lane, event))
 
     def _check(self, opened: wire.LinkOpen) -> None:
         side = self._side
@@ -136,4 +158,18 @@ class InLinks:
                     f"--kv-{name.replace('_', '-')} differs: {theirs} on the prefill instance and {ours} on the "
                     f"decode instance; start both with the same"
                 )
-        check_pair(KVLayout.from_info(opened.layout), side.layout)
+        source = KVLayout.from_info(opened.layout)
+        check_pair(source, side.layout)
+        if [(lane.source_rank, lane.target_rank) for lane in opened.lanes] != lanes(source, side.layout):
+            raise LinkError(
+                f"the prefill instance of {source.tp_size} ranks and the decode instance of {side.layout.tp_size} do "
+                f"not agree about who sends to whom"
+            )
+
+
+def _received_nbytes(ends: list[ReceiveEnd]) -> int:
+    return sum(end.received_nbytes for end in ends)
+
+
+def _num_dropped(ends: list[ReceiveEnd]) -> int:
+    return sum(end.num_dropped for end in ends)

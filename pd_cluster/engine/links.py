@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from pd_cluster import wire
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, Lane
 from pd_cluster.transport.events import Report
 from pd_cluster.transport.guard import LinkKey
 from pd_cluster.transport.receiving import ReceiveThread
@@ -24,8 +25,59 @@ class Post(Protocol):
     def beat(self) -> None: ...
 
 
+class SendEnd(Protocol):
+    """P's end of a lane, in this process (transport/sending.py) or on another rank (engine/remote_lanes.py)."""
+
+    max_payload_nbytes: int
+    sent_nbytes: int
+    probe_seed: int
+
+    @property
+    def offers(self) -> list[wire.TransportOffer] | None:
+        """None: not known yet; `Offered` will tell."""
+
+    def open(self, transport: wire.TransportName, own: KVLayout, peer: KVLayout) -> None: ...
+    def settle(self) -> None: ...
+    def probe(self) -> None: ...
+    def ship(self, transfer_id: str, index: int, piece: wire.KVPiece) -> None: ...
+    def ship_end(self, end: wire.KVEnd) -> None: ...
+    def drop(self, transfer_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class ReceiveEnd(Protocol):
+    """D's end of a lane, in this process (transport/receiving.py) or on another rank (engine/remote_lanes.py)."""
+
+    @property
+    def received_nbytes(self) -> int: ...
+    @property
+    def num_dropped(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+
+    def start(self) -> None: ...
+    def put(self, frame: wire.KVFrame) -> None: ...
+    def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None: ...
+    def forget(self, transfer_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class LaneEnds(Protocol):
+    """What makes the ends of lanes on this instance's ranks: `LocalLanes`, or engine/remote_lanes.py."""
+
+    def send_end(
+        self, conn: str, link_id: str, peer: str, index: int, lane: Lane, report: Report, note: Note
+    ) -> SendEnd:
+        """Lane `index` of a link to `peer`. Raises LinkError."""
+
+    def receive_end(
+        self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
+    ) -> ReceiveEnd:
+        """Raises LinkError."""
+
+
 class LinkThreads(Protocol):
-    """What starts the thread of a link's end; transport/factory.py."""
+    """What starts the thread of a lane's end in this process; transport/factory.py."""
 
     def send_thread(
         self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report, note: Note
@@ -45,6 +97,27 @@ class LinkThreads(Protocol):
         """Raises LinkError."""
 
 
+class LocalLanes:
+    """Ends of lanes in this process. `send(conn, body)` posts over a connection."""
+
+    def __init__(self, side: Side, threads: LinkThreads, send: Callable[[str, wire.Body], None]) -> None:
+        self._side = side
+        self._threads = threads
+        self._send = send
+
+    def send_end(
+        self, conn: str, link_id: str, peer: str, index: int, lane: Lane, report: Report, note: Note
+    ) -> SendThread:
+        key = self._side.key(link_id, self._side.own, peer, index)
+        return self._threads.send_thread(conn, key, partial(self._send, conn), report, note)
+
+    def receive_end(
+        self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
+    ) -> ReceiveThread:
+        key = self._side.key(opened.link_id, peer, self._side.own, index)
+        return self._threads.receive_thread(conn, peer, opened, key, partial(self._send, conn), report, note)
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """What a link must know of this process: who it is, and its pool."""
@@ -57,8 +130,8 @@ class Side:
     probe_seed: int
     options: wire.KVOptions
 
-    def key(self, link_id: str, sender: str, receiver: str) -> LinkKey:
-        return LinkKey.derive(self.secret, link_id, sender, receiver, self.options.hmac)
+    def key(self, link_id: str, sender: str, receiver: str, lane: int = 0) -> LinkKey:
+        return LinkKey.derive(self.secret, link_id, sender, receiver, self.options.hmac, lane)
 
 
 class Progress:

@@ -5,22 +5,31 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
 from pd_cluster.engine.exports import ShipLimits
-from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
+from pd_cluster.engine.links import LaneEnds, Post, Progress, SendEnd, Side
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, check_pair
+from pd_cluster.kv.layout import KVLayout, Lane, check_pair, lanes
 from pd_cluster.mailbox import peer_key
 from pd_cluster.transport.events import Report
-from pd_cluster.transport.sending import SendThread
 from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
+
+
+@dataclass(slots=True)
+class OutLane:
+    """`answered`: transports that D's rank has chosen so far; `transport`: the one whose probe has come through."""
+
+    lane: Lane
+    end: SendEnd
+    answered: set[wire.TransportName] = field(default_factory=set)
+    transport: wire.TransportName | None = None
 
 
 @dataclass(slots=True)
@@ -30,13 +39,14 @@ class OutLink:
     reason: str = ""
     conn: str = ""
     link_id: str = ""
-    thread: SendThread | None = None
+    lanes: list[OutLane] = field(default_factory=list)
+    is_connected: bool = False
+    is_announced: bool = False  # LinkOpen has been sent
     due_s: float = 0.0  # waiting: when to try again; opening: when to give up
     backoff_s: float = FIRST_BACKOFF_S
     transport: str = ""
     precision: str = ""
     peer_block_size: int = 0  # tokens
-    answered: set[wire.TransportName] = field(default_factory=set)  # transports that the peer has chosen so far
     used_s: float = 0.0  # when something was last sent over it
 
     def __str__(self) -> str:
@@ -52,7 +62,7 @@ class OutLinks:
         self,
         side: Side,
         post: Post,
-        threads: LinkThreads,
+        ends: LaneEnds,
         report: Report,
         down: Callable[[str, str], None],
         progress: Progress,
@@ -62,7 +72,7 @@ class OutLinks:
     ) -> None:
         self._side = side
         self._post = post
-        self._make = threads
+        self._make = ends
         self._report = report
         self._down = down
         self._progress = progress
@@ -92,58 +102,63 @@ class OutLinks:
                 self._retry(link, f"no answer within {3 * self._timeouts.connect_timeout_s:g} s")
             elif link.state == "up" and now_s - link.used_s > self._timeouts.link_keepalive_s:
                 link.used_s = now_s
-                if link.thread is not None:
-                    link.thread.probe()
+                for lane in link.lanes:
+                    lane.end.probe()
 
     def states(self) -> dict[str, str]:
         return {peer: str(link) for peer, link in self._links.items()}
 
     @property
     def sent_nbytes(self) -> int:
-        return self._sent_nbytes + sum(link.thread.sent_nbytes for link in self._links.values() if link.thread)
+        return self._sent_nbytes + sum(_sent_nbytes(link) for link in self._links.values())
 
     # ---- events of the connection
 
     def on_opened(self, conn: str) -> None:
         link = self._by_conn.get(conn)
-        if link is not None and link.thread is not None:
-            body = wire.LinkOpen(
-                link_id=link.link_id,
-                model_identity=self._side.model_identity,
-                layout=self._side.layout.to_info(),
-                num_blocks=self._side.num_blocks,
-                offers=link.thread.offers,
-                options=self._side.options,
-                probe_seed=self._side.probe_seed,
-            )
-            self._post.send(conn, body)
+        if link is not None:
+            link.is_connected = True
+            self._announce(link)
+
+    def on_offered(self, conn: str) -> None:
+        """Another rank has told what it offers."""
+        link = self._by_conn.get(conn)
+        if link is not None:
+            self._announce(link)
 
     def on_answer(self, conn: str, answer: wire.LinkAnswer) -> None:
         link = self._find(conn, answer.link_id)
-        if link is None or link.thread is None or link.state != "opening":
+        lane = _lane(link, answer.lane)
+        if link is None or lane is None or link.state != "opening":
             return
-        if answer.transport in link.answered:
+        if answer.transport in lane.answered:
             self._retry(link, f"{link.info.name} chose {answer.transport} twice")
             return
-        link.answered.add(answer.transport)
-        peer = KVLayout.from_info(answer.layout)
+        lane.answered.add(answer.transport)
+        own, peer = self._side.layout.of_rank(lane.lane.source_rank), KVLayout.from_info(answer.layout)
         try:
-            check_pair(self._side.layout, peer)
+            check_pair(own, peer)
+            _check_rank(lane.lane, link.info, peer)
         except LinkError as error:
             self._refuse(link, str(error))
             return
         link.peer_block_size = peer.block_size
         link.due_s = self._opening_deadline_s()
-        link.thread.open(answer.transport, self._side.layout, peer)
+        lane.end.open(answer.transport, own, peer)
 
     def on_ready(self, conn: str, ready: wire.LinkReady) -> None:
         link = self._find(conn, ready.link_id)
-        if link is not None and link.thread is not None and link.state == "opening":
-            link.thread.settle()
+        lane = _lane(link, ready.lane)
+        if link is None or lane is None or link.state != "opening":
+            return
+        lane.transport = ready.transport
+        lane.end.settle()
+        chosen = {lane.transport for lane in link.lanes}
+        if None not in chosen:
             link.state, link.reason = "up", ""
-            link.transport, link.precision = ready.transport, ready.precision
+            link.transport, link.precision = "+".join(sorted(filter(None, chosen))), ready.precision
             link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()
-            log.info("link to %s is up over %s", link.info.name, ready.transport)
+            log.info("link to %s is up over %s", link.info.name, link.transport)
 
     def on_refused(self, conn: str, refused: wire.LinkRefused) -> None:
         link = self._find(conn, refused.link_id)
@@ -174,25 +189,25 @@ class OutLinks:
 
     def limits(self, conn: str) -> ShipLimits:
         link = self._by_conn.get(conn)
-        if link is None or link.thread is None or not link.peer_block_size:
+        if link is None or not link.peer_block_size:
             return ShipLimits(self._side.layout.block_size, self._side.layout.block_nbytes)
-        return ShipLimits(link.peer_block_size, link.thread.max_payload_nbytes)
+        return ShipLimits(link.peer_block_size, min(lane.end.max_payload_nbytes for lane in link.lanes))
 
     def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+        """The same blocks on every rank: each sends its heads of them."""
         link = self._by_conn.get(conn)
-        if link is not None and link.thread is not None:
+        if link is not None:
             link.used_s = self._clock()
-            link.thread.ship(transfer_id, index, piece)
+            for lane in link.lanes:
+                lane.end.ship(transfer_id, index, piece)
 
     def ship_end(self, conn: str, end: wire.KVEnd) -> None:
-        link = self._by_conn.get(conn)
-        if link is not None and link.thread is not None:
-            link.thread.ship_end(end)
+        for lane in self._lanes_of(conn):
+            lane.end.ship_end(end)
 
     def drop(self, conn: str, transfer_id: str) -> None:
-        link = self._by_conn.get(conn)
-        if link is not None and link.thread is not None:
-            link.thread.drop(transfer_id)
+        for lane in self._lanes_of(conn):
+            lane.end.drop(transfer_id)
 
     def progress_s(self, conn: str) -> float:
         return self._progress.at_s(conn)
@@ -200,21 +215,49 @@ class OutLinks:
     # ---- inside
 
     def _open(self, link: OutLink) -> None:
-        info = link.info
+        info, layout = link.info, self._side.layout
+        peer_layout = replace(layout, tp_size=info.tp_size, tp_rank=0)
+        try:
+            check_pair(layout, peer_layout)
+        except LinkError as error:
+            link.state, link.reason = "refused", str(error)
+            return
         conn = link.conn = self._post.connect(info.name, info.epoch, info.host, info.control_port)
         link.link_id = secrets.token_hex(8)
-        link.answered.clear()
-        key = self._side.key(link.link_id, self._side.own, peer_key(info.name, info.epoch))
-        try:
-            link.thread = self._make.send_thread(
-                conn, key, lambda body: self._post.send(conn, body), self._report, self._note
-            )
-        except LinkError as error:
-            self._post.disconnect(conn)
-            self._retry(link, str(error))
-            return
-        link.state, link.due_s = "opening", self._opening_deadline_s()
+        link.lanes, link.is_connected, link.is_announced = [], False, False
         self._by_conn[conn] = link
+        link.state, link.due_s = "opening", self._opening_deadline_s()
+        peer = peer_key(info.name, info.epoch)
+        try:
+            for index, lane in enumerate(lanes(layout, peer_layout)):
+                end = self._make.send_end(conn, link.link_id, peer, index, lane, self._report, self._note)
+                link.lanes.append(OutLane(lane, end))
+        except LinkError as error:
+            self._retry(link, str(error))
+
+    def _announce(self, link: OutLink) -> None:
+        """As soon as the connection is there and all ranks have told what they offer."""
+        offers = [lane.end.offers for lane in link.lanes]
+        if link.is_announced or not link.is_connected or not offers or None in offers:
+            return
+        link.is_announced = True
+        body = wire.LinkOpen(
+            link_id=link.link_id,
+            model_identity=self._side.model_identity,
+            layout=self._side.layout.to_info(),
+            num_blocks=self._side.num_blocks,
+            options=self._side.options,
+            lanes=[
+                wire.LaneOffer(
+                    source_rank=lane.lane.source_rank,
+                    target_rank=lane.lane.target_rank,
+                    offers=lane.end.offers or [],
+                    probe_seed=lane.end.probe_seed,
+                )
+                for lane in link.lanes
+            ],
+        )
+        self._post.send(link.conn, body)
 
     def _opening_deadline_s(self) -> float:
         """For each transport that D tries: it opens, then the probe comes."""
@@ -239,11 +282,32 @@ class OutLinks:
         self._down(link.conn, reason)
         self._post.disconnect(link.conn)
         self._progress.forget(link.conn)
-        if link.thread is not None:
-            self._sent_nbytes += link.thread.sent_nbytes
-            link.thread.close()
-            link.thread = None
+        self._sent_nbytes += _sent_nbytes(link)
+        for lane in link.lanes:
+            lane.end.close()
+        link.lanes = []
 
     def _find(self, conn: str, link_id: str) -> OutLink | None:
         link = self._by_conn.get(conn)
         return link if link is not None and link.link_id == link_id else None
+
+    def _lanes_of(self, conn: str) -> list[OutLane]:
+        link = self._by_conn.get(conn)
+        return link.lanes if link is not None else []
+
+
+def _sent_nbytes(link: OutLink) -> int:
+    return sum(lane.end.sent_nbytes for lane in link.lanes)
+
+
+def _lane(link: OutLink | None, index: int) -> OutLane | None:
+    return link.lanes[index] if link is not None and 0 <= index < len(link.lanes) else None
+
+
+def _check_rank(lane: Lane, info: wire.PeerInfo, layout: KVLayout) -> None:
+    """Raises LinkError when the peer's end of a lane is on another rank than it should be."""
+    if (layout.tp_size, layout.tp_rank) != (info.tp_size, lane.target_rank):
+        raise LinkError(
+            f"rank {layout.tp_rank} of {layout.tp_size} of {info.name} answered for rank {lane.target_rank} of "
+            f"{info.tp_size}"
+        )

@@ -1,7 +1,8 @@
-"""A rank process: `python -m pd_cluster.engine.process FD`. Loads the model, then runs the worker until told to stop.
+"""A rank process: `python -m pd_cluster.engine.process FD`. Loads the model, then works until told to stop.
 
 FD is one end of a socket pair whose other end the worker's parent holds: down come the configuration and `stop`, up
-go a line when the engine is ready or has failed. End of file there, or the parent's death, ends this process.
+go a line when the engine is ready or has failed. End of file there, or the parent's death, ends this process. Rank 0
+runs the worker; the others compute their share of its steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_cluster.config import WorkerConfig
-from pd_cluster.errors import PdClusterError
+from pd_cluster.errors import InstanceLost, PdClusterError
 from pd_cluster.reports import RankReport
 
 if TYPE_CHECKING:
@@ -46,19 +47,38 @@ def main(fd: int) -> int:
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     threading.Thread(target=_watch_parent, args=(lines, inbox), name="parent", daemon=True).start()
     try:
-        _serve(config, channel, inbox)
+        if config.ranks.rank:
+            _follow(config)
+        else:
+            _serve(config, channel, inbox)
+    except InstanceLost as error:  # another rank is gone: what became of it, the parent can tell
+        log.error("%s", error)
+        return 1
     except PdClusterError as error:
         _tell(channel, RankReport(state="failed", error=str(error)))
         return 1
     return 0
 
 
-def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueue[Event]) -> None:
-    started_s = time.monotonic()
+def _prepare(config: WorkerConfig) -> None:
     import torch
 
     torch.set_num_threads(config.num_threads)
     torch.set_grad_enabled(False)
+
+
+def _follow(config: WorkerConfig) -> None:
+    _prepare(config)
+    from pd_cluster.engine.build import build_follower
+
+    follower = build_follower(config)
+    follower.start()
+    follower.run()
+
+
+def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueue[Event]) -> None:
+    started_s = time.monotonic()
+    _prepare(config)
     from pd_cluster.engine.build import build_worker
 
     worker, mailbox, report = build_worker(config, inbox)

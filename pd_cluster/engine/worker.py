@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pd_cluster import wire
 from pd_cluster.config import WorkerConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
+from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Offered, OfLane, Opened, Stop
 from pd_cluster.engine.exports import Exports
 from pd_cluster.engine.imports import Imports
 from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.limits import Limits
-from pd_cluster.engine.links import LinkThreads, Post, Progress, Side
+from pd_cluster.engine.links import LaneEnds, Post, Progress, Side
 from pd_cluster.engine.load import load_of
 from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.engine.outbox import Outbox
@@ -42,7 +42,7 @@ class Worker:
         side: Side,
         limits: Limits,
         post: Post,
-        threads: LinkThreads,
+        ends: LaneEnds,
         inbox: queue.SimpleQueue[Event],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,7 +67,7 @@ class Worker:
         self.out_links = OutLinks(
             side,
             post,
-            threads,
+            ends,
             inbox.put,
             self._out_down,
             progress,
@@ -75,7 +75,7 @@ class Worker:
             config.timeouts,
             self.tracer.note,
         )
-        self.in_links = InLinks(side, post, threads, inbox.put, self._in_down, progress, self.tracer.note)
+        self.in_links = InLinks(side, post, ends, inbox.put, self._in_down, progress, self.tracer.note)
         self.exports = Exports(
             core.scheduler,
             self.out_links,
@@ -203,6 +203,12 @@ class Worker:
                 self.imports.on_drained(transfer_id)
             case HandedOver(conn, transfer_id):
                 self.exports.on_handed_over(conn, transfer_id)
+            case OfLane(gather, lane, of_lane):
+                whole = gather.add(lane, of_lane)
+                if whole is not None:
+                    self._handle(whole)
+            case Offered(conn):
+                self.out_links.on_offered(conn)
             case LinkFailed(conn, reason):
                 self.out_links.on_down(conn, reason)
                 self.in_links.on_failed(conn, reason)

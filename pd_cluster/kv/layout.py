@@ -6,9 +6,10 @@ Knows nothing of tensors: sizes are integers, dtypes are names.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
-from pd_cluster.config import MAX_BLOCK_SIZE
+from pd_cluster.config import MAX_BLOCK_SIZE, MAX_TP_SIZE
 from pd_cluster.errors import LinkError
 from pd_cluster.wire import KVPiece, LayoutInfo
 
@@ -63,6 +64,10 @@ class KVLayout:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def of_rank(self, tp_rank: int) -> KVLayout:
+        """The same pool on another rank of its instance."""
+        return replace(self, tp_rank=tp_rank)
+
     def to_info(self) -> LayoutInfo:
         return LayoutInfo(**asdict(self))
 
@@ -74,22 +79,56 @@ class KVLayout:
 def check_pair(source: KVLayout, target: KVLayout) -> None:
     """Whether KV cache of `source` can land in `target`; raises LinkError(retry=False) naming the field.
 
-    Block size and dtype may differ (see pack.py). Unequal tensor parallel sizes are refused in this version.
+    Block size, dtype and tensor parallel size may differ: see pack.py and `lanes`.
     """
-    for name in ("num_layers", "num_kv_heads", "k_head_dim", "v_head_dim", "tp_size"):
+    for name in ("num_layers", "num_kv_heads", "k_head_dim", "v_head_dim"):
         theirs, ours = getattr(source, name), getattr(target, name)
         if theirs != ours:
             raise LinkError(
                 f"KV layout differs: {name} is {theirs} on the prefill instance and {ours} on the decode instance; "
-                f"start both with the same model and --tensor-parallel-size"
+                f"start both with the same model"
             )
     for layout in (source, target):
+        if not can_split_heads(layout.num_kv_heads, layout.tp_size):
+            raise LinkError(
+                f"KV layout makes no sense: {layout.num_kv_heads} KV heads cannot be spread over {layout.tp_size} ranks"
+            )
         is_rank = 0 <= layout.tp_rank < layout.tp_size
         if layout.dtype not in DTYPE_NBYTES or not 1 <= layout.block_size <= MAX_BLOCK_SIZE or not is_rank:
             raise LinkError(
                 f"KV layout makes no sense: blocks of {layout.block_size} tokens of {layout.dtype!r}, rank "
                 f"{layout.tp_rank} of {layout.tp_size}"
             )
+
+
+def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
+    """Whether every rank gets as many KV heads, or every head as many ranks."""
+    return 1 <= tp_size <= MAX_TP_SIZE and num_kv_heads >= 1 and 0 in (num_kv_heads % tp_size, tp_size % num_kv_heads)
+
+
+class Lane(NamedTuple):
+    """The KV heads that two ranks have in common travel from the one to the other."""
+
+    source_rank: int
+    target_rank: int
+
+
+def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:
+    """Who sends to whom between two instances: each rank of `target` gets every head of its own exactly once.
+
+    Where a head is replicated on several ranks of `source`, the ranks of `target` are spread over them. The first lane
+    is from rank 0 to rank 0.
+    """
+    found: list[Lane] = []
+    num_replicas = max(1, source.tp_size // source.num_kv_heads)
+    for rank in range(target.tp_size):
+        start, stop = target.of_rank(rank).head_range
+        for head in range(start, stop):
+            first = head * source.tp_size // source.num_kv_heads  # the first rank that has it
+            lane = Lane(first + rank % num_replicas, rank)
+            if lane not in found:
+                found.append(lane)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +147,24 @@ class Route:
     def is_verbatim(self) -> bool:
         """Payloads are the blocks' own bytes."""
         same = (self.source.block_size, self.source.dtype) == (self.target.block_size, self.target.dtype)
-        return same and not self.is_int8
+        return same and self.source.head_range == self.target.head_range and not self.is_int8
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """KV heads [start, stop), counted over the whole model, that both ranks have."""
+        (first, last), (start, stop) = self.source.head_range, self.target.head_range
+        return max(first, start), min(last, stop)
+
+    @property
+    def num_heads(self) -> int:
+        start, stop = self.heads
+        return stop - start
+
+    def heads_in(self, layout: KVLayout) -> slice:
+        """Where they are in a pool of this layout."""
+        start, stop = self.heads
+        first = layout.head_range[0]
+        return slice(start - first, stop - first)
 
     @property
     def is_int8(self) -> bool:
@@ -132,7 +188,7 @@ class Route:
     def payload_nbytes(self, piece: KVPiece) -> int:
         if self.is_verbatim:
             return len(piece.block_ids) * self.source.block_nbytes * piece.num_layers // self.source.num_layers
-        num_vectors = piece.num_layers * 2 * piece.num_tokens * self.source.local_kv_heads
+        num_vectors = piece.num_layers * 2 * piece.num_tokens * self.num_heads
         if self.is_int8:
             return num_vectors * (self.source.k_head_dim + SCALE_NBYTES)
         return num_vectors * self.source.k_head_dim * DTYPE_NBYTES[self.wire_dtype]

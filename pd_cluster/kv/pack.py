@@ -1,4 +1,4 @@
-"""A piece of a prompt's KV cache as one payload: out of one pool, into another of whatever block size and dtype.
+"""A piece of a prompt's KV cache as one payload: out of one pool, into another of whatever block size, dtype and heads.
 
 The one place that converts. Pools are data [num_blocks, num_layers, 2, block_size, local_kv_heads, head_dim]. Knows
 nothing of how payloads travel.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pd_cluster.kv.layout import SCALE_NBYTES, KVLayout, Route
+from pd_cluster.kv.layout import SCALE_NBYTES, Route
 from pd_cluster.kv.pool import TORCH_DTYPES
 from pd_cluster.wire import KVPiece
 
@@ -19,7 +19,7 @@ def pack(data: torch.Tensor, piece: KVPiece, route: Route) -> torch.Tensor:
     """The payload as bytes, [payload_nbytes] uint8; a view of the pool where that is possible."""
     if route.is_verbatim:
         return _blocks_of(data, piece)
-    x = _vectors_of(data, piece, route.source)  # [num_layers, 2, num_tokens, num_kv_heads, head_dim]
+    x = _vectors_of(data, piece, route)  # [num_layers, 2, num_tokens, num_heads, head_dim]
     if route.is_int8:
         values, scales = quantize(x)
         return torch.cat([values.view(torch.uint8).reshape(-1), scales.view(torch.uint8).reshape(-1)])
@@ -36,10 +36,9 @@ def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, data: torch.Tens
             blocks[first : first + count].copy_(payload[at : at + count])
             at += count
         return
-    layout = route.source
-    shape = (piece.num_layers, 2, piece.num_tokens, layout.local_kv_heads, layout.k_head_dim)
+    shape = (piece.num_layers, 2, piece.num_tokens, route.num_heads, route.source.k_head_dim)
     if route.is_int8:
-        num_scales = piece.num_layers * 2 * piece.num_tokens * layout.local_kv_heads
+        num_scales = piece.num_layers * 2 * piece.num_tokens * route.num_heads
         split = len(payload) - num_scales * SCALE_NBYTES
         scales = payload[split:].clone().view(torch.float32)  # its bytes may begin anywhere
         x = payload[:split].view(torch.int8).view(shape) * scales.view(*shape[:-1], 1)
@@ -48,7 +47,7 @@ def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, data: torch.Tens
     tokens = torch.arange(piece.num_tokens) + piece.first_token % route.target.block_size
     block = torch.tensor(into)[tokens // route.target.block_size]
     offset = tokens % route.target.block_size
-    target = data[:, piece.first_layer : piece.stop_layer]
+    target = data[:, piece.first_layer : piece.stop_layer, :, :, route.heads_in(route.target)]
     target[block, :, :, offset] = x.permute(2, 0, 1, 3, 4).to(data.dtype)  # [num_tokens, num_layers, 2, heads, dim]
 
 
@@ -83,10 +82,10 @@ def _blocks_of(data: torch.Tensor, piece: KVPiece) -> torch.Tensor:
     return whole.reshape(-1)  # copies what is not contiguous
 
 
-def _vectors_of(data: torch.Tensor, piece: KVPiece, layout: KVLayout) -> torch.Tensor:
-    """[num_layers, 2, num_tokens, local_kv_heads, head_dim]"""
-    layers = data[:, piece.first_layer : piece.stop_layer]
+def _vectors_of(data: torch.Tensor, piece: KVPiece, route: Route) -> torch.Tensor:
+    """[num_layers, 2, num_tokens, num_heads, head_dim]"""
+    layers = data[:, piece.first_layer : piece.stop_layer, :, :, route.heads_in(route.source)]
     blocks = layers.index_select(0, torch.tensor(piece.block_ids))  # [n, num_layers, 2, block_size, heads, dim]
     x = blocks.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
-    start = piece.first_token % layout.block_size
+    start = piece.first_token % route.source.block_size
     return x[:, :, start : start + piece.num_tokens]

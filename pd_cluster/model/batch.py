@@ -51,12 +51,20 @@ class ForwardBatch:
         return len(self.context_lens)
 
 
-def build_batch(chunks: list[tuple[Request, int]], pool: KVPool) -> ForwardBatch:
-    """Tokens [num_computed, num_computed + n) of every (request, n), n > 0; the last `num_logit_rows` are sampled.
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What every rank must know of a step, as numbers: sequence i computes `rows[i]` of the tokens in order.
 
-    Raises ValueError when a block table is too short or names a block that the pool does not have.
+    `rows`, [num_seqs, 4] int64: tokens to compute, tokens computed before, blocks, rows whose logits are wanted.
     """
-    block_size = pool.layout.block_size
+
+    rows: Ints
+    input_ids: Ints  # [num_tokens]
+    blocks: Ints  # [sum of blocks]
+
+
+def step_input(chunks: list[tuple[Request, int]], block_size: int) -> StepInput:
+    """Tokens [num_computed, num_computed + n) of every (request, n), n > 0; the last `num_logit_rows` are sampled."""
     rows: list[tuple[int, int, int, int]] = []
     input_ids: list[int] = []
     blocks: list[int] = []
@@ -67,18 +75,30 @@ def build_batch(chunks: list[tuple[Request, int]], pool: KVPool) -> ForwardBatch
         blocks += request.block_table[:num_blocks]
         input_ids += request.token_ids(start, stop)
         rows.append((num_tokens, start, num_blocks, request.num_logit_rows(num_tokens)))
-    lens, starts, nums_blocks, counts = np.array(rows, dtype=np.int64).T  # each [num_seqs]
+    return StepInput(
+        np.array(rows, dtype=np.int64), np.array(input_ids, dtype=np.int64), np.array(blocks, dtype=np.int64)
+    )
+
+
+def build_batch(chunks: list[tuple[Request, int]], pool: KVPool) -> ForwardBatch:
+    """`step_input`, and what follows from it."""
+    return batch_of(step_input(chunks, pool.layout.block_size), pool)
+
+
+def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
+    """Raises ValueError when a block table is too short or names a block that the pool does not have."""
+    block_size, input_ids, block_table = pool.layout.block_size, step.input_ids, step.blocks
+    lens, starts, nums_blocks, counts = step.rows.T  # each [num_seqs]
     query_starts, table_starts = _starts(lens), _starts(nums_blocks)
-    block_table = np.array(blocks, dtype=np.int64)
     _check(block_table, int(table_starts[-1]), pool.num_blocks)
-    if len(chunks) == len(input_ids):  # one token each
+    if len(lens) == len(input_ids):  # one token each
         positions, first_block = starts, table_starts[:-1]
     else:
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
         first_block = np.repeat(table_starts[:-1], lens)
     block, offset = positions // block_size, positions % block_size
     return ForwardBatch(
-        input_ids=torch.from_numpy(np.array([input_ids], dtype=np.int64)),
+        input_ids=torch.from_numpy(input_ids[None]),
         positions=torch.from_numpy(np.ascontiguousarray(positions[None])),
         slot_mapping=torch.from_numpy(block_table[first_block + block] * block_size + offset),
         query_starts=torch.from_numpy(query_starts.astype(np.int32)),

@@ -15,6 +15,7 @@ import torch
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.linear import Linear
 from pd_cluster.model.ops import Heads, Norm, Ops, Rope
+from pd_cluster.model.parallel.group import Alone, Group
 
 
 class CausalLM(Protocol):
@@ -22,7 +23,10 @@ class CausalLM(Protocol):
     kernels: str  # what computes, for the log
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [num_samples, vocab_size] of `batch.sample_rows`; writes the batch's keys and values to its pool."""
+        """Logits [num_samples, vocab_size] of `batch.sample_rows`; writes the batch's keys and values to its pool.
+
+        On ranks other than 0 the logits are of this rank's part of the vocabulary.
+        """
 
 
 class PlainCausalLM:
@@ -30,9 +34,12 @@ class PlainCausalLM:
 
     kernels = "transformers' modules"
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, vocab_size: int = 0, group: Group | None = None) -> None:
+        """`vocab_size` of the whole model, where this is one rank's share."""
         self.config = model.config
         self.model = model
+        self._vocab_size = vocab_size or model.config.vocab_size
+        self._group = group or Alone()
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         logits: torch.Tensor = self.model(
@@ -42,7 +49,7 @@ class PlainCausalLM:
             logits_to_keep=batch.sample_rows,
             forward_batch=batch,
         ).logits
-        return logits[0]
+        return self._group.gather(logits[0])[:, : self._vocab_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +78,13 @@ class FusedCausalLM:
         layers: list[FusedLayer],
         norm: Norm,
         head: Linear,
+        vocab_size: int = 0,
+        group: Group | None = None,
     ) -> None:
+        """`vocab_size` of the whole model, where this is one rank's share."""
         self.config = config
+        self._vocab_size = vocab_size or config.vocab_size
+        self._group = group or Alone()
         self.ops = ops
         self.kernels = f"fused layers, {ops.name} kernels"
         self._embed, self._rotary, self._layers, self._norm, self._head = embed, rotary, layers, norm, head
@@ -89,14 +101,14 @@ class FusedCausalLM:
         attended = self._attention(last, x, delta, rope, batch)
         rows = batch.sample_rows  # nobody reads the other rows of the last layer
         if len(rows) == 0:
-            return x.new_empty(0, self.config.vocab_size)
+            return x.new_empty(0, self._vocab_size)
         if len(rows) < len(x):
             x, attended = x[rows], attended[rows]
         delta = self._after_attention(last, x, attended)
         logits = self._head(self.ops.add_norm(x, delta, self._norm))
         if self._final_softcap is not None:
             logits = logits.div_(self._final_softcap).tanh_().mul_(self._final_softcap)
-        return logits
+        return self._group.gather(logits)[:, : self._vocab_size]
 
     def _attention(
         self, layer: FusedLayer, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, batch: ForwardBatch
@@ -108,10 +120,10 @@ class FusedCausalLM:
 
     def _after_attention(self, layer: FusedLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Adds the attention's output to x; returns what is due next."""
-        delta = layer.output(attended)
+        delta = self._group.sum(layer.output(attended))
         if layer.post_attention_norm is not None:
             delta = self.ops.norm(delta, layer.post_attention_norm)
-        delta = layer.mlp(self.ops.add_norm(x, delta, layer.mlp_norm))
+        delta = self._group.sum(layer.mlp(self.ops.add_norm(x, delta, layer.mlp_norm)))
         if layer.post_mlp_norm is not None:
             delta = self.ops.norm(delta, layer.post_mlp_norm)
         return delta

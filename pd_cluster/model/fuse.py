@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
 from pd_cluster.model.linear import Linear, join, make_linear
 from pd_cluster.model.ops import Activation, Heads, Norm, Ops
+from pd_cluster.model.parallel.layers import Share
 
 log = logging.getLogger(__name__)
 MLP_NBYTES_AT_ONCE = 8 << 20  # of gate and up together
@@ -34,8 +35,13 @@ def can_fuse(model: torch.nn.Module) -> bool:
     return known and plain and type(model).__module__.startswith("transformers.models.")
 
 
-def fuse(model: Any, ops: Ops) -> FusedCausalLM:
-    """Takes the model apart: its linear layers are gone afterwards, and so is the mapping of the files."""
+def fuse(model: Any, ops: Ops, share: Share | None = None) -> FusedCausalLM:
+    """Takes the model apart: its linear layers are gone afterwards, and so is the mapping of the files.
+
+    `share`: the model is one rank's share, and has been told so; the fused one does its own sums.
+    """
+    if share is not None:
+        share.remove(model)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     layers = [_fuse_layer(layer, model.config, ops) for layer in _progress(model.model.layers)]
     head = join([model.lm_head])
@@ -47,11 +53,13 @@ def fuse(model: Any, ops: Ops) -> FusedCausalLM:
     return FusedCausalLM(
         config=model.config,
         ops=ops,
-        embed=embedding,
+        embed=embedding if share is None else share.embedding(embedding),
         rotary=model.model.rotary_emb,
         layers=layers,
         norm=_norm(model.model.norm),
         head=head,
+        vocab_size=0 if share is None else share.plan.vocab_size,
+        group=None if share is None else share.group,
     )
 
 

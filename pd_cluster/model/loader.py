@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.checkpoint import Checkpoint
@@ -26,6 +26,10 @@ from pd_cluster.model.cpu.build import KernelsUnavailable, are_wanted
 from pd_cluster.model.cpu.ops import CpuOps, supports
 from pd_cluster.model.fuse import can_fuse, fuse
 from pd_cluster.model.ops import Ops, TorchOps
+from pd_cluster.model.parallel.group import Group
+from pd_cluster.model.parallel.layers import Share
+from pd_cluster.model.parallel.plan import Plan
+from pd_cluster.model.parallel.shard import read_shard
 from pd_cluster.types import Request, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -44,13 +48,15 @@ def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
     return str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
 
 
-def load_model(checkpoint: Checkpoint, dtype: str, device: Device) -> CausalLM:
-    """Raises ModelError when the weights do not fit the architecture."""
-    model = load_plain(checkpoint, dtype, device)
+def load_model(checkpoint: Checkpoint, dtype: str, device: Device, group: Group | None = None) -> CausalLM:
+    """The whole model, or this rank's share of it. Raises ModelError when the weights do not fit the architecture."""
+    share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
+    model = load_plain(checkpoint, dtype, device, share)
+    plain = PlainCausalLM(model) if share is None else PlainCausalLM(model, share.plan.vocab_size, share.group)
     if device.kind != "cpu" or not can_fuse(model):
-        return PlainCausalLM(model)
-    expected = _probe_logits(PlainCausalLM(model), dtype)
-    fused = fuse(model, choose_ops(model.config))
+        return plain
+    expected = _probe_logits(plain, dtype)
+    fused = fuse(model, choose_ops(model.config), share)
     error = (_probe_logits(fused, dtype) - expected).abs().max() / expected.abs().max()
     if not error <= PROBE_TOLERANCE:
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
@@ -69,15 +75,27 @@ def choose_ops(config: Any) -> Ops:
         return TorchOps()
 
 
-def load_plain(checkpoint: Checkpoint, dtype: str, device: Device) -> torch.nn.Module:
+def plan_of(checkpoint: Checkpoint, tp_size: int) -> Plan:
+    """Raises ModelError: no plan, or sizes that cannot be split."""
+    return Plan(AutoConfig.from_pretrained(checkpoint.path, local_files_only=True), tp_size)
+
+
+def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share | None = None) -> torch.nn.Module:
     """transformers' model as it is, attending through the pool. Raises ModelError as above."""
     AttentionInterface.register(sdpa.NAME, sdpa.forward)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path}
+    architecture: Any = AutoModelForCausalLM
+    if share is not None:
+        local = share.plan.local_config()
+        architecture = AutoModelForCausalLM._model_mapping[type(local)]
+        weights = read_shard(checkpoint.path, share.plan, share.group.rank)
+        source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path,
+        model, info = architecture.from_pretrained(
+            **source,
             dtype=TORCH_DTYPES[dtype],
             attn_implementation=sdpa.NAME,
             local_files_only=True,
@@ -99,6 +117,8 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device) -> torch.nn.M
     layer_types = set(getattr(model.config, "layer_types", None) or ())
     if layer_types - {"full_attention", "sliding_attention"}:
         raise ModelError(f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full and sliding are supported")
+    if share is not None:
+        share.install(model)
     loaded: torch.nn.Module = model.eval().to(device.torch_name)
     return loaded
 

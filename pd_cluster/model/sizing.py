@@ -20,7 +20,7 @@ def num_pool_blocks(config: EngineConfig, layout: KVLayout, max_model_len: int, 
         num_blocks = int(config.kv_cache_memory_gib * GIB) // layout.block_nbytes
         flag = f"--kv-cache-memory {config.kv_cache_memory_gib:g}"
     elif config.gpu_memory_utilization is not None:
-        share = config.gpu_memory_utilization / max(1, config.num_local_instances)
+        share = config.gpu_memory_utilization / max(1, config.num_local_ranks)
         num_blocks = int(available_nbytes(device) * share) // layout.block_nbytes
         flag = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
     else:
@@ -37,4 +37,4 @@ def num_pool_blocks(config: EngineConfig, layout: KVLayout, max_model_len: int, 
 def num_swap_blocks(config: EngineConfig, layout: KVLayout) -> int:
     if config.preemption_mode != "swap":
         return 0
-    return int(config.swap_space_gib * GIB / max(1, config.num_local_instances)) // layout.block_nbytes
+    return int(config.swap_space_gib * GIB / max(1, config.num_local_ranks)) // layout.block_nbytes

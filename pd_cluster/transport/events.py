@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from pd_cluster import wire
 from pd_cluster.types import TokenOutput
 
 
-@dataclass(frozen=True, slots=True)
-class LinkFailed:
+class LinkFailed(msgspec.Struct, frozen=True, tag=True):
     """This end of the link is beyond use."""
 
     conn: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(msgspec.Struct, frozen=True, tag=True):
     transfer_id: str
     first_tokens: list[TokenOutput]
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class LandFault:
+class LandFault(msgspec.Struct, frozen=True, tag=True):
     transfer_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(msgspec.Struct, frozen=True, tag=True):
     """Nothing writes the landing blocks of this transfer any more."""
 
     transfer_id: str

@@ -35,14 +35,15 @@ class Transports:
     def send_thread(
         self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report, note: Note = note_nothing
     ) -> SendThread:
-        """P's end of a new link, with all transports that this worker allows; D chooses. Raises LinkError."""
+        """P's end of a lane, with all transports that this worker allows; D chooses. Raises LinkError."""
         checksum = Checksum(self._config.kv.checksum, key.checksum_seed)
         try:
             senders = [self._sender(name, checksum) for name in self._config.transports]
         except (OSError, RuntimeError) as error:
             raise LinkError(f"this instance cannot offer its KV cache: {error}", retry=True) from error
         rate = self._config.kv_rate_limit_bytes_per_s
-        return SendThread(conn, senders, Sealer(key), self._pool.probe_block, post, report, rate, note)
+        pool = self._pool
+        return SendThread(conn, senders, Sealer(key), pool.probe_block, post, report, rate, note, pool.probe_seed)
 
     def receive_thread(
         self,
@@ -54,18 +55,20 @@ class Transports:
         report: Report,
         note: Note = note_nothing,
     ) -> ReceiveThread:
-        """D's end, with what P offers and D allows too, in D's order of preference. Raises LinkError."""
+        """D's end of lane `key.lane`, with what P offers and D allows too, in D's order. Raises LinkError."""
         host = self._config.hosts.get(peer.partition("@")[0])
         if host is None:
             raise LinkError(f"{peer} is not in this instance's global rank table")
-        offers = {offer.transport: offer for offer in opened.offers}
+        lane = opened.lanes[key.lane]
+        source = KVLayout.from_info(opened.layout).of_rank(lane.source_rank)
+        offers = {offer.transport: offer for offer in lane.offers}
         both = [offers[name] for name in self._config.transports if name in offers]
         both = [offer for offer in both if offer.transport != "local" or is_here(offer.address)]
         return ReceiveThread(
             conn,
             opened.link_id,
-            [self._receiver(offer, host, opened, key) for offer in both],
-            Probe(self._pool, KVLayout.from_info(opened.layout), opened.probe_seed),
+            [self._receiver(offer, host, source, opened.num_blocks, key) for offer in both],
+            Probe(self._pool, source, lane.probe_seed),
             Opener(key),
             post,
             report,
@@ -84,13 +87,15 @@ class Transports:
         wants_int8 = self._config.kv.wire_dtype == "int8"
         return DistSender(self._pool, checksum, wants_int8, host, times.connect_timeout_s, times.transfer_timeout_s)
 
-    def _receiver(self, offer: wire.TransportOffer, host: str, opened: wire.LinkOpen, key: LinkKey) -> KVReceiver:
-        times, pool, layout = self._config.timeouts, self._pool, KVLayout.from_info(opened.layout)
+    def _receiver(
+        self, offer: wire.TransportOffer, host: str, layout: KVLayout, num_blocks: int, key: LinkKey
+    ) -> KVReceiver:
+        times, pool = self._config.timeouts, self._pool
         checksum = Checksum(self._config.kv.checksum, key.checksum_seed)
         if offer.transport == "local":
             return LocalReceiver(offer, pool, layout, checksum)
         if offer.transport == "shm":
-            return ShmReceiver(offer, pool, layout, opened.num_blocks, checksum, times.connect_timeout_s)
+            return ShmReceiver(offer, pool, layout, num_blocks, checksum, times.connect_timeout_s)
         return DistReceiver(
             offer,
             pool,

@@ -22,17 +22,20 @@ MAX_SEQUENCE = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """Of one link between two lives of two processes."""
+    """Of one lane of a link between two lives of two instances."""
 
     key: bytes
     is_on: bool = True  # off: frames are numbered, but carry no proof of who made them
+    lane: int = 0
 
     @classmethod
-    def derive(cls, secret: bytes, link_id: str, sender: str, receiver: str, is_on: bool = True) -> LinkKey:
+    def derive(
+        cls, secret: bytes, link_id: str, sender: str, receiver: str, is_on: bool = True, lane: int = 0
+    ) -> LinkKey:
         """`sender` and `receiver` are name@epoch."""
-        parts = [part.encode() for part in ("pd-cluster kv 1", link_id, sender, receiver)]
+        parts = [part.encode() for part in ("pd-cluster kv 2", link_id, str(lane), sender, receiver)]
         message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-        return cls(hmac.digest(secret, message, "sha256"), is_on)
+        return cls(hmac.digest(secret, message, "sha256"), is_on, lane)
 
     @property
     def checksum_seed(self) -> int:
@@ -54,7 +57,7 @@ class Sealer:
     def seal(self, header: wire.KVHeader) -> wire.KVFrame:
         sequence, self.next_sequence = self.next_sequence, self.next_sequence + 1
         data = wire.encode_header(header)
-        return wire.KVFrame(sequence, data, self._key.mac(sequence, data))
+        return wire.KVFrame(sequence, data, self._key.mac(sequence, data), self._key.lane)
 
 
 @dataclass(slots=True)

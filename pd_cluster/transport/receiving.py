@@ -131,6 +131,7 @@ class ReceiveThread:
         self._probe = probe
         self._incoming = Incoming(opener)
         self._opener = opener
+        self._lane = opener.key.lane
         self._post = post
         self._report = report
         self._connect_timeout_s = connect_timeout_s
@@ -195,7 +196,7 @@ class ReceiveThread:
     def _open(self) -> bool:
         failures, retry = [], False
         for receiver in self._receivers:
-            self._post(wire.LinkAnswer(self._link_id, receiver.name, self._probe.pool.layout.to_info()))
+            self._post(wire.LinkAnswer(self._link_id, receiver.name, self._probe.pool.layout.to_info(), self._lane))
             try:
                 receiver.open()
                 self._await_probe(receiver)
@@ -212,7 +213,7 @@ class ReceiveThread:
                 receiver.close()
                 continue
             self._receiver, self._lander = receiver, Lander(receiver, self._geometry, self._note)
-            self._post(wire.LinkReady(self._link_id, receiver.name, receiver.precision))
+            self._post(wire.LinkReady(self._link_id, receiver.name, receiver.precision, self._lane))
             return True
         reason = "; ".join(failures) or "no transport in common: see --kv-transport"
         self._post(wire.LinkRefused(self._link_id, reason, retry))

@@ -49,6 +49,7 @@ class SendThread:
         report: Report,
         bytes_per_s: float = 0.0,
         note: Note = note_nothing,
+        probe_seed: int = 0,
     ) -> None:
         self._conn = conn
         self._senders = {sender.name: sender for sender in senders}
@@ -62,6 +63,7 @@ class SendThread:
         self._note = note
         self._live: set[str] = set()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.probe_seed = probe_seed
         self.max_payload_nbytes = 0  # of the transport that is open
         self.sent_nbytes = 0
         self._thread = threading.Thread(target=self._run, name=f"kv-send {conn}", daemon=True)
@@ -70,6 +72,11 @@ class SendThread:
     @property
     def offers(self) -> list[wire.TransportOffer]:
         return [sender.offer() for sender in self._senders.values()]
+
+    @property
+    def max_payloads(self) -> dict[wire.TransportName, int]:
+        """Bytes of a payload, by transport."""
+        return {name: sender.max_payload_nbytes for name, sender in self._senders.items()}
 
     # ---- the engine's thread
 

@@ -38,6 +38,7 @@ class LiveCluster:
         openai: bool = True,
         served_model_names: Sequence[str] = ("tiny",),
         member_arguments: Mapping[str, Sequence[str]] | None = None,
+        tp_sizes: Mapping[str, int] | None = None,
     ) -> None:
         port = free_port_pair()
         self.folder = folder
@@ -45,6 +46,7 @@ class LiveCluster:
             model=str(model),
             num_prefill=num_prefill,
             num_decode=num_decode,
+            tp_sizes=tp_sizes or {},
             port=port,
             served_model_names=list(served_model_names),
             arguments=[f"--admin-port={port + 1}", *arguments],

@@ -16,7 +16,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.engine.in_links import InLinks
-from pd_cluster.engine.links import Progress, Side
+from pd_cluster.engine.links import LocalLanes, Progress, Side
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.dist import NUM_UNDER_WAY, DistReceiver, DistSender
@@ -75,7 +75,8 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
     answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
     frames: queue.SimpleQueue[wire.KVFrame] = queue.SimpleQueue()
     send = p.send_thread("a", KEY, frames.put, lambda event: None)  # type: ignore[arg-type]
-    opened = wire.LinkOpen("a", "m", LAYOUT.to_info(), NUM_BLOCKS, send.offers, wire.KVOptions(), 1)
+    lane = wire.LaneOffer(offers=send.offers, probe_seed=1)
+    opened = wire.LinkOpen("a", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
     stalled = d.receive_thread("a", "prefill-0@1", opened, KEY, answers.put, lambda event: None)
     stalled.start()
     assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
@@ -268,21 +269,23 @@ class Post:
         self.sent.put(body)
 
 
+NO_OFFERS = wire.LaneOffer(offers=[], probe_seed=0)
+
+
 def make_in_links(pool: KVPool) -> tuple[InLinks, Post, queue.SimpleQueue[object], list[float]]:
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     now = [0.0]
     side = Side("d@1", b"s", "m", LAYOUT, NUM_BLOCKS, pool.probe_seed, wire.KVOptions())
     post = Post()
-    links = InLinks(
-        side, post, Transports(make_config("local"), pool), events.put, lambda c, r: None, Progress(lambda: now[0])
-    )
+    lanes = LocalLanes(side, Transports(make_config("local"), pool), post.send)
+    links = InLinks(side, post, lanes, events.put, lambda c, r: None, Progress(lambda: now[0]))
     return links, post, events, now
 
 
 def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
     """Whoever hears of its end tells the thread to forget; that must not come behind the thread's own end."""
     links, post, events, _ = make_in_links(random_pool(2))
-    opened = wire.LinkOpen("l", "m", LAYOUT.to_info(), NUM_BLOCKS, [], wire.KVOptions(), 0)
+    opened = wire.LinkOpen("l", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
     links._down = lambda conn, reason: links.forget(conn, "t")
     links.on_open("c", "prefill-0@1", opened)
     assert isinstance(post.sent.get(timeout=WAIT_S), wire.LinkRefused)
@@ -295,7 +298,7 @@ def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPat
     links, _, _, _ = make_in_links(random_pool(2))
     known: list[bool] = []
     monkeypatch.setattr(ReceiveThread, "start", lambda self: known.append(links.is_open("c")))
-    links.on_open("c", "prefill-0@1", wire.LinkOpen("l", "m", LAYOUT.to_info(), 1, [], wire.KVOptions(), 0))
+    links.on_open("c", "prefill-0@1", wire.LinkOpen("l", "m", LAYOUT.to_info(), 1, wire.KVOptions(), [NO_OFFERS]))
     assert known == [True]
 
 
@@ -306,7 +309,7 @@ def test_what_lands_is_progress_of_its_sender() -> None:
     class Thread:
         received_nbytes = 0
 
-    links._threads["c"] = Thread()  # type: ignore[assignment]
+    links._lanes["c"] = [Thread()]  # type: ignore[list-item]
     links.progress_s("c")
     now[0] = 40.0
     Thread.received_nbytes = 5

@@ -137,7 +137,7 @@ def test_runs() -> None:
     assert runs([2, 1]) == [(2, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "tp_size", "k_head_dim"])
+@pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "k_head_dim"])
 def test_pairs_that_cannot_work_are_refused_by_name(name: str) -> None:
     with pytest.raises(LinkError, match=name) as caught:
         check_pair(LAYOUT, dataclasses.replace(LAYOUT, **{name: 4}))

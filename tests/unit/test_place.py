@@ -46,7 +46,7 @@ def test_everyone_finds_themselves(tmp_path: Path) -> None:
         assert place.names == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
         assert place.hosts == dict.fromkeys(place.names, "10.0.0.18")
         assert place.bind_address == "10.0.0.18"
-        assert place.num_local_instances == 4
+        assert place.num_local_ranks == 4
         assert not place.spans_hosts
 
 
@@ -67,7 +67,7 @@ def test_spans_hosts(tmp_path: Path, second: str, spans: bool) -> None:
     local = next(one.glob("local*host.json"))
     place = find_place(env_of(merged, local))
     assert place.spans_hosts is spans
-    assert place.num_local_instances == (1 if spans else 2)
+    assert place.num_local_ranks == (1 if spans else 2)
 
 
 @pytest.mark.parametrize("name", ["GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH"])

@@ -17,6 +17,7 @@ GOOD = {
     "connect_timeout": 5.0,
     "credit_timeout": 10.0,
     "transfer_timeout": 30.0,
+    "collective_timeout": 60.0,
     "request_timeout": 600.0,
     "drain_timeout": 30.0,
     "link_keepalive": 30.0,

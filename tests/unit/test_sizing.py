@@ -35,7 +35,7 @@ def test_the_first_flag_of_three_that_is_given_decides(monkeypatch: pytest.Monke
     assert num_blocks(monkeypatch, num_blocks=300, kv_cache_memory_gib=2.0, gpu_memory_utilization=0.5) == 300
     assert num_blocks(monkeypatch, kv_cache_memory_gib=2.0, gpu_memory_utilization=0.5) == 2 * of_a_gib
     assert num_blocks(monkeypatch, gpu_memory_utilization=0.5) == 4 * of_a_gib
-    assert num_blocks(monkeypatch, gpu_memory_utilization=0.5, num_local_instances=4) == of_a_gib
+    assert num_blocks(monkeypatch, gpu_memory_utilization=0.5, num_local_ranks=4) == of_a_gib
     assert num_blocks(monkeypatch, max_num_seqs=3) == 3 * 250
     assert num_blocks(monkeypatch, max_num_seqs=10**6) == of_a_gib
 
@@ -73,7 +73,7 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], error: str) ->
 
 def test_swap_space_is_there_in_mode_swap_only() -> None:
     assert sizing.num_swap_blocks(config(swap_space_gib=1.0), LAYOUT) == 0
-    blocks = sizing.num_swap_blocks(config(swap_space_gib=1.0, preemption_mode="swap", num_local_instances=2), LAYOUT)
+    blocks = sizing.num_swap_blocks(config(swap_space_gib=1.0, preemption_mode="swap", num_local_ranks=2), LAYOUT)
     assert blocks == GIB // 2 // LAYOUT.block_nbytes
 
 

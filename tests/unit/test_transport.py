@@ -286,7 +286,8 @@ class Link:
         self.send = p.send_thread("c", KEY, self._to_receiver, self.events.put)
         seed = self.source.probe_seed if probe_seed is None else probe_seed
         layout = LAYOUT.to_info()
-        opened = wire.LinkOpen("link", "m", layout, NUM_BLOCKS, self.send.offers, wire.KVOptions(), seed)
+        lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed)
+        opened = wire.LinkOpen("link", "m", layout, NUM_BLOCKS, wire.KVOptions(), [lane])
         self._ready = threading.Event()
         self.receive = d.receive_thread("c", "prefill-0@1", opened, KEY, self._to_sender, self.events.put)
         self._ready.set()

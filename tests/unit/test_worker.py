@@ -17,13 +17,11 @@ from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened
 from pd_cluster.engine.exports import ShipLimits
 from pd_cluster.engine.limits import Limits
-from pd_cluster.engine.links import Side
+from pd_cluster.engine.links import ReceiveEnd, SendEnd, Side
 from pd_cluster.engine.scheduler import PrefixScope, Scheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.transport.receiving import ReceiveThread
-from pd_cluster.transport.sending import SendThread
 from pd_cluster.types import LegEnd, Request, SamplingParams
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 
@@ -59,12 +57,12 @@ class Post:
 
 
 class NoLinks:
-    """LinkThreads that nobody should ask for."""
+    """LaneEnds that nobody should ask for."""
 
-    def send_thread(self, *_: object) -> SendThread:
+    def send_end(self, *_: object) -> SendEnd:
         raise AssertionError("no link is opened")
 
-    def receive_thread(self, *_: object) -> ReceiveThread:
+    def receive_end(self, *_: object) -> ReceiveEnd:
         raise AssertionError("no link is opened")
 
 

@@ -21,7 +21,7 @@ from pd_cluster.bench.kv_spec import (
 )
 from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
-from pd_cluster.engine.links import Side
+from pd_cluster.engine.links import LocalLanes, Side
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.mailbox import Mailbox, peer_key
@@ -94,10 +94,10 @@ class LaneEnd:
         self.epoch = epoch
         self.mailbox = Mailbox(config.name, epoch, "worker", lane.secret, TIMEOUTS, self)
         self.port = self.mailbox.bind(HOST, config.kv_port_range)
-        self.transports = Transports(config, pool)
         self.side = Side(
             peer_key(config.name, epoch), lane.secret, "", LAYOUT, pool.num_blocks, pool.probe_seed, options
         )
+        self.lanes = LocalLanes(self.side, Transports(config, pool), self.mailbox.send)
 
     # ---- the mailbox's handler
 

@@ -21,7 +21,7 @@ from pd_cluster.bench.kv_spec import (
 )
 from pd_cluster.bench.peers.kv_floors import GlooPeer, memcpy
 from pd_cluster.bench.peers.kv_lane import FreeBlocks, LaneEnd, make_pool
-from pd_cluster.engine.events import Closed, Event, Mail, Stop
+from pd_cluster.engine.events import Closed, Event, Mail, OfLane, Stop
 from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.links import Progress
 from pd_cluster.engine.process import die_with_parent
@@ -39,7 +39,7 @@ class ReceiveLane:
         self._links = InLinks(
             self._end.side,
             self._end.mailbox,
-            self._end.transports,
+            self._end.lanes,
             self._report,
             lambda conn, reason: None,
             Progress(time.monotonic),
@@ -58,7 +58,7 @@ class ReceiveLane:
             self._links.route(conn, body)
         return isinstance(body, wire.KVFrame)
 
-    def _report(self, event: LinkEvent) -> None:
+    def _report(self, event: LinkEvent | OfLane) -> None:
         """On the link's thread."""
         if isinstance(event, Landed):
             self.landings_s.append(time.monotonic())

@@ -48,7 +48,7 @@ class SendLane:
         self._links = OutLinks(
             self._end.side,
             self._end.mailbox,
-            self._end.transports,
+            self._end.lanes,
             self._end.inbox.put,
             self._on_down,
             Progress(time.monotonic),

@@ -1,0 +1,97 @@
+"""All rank processes of one worker: they start together, and when one ends, all do. Never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from pd_cluster.cluster.rank_process import RankProcess
+from pd_cluster.config import RankPlace, WorkerConfig
+from pd_cluster.errors import ConfigError, InstanceLost
+from pd_cluster.reports import InstanceInfo, RankReport
+
+BLAME_S = 0.5  # ranks that end within this time of each other ended for the same reason
+
+
+class Ranks:
+    """One rank process a device of the instance. `info` is what `/instance` answers: what rank 0 reports."""
+
+    def __init__(self, config: WorkerConfig, cluster_tag: str) -> None:
+        self._config = config
+        self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-ranks-"))  # mode 0700
+        self._sockets = [socket.socketpair() for _ in range(config.ranks.size - 1)]  # rank 0's end first
+        self._processes = [RankProcess(self._config_of(rank)) for rank in range(config.ranks.size)]
+        self._error = ""
+        self.info = InstanceInfo(
+            name=config.name,
+            role=config.role,
+            state="loading",
+            server_ip=config.server_ip,
+            device_ids=config.device_ids,
+            epoch=config.epoch,
+            pid=os.getpid(),
+            tp_size=config.ranks.size,
+            table_digest=cluster_tag,
+        )
+
+    async def start(self) -> None:
+        for process in self._processes:
+            await process.start()
+        for pair in self._sockets:  # each end is in the one process that it is for
+            for end in pair:
+                end.close()
+
+    async def watch(self) -> None:
+        """Until a rank ends. Raises ConfigError with its own words, or InstanceLost with its exit code."""
+        watching = [asyncio.ensure_future(self._follow(process)) for process in self._processes]
+        try:
+            await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(watching, timeout=BLAME_S)
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+        first = self._first_to_blame()
+        error = self._error or f"exit code {first.exit_code}"
+        self.info = msgspec.structs.replace(self.info, state="failed", error=error)
+        if self._error:
+            raise ConfigError(self._error)
+        which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
+        raise InstanceLost(f"{self._config.name}: {which} (pid {first.pid}) ended with code {first.exit_code}")
+
+    async def stop(self) -> None:
+        """Rank 0 stops after its step, and the others with it."""
+        await self._processes[0].stop()
+        for process in self._processes[1:]:
+            process.kill()
+            with contextlib.suppress(AssertionError):  # it was never started
+                await process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _follow(self, process: RankProcess) -> None:
+        while (report := await process.read_report()) is not None:
+            self._error = self._error or report.error
+            if process.rank == 0:
+                known = {name: getattr(report, name) for name in RankReport.__struct_fields__}
+                self.info = msgspec.structs.replace(self.info, **known)
+        await process.wait()
+
+    def _first_to_blame(self) -> RankProcess:
+        """One that a signal ended, rather than one that ended because another was gone."""
+        ended = [process for process in self._processes if process.exit_code is not None]
+        return min(ended, key=lambda process: (process.exit_code or 0) >= 0)
+
+    def _config_of(self, rank: int) -> WorkerConfig:
+        if rank == 0:
+            fds = tuple(ours.fileno() for ours, _ in self._sockets)
+        else:
+            fds = (self._sockets[rank - 1][1].fileno(),)
+        place = RankPlace(rank=rank, size=self._config.ranks.size, store=str(self._folder / "ranks"), fds=fds)
+        return msgspec.structs.replace(self._config, ranks=place)

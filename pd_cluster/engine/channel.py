@@ -1,0 +1,64 @@
+"""A socket pair between two ranks of one instance: whole messages, in order, from any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pd_cluster.errors import InstanceLost
+
+HEADER = struct.Struct("<I")
+BUFFER_NBYTES = 4 << 20
+
+
+class Channel:
+    """`types`: the union of messages that may be received. The other end reads without waiting for anybody."""
+
+    def __init__(self, fd: int, types: Any) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_NBYTES)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(types)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str, handle: Callable[[Any], None], ended: Callable[[], None]) -> None:
+        """Hands every message to `handle`, on a thread of its own; `ended` when the other end is gone."""
+
+        def read() -> None:
+            stream = self._socket.makefile("rb")
+            try:
+                while header := stream.read(HEADER.size):
+                    handle(self._decoder.decode(stream.read(HEADER.unpack(header)[0])))
+            except (OSError, struct.error, msgspec.DecodeError):  # it died in the middle of a message
+                pass
+            ended()
+
+        self._thread = threading.Thread(target=read, name=name, daemon=True)
+        self._thread.start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises InstanceLost."""
+        self.send_encoded(self._encoder.encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        try:
+            with self._lock:
+                self._socket.sendall(HEADER.pack(len(data)) + data)
+        except OSError as error:
+            raise InstanceLost(f"another rank of this instance is gone: {error}") from error
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the other end closed first
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """For `send_encoded`, to several."""
+    return msgspec.msgpack.encode(message)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one model on several ranks of one instance, each with a share of every layer."""

@@ -1,0 +1,110 @@
+"""What the ranks of one instance compute together: sums over all of them, and the pieces of a row of logits.
+
+gloo on CPU, between processes of one host. Knows nothing of models or of plans.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import AllreduceOptions, FileStore, GatherOptions, ProcessGroupGloo, ReduceOp
+
+from pd_cluster.errors import InstanceLost
+
+HOST = "127.0.0.1"  # all devices of an instance are on one host
+
+
+class Group(Protocol):
+    """`reduce_s`: seconds spent in sums since the start."""
+
+    rank: int
+    size: int
+    reduce_s: float
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's x, the same bits on each of them; x is overwritten."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """On rank 0 all ranks' x side by side, joined along the last dimension; elsewhere x itself."""
+
+    def least(self, number: int) -> int:
+        """The least of every rank's number."""
+
+
+class Alone:
+    """A model that is whole on one rank."""
+
+    rank, size = 0, 1
+    reduce_s = 0.0
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def least(self, number: int) -> int:
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one instance find each other: a file in a folder that only their user can enter."""
+
+    path: str
+    rank: int
+    size: int
+    timeout_s: float
+
+
+class GlooGroup:
+    """Raises InstanceLost when another rank is gone or keeps all waiting for longer than the timeout."""
+
+    def __init__(self, place: Rendezvous) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.reduce_s = 0.0
+        self._timeout = timedelta(seconds=place.timeout_s)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+        options._timeout = self._timeout
+        options._threads = 1
+        try:
+            self._store = FileStore(place.path, place.size)
+            self._store.set_timeout(self._timeout)
+            self._group: Any = ProcessGroupGloo(self._store, place.rank, place.size, options)
+        except RuntimeError as error:
+            raise InstanceLost(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        started_s = time.perf_counter()
+        x = x.contiguous()
+        self._wait(self._group.allreduce([x], AllreduceOptions()))
+        self.reduce_s += time.perf_counter() - started_s
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        self._wait(self._group.gather([parts] if parts else [], [x], GatherOptions()))
+        return torch.cat(parts, dim=-1) if parts else x
+
+    def least(self, number: int) -> int:
+        x = torch.tensor([number])
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.MIN)
+        self._wait(self._group.allreduce([x], options))
+        return int(x.item())
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise InstanceLost(f"rank {self.rank} of {self.size} lost another rank: {error}") from error
+
+
+def join(place: Rendezvous | None) -> Group:
+    return Alone() if place is None or place.size == 1 else GlooGroup(place)

@@ -1,0 +1,82 @@
+"""What a rank's share of a model does otherwise than a whole one: embeddings of its part of the vocabulary, and sums.
+
+Put into transformers' modules from outside; the fused model calls the same functions. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pd_cluster.model.parallel.group import Group
+from pd_cluster.model.parallel.plan import Plan
+
+
+class VocabParallelEmbedding(torch.nn.Module):
+    """Looks up the ids of this rank's rows; the sum over all ranks has everybody's."""
+
+    def __init__(self, inner: torch.nn.Module, first_id: int, num_ids: int, group: Group) -> None:
+        super().__init__()
+        self.inner = inner
+        self._first_id, self._num_ids, self._group = first_id, num_ids, group
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        local = input_ids - self._first_id
+        is_here = (local >= 0) & (local < self._num_ids)
+        embedded: torch.Tensor = self.inner(local.where(is_here, 0))
+        return self._group.sum(embedded.masked_fill_(~is_here[..., None], 0.0))
+
+
+class SpanningNorm(torch.nn.Module):
+    """A root-mean-square norm over the heads of all ranks (OLMo 2's of queries and keys); `weight` is this rank's."""
+
+    def __init__(self, inner: Any, num_features: int, num_replicas: int, group: Group) -> None:
+        super().__init__()
+        self.weight, self._eps = inner.weight, inner.variance_epsilon
+        self._num_features, self._num_replicas, self._group = num_features, num_replicas, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        squares = self._group.sum(x.float().square().sum(-1, keepdim=True)) / self._num_replicas
+        normed = x.float() * torch.rsqrt(squares / self._num_features + self._eps)
+        scaled: torch.Tensor = self.weight * normed
+        return scaled.to(x.dtype)
+
+
+class Share:
+    """One rank's share of a model of transformers: what must be put into it, and can be taken out again."""
+
+    def __init__(self, plan: Plan, group: Group) -> None:
+        self.plan, self.group = plan, group
+        self._hooks: list[Any] = []
+
+    def embedding(self, inner: torch.nn.Module) -> VocabParallelEmbedding:
+        step = self.plan.local_vocab_size
+        return VocabParallelEmbedding(inner, self.group.rank * step, step, self.group)
+
+    def install(self, model: Any) -> None:
+        """Makes the model, loaded with this rank's weights, compute its share and take part in the sums."""
+        model.set_input_embeddings(self.embedding(model.get_input_embeddings()))
+        for layer in model.base_model.layers:
+            self._span_norms(layer.self_attn)
+            self._hooks += [module.register_forward_hook(self._add_up) for module in (layer.self_attn, layer.mlp)]
+
+    def remove(self, model: Any) -> None:
+        """For who takes the model apart and does the sums itself. Norms that span heads stay."""
+        model.set_input_embeddings(model.get_input_embeddings().inner)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _add_up(self, module: torch.nn.Module, arguments: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return self.group.sum(output[0]), *output[1:]
+        return self.group.sum(output)
+
+    def _span_norms(self, attention: Any) -> None:
+        plan = self.plan
+        for name, num_heads in (("q_norm", plan.num_heads), ("k_norm", plan.num_kv_heads)):
+            norm = getattr(attention, name, None)
+            if norm is not None and norm.weight.shape[0] != plan.head_dim:
+                num_replicas = max(1, plan.size // num_heads)
+                setattr(attention, name, SpanningNorm(norm, num_heads * plan.head_dim, num_replicas, self.group))

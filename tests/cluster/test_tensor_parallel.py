@@ -1,0 +1,94 @@
+"""Instances of several rank processes: KV cache between unequal ones, one follower's death, impossible sizes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.types import Request, SamplingParams
+from tests.support.cluster import LiveCluster, children_of, in_parallel
+from tests.support.engines import assert_same, make_core, random_prompt, run
+
+Checkpoints = Callable[..., Path]
+FLAGS = ["--block-size=16", "--max-num-batched-tokens=40", "--num-blocks=128"]
+MAX_TOKENS = 12
+PAIRS = {
+    "2 to 1 and 4, shared memory": ({"prefill-0": 2, "decode-1": 4}, "shm"),
+    "1 and 4 to 2, gloo": ({"prefill-1": 4, "decode-0": 2}, "dist"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoints) -> Path:
+    """Four query heads share two KV heads: with four ranks each of these is on two of them."""
+    return checkpoint("llama")
+
+
+@pytest.fixture(params=PAIRS, scope="module")
+def cluster(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveCluster]:
+    tp_sizes, transport = PAIRS[request.param]
+    num_prefill, num_decode = (2, 1) if "prefill-1" in tp_sizes else (1, 2)
+    with LiveCluster(
+        tmp_path_factory.mktemp("ranks"),
+        model,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        arguments=[*FLAGS, f"--kv-transport={transport}"],
+        tp_sizes=tp_sizes,
+    ) as running:
+        yield running
+
+
+def test_tokens_are_the_reference_s(cluster: LiveCluster, model: Path) -> None:
+    """Around block and chunk borders, all at once, so that every pair of instances has its share; then cached."""
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, length) for length in (1, 15, 16, 17, 40, 41, 63, 100)]
+
+    def job(prompt: list[int]) -> Callable[[], None]:
+        return lambda: assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
+
+    for _ in range(2):
+        errors = in_parallel([job(prompt) for prompt in prompts], concurrency=8)
+        assert not errors, errors[0]
+    cluster.assert_home()
+    decodes = [i for i in cluster.instances() if i["role"] == "decode"]
+    assert all(i["kv_received_nbytes"] > 0 for i in decodes)
+    prefills = [i for i in cluster.instances() if i["role"] == "prefill"]
+    assert all(i["kv_sent_nbytes"] > 0 for i in prefills)
+
+
+def test_sampled_sequences_are_those_of_one_process(cluster: LiveCluster, model: Path) -> None:
+    prompt = random_prompt(random.Random(2), 53)
+    sampling = SamplingParams(n=3, max_tokens=MAX_TOKENS, temperature=1.0, seed=5, top_k=50, repetition_penalty=1.2)
+    found = run(make_core(model, num_blocks=64), [Request("one", prompt, sampling)])["one"]
+    expected = [[token.token_id for token in found[index]] for index in range(sampling.n)]
+    fields = {name: getattr(sampling, name) for name in ("n", "temperature", "seed", "top_k", "repetition_penalty")}
+    for _ in range(2):
+        assert cluster.complete_choices(prompt, MAX_TOKENS, **fields) == expected
+
+
+def test_a_follower_s_death_ends_its_instance(cluster: LiveCluster, model: Path) -> None:
+    """One clear line, no process left behind; started again, it serves."""
+    name = max(cluster.launch.tp_sizes, key=lambda each: cluster.launch.tp_sizes[each])
+    size = cluster.launch.tp_sizes[name]
+    ranks = children_of(cluster.processes[name].pid)
+    assert len(ranks) == size
+    os.kill(ranks[-1], signal.SIGKILL)
+    assert cluster.await_exit(name) == 1
+    lines = cluster.log_file(name).read_text().splitlines()
+    line = f"pd-cluster: {name}: rank {size - 1} of {size} (pid {ranks[-1]}) ended with code -9"
+    assert [each for each in lines if each.startswith("pd-cluster: ")] == [line]
+    cluster.wait_until("no rank is left", lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    cluster.start_member(name)
+    cluster.await_ready()
+    prompt = random_prompt(random.Random(3), 30)
+    for _ in range(2):
+        assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
+    cluster.assert_home()

@@ -1,0 +1,113 @@
+"""A model on several ranks generates what it does on one: transformers' tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.errors import ModelError
+from pd_cluster.types import Request, SamplingParams
+from tests.support.checkpoints import CONFIGS
+from tests.support.engines import assert_same, generate, make_core, random_prompt, run
+from tests.support.ranks import ranks
+
+Checkpoints = Callable[..., Path]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+WITHOUT_PLAN = ("gpt2", "opt", "stablelm", "gpt_oss")
+REFUSED = (*WITHOUT_PLAN, "gpt_neox")
+
+
+@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name not in REFUSED])
+def test_two_ranks_generate_the_same_tokens(checkpoint: Checkpoints, architecture: str) -> None:
+    """Prompts in chunks, then all in one batch, with the KV heads split."""
+    folder = checkpoint(architecture)
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, n) for n in (1, 16, 41, 70)]
+    with ranks(folder, 2, max_num_batched_tokens=40, num_blocks=64) as core:
+        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+            assert_same(folder, prompt, output, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize(("architecture", "num_kv_heads"), [("llama", 2), ("llama", 1), ("gemma2", 4), ("mixtral", 2)])
+def test_four_ranks_with_replicated_heads(checkpoint: Checkpoints, architecture: str, num_kv_heads: int) -> None:
+    folder = checkpoint(architecture, num_key_value_heads=num_kv_heads)
+    rng = random.Random(2)
+    prompts = [random_prompt(rng, n) for n in (3, 17, 60)]
+    with ranks(folder, 4, block_size=8, num_blocks=64) as core:
+        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+            assert_same(folder, prompt, output, GREEDY.max_tokens)
+
+
+def test_norms_that_span_replicated_heads(checkpoint: Checkpoints) -> None:
+    """Three sums a layer's heads share: each replicated head must count once."""
+    if "olmo2" not in CONFIGS:
+        pytest.skip("olmo2 is not served")
+    folder = checkpoint("olmo2", num_key_value_heads=2)
+    prompts = [random_prompt(random.Random(3), n) for n in (5, 33)]
+    with ranks(folder, 4, num_blocks=64) as core:
+        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+            assert_same(folder, prompt, output, GREEDY.max_tokens)
+
+
+def test_a_vocabulary_that_does_not_divide(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("llama", vocab_size=321)
+    prompt = [320, 0, 161, 160, 5]
+    with ranks(folder, 4, num_blocks=32) as core:
+        (output,) = generate(core, [prompt], GREEDY)
+    assert_same(folder, prompt, output, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preemption_and_forks_move_blocks_on_every_rank(checkpoint: Checkpoints, mode: str) -> None:
+    """Seeded sampling of n = 3 in a pool that is too small: swapped, copied, shared blocks, as on one rank."""
+    folder = checkpoint("llama")
+    settings = {
+        "num_blocks": 26,
+        "block_size": 4,
+        "max_model_len": 96,
+        "preemption_mode": mode,
+        "swap_space_gib": 0.01,
+        "max_num_batched_tokens": 32,
+    }
+    rng = random.Random(4)
+    prompts = [random_prompt(rng, rng.randrange(4, 40)) for _ in range(6)]
+
+    def requests() -> list[Request]:
+        sampling = SamplingParams(n=3, max_tokens=20, temperature=0.8, seed=7)
+        return [Request(f"r{i}", prompt, sampling, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+
+    expected = run(make_core(folder, num_blocks=512, block_size=4, max_model_len=96), requests())
+    with ranks(folder, 2, **settings) as core:
+        assert run(core, requests()) == expected
+        assert core.scheduler.num_preemptions > 0
+
+
+def test_each_rank_holds_its_share_only(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("llama")
+    with ranks(folder, 2, num_blocks=32) as core:
+        pool = core.runner._runner.pool  # type: ignore[attr-defined]
+        assert (pool.layout.num_kv_heads, pool.layout.local_kv_heads, pool.data.shape[4]) == (2, 1, 1)
+        assert core.runner._runner.model._embed.inner.weight.shape[0] == 160  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "changes", "message"),
+    [
+        ("llama", 3, {}, "4 attention heads cannot be split evenly"),
+        ("llama", 4, {"num_key_value_heads": 3, "num_attention_heads": 8}, "3 KV heads can be neither split"),
+        ("llama", 4, {"intermediate_size": 98}, "intermediate_size 98 of config.json"),
+        ("gpt2", 2, {}, "no tensor parallel plan for gpt2"),
+        ("gpt_neox", 2, {}, "gpt_neox cannot be split"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(
+    checkpoint: Checkpoints, architecture: str, size: int, changes: dict[str, int], message: str
+) -> None:
+    if architecture not in CONFIGS:
+        pytest.skip(f"{architecture} is not served")
+    folder = checkpoint(architecture, **changes)
+    with pytest.raises(ModelError, match=f"--tensor-parallel-size {size}: {message}"), ranks(folder, size):
+        pass

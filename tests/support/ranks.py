@@ -1,0 +1,71 @@
+"""An engine of several ranks in the test's own process: each a thread with its own share of the model.
+
+Rank 0 is the caller's; the followers run the loop that they run in processes of their own, over real sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pd_cluster.config import EngineConfig
+from pd_cluster.engine import rank_messages as to
+from pd_cluster.engine.build import build_core
+from pd_cluster.engine.channel import Channel
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.follower import Follower
+from pd_cluster.model import loader
+from pd_cluster.model.parallel.group import Rendezvous, join
+from pd_cluster.model.runner import ModelRunner
+
+WAIT_S = 60.0
+_load_plain = loader.load_plain
+_loading = threading.Lock()
+
+
+@contextlib.contextmanager
+def ranks(folder: Path, size: int, **settings: object) -> Iterator[EngineCore]:
+    """The engine's core; its followers are gone afterwards. Raises what a rank raises while it loads."""
+    config = EngineConfig(model=str(folder), tensor_parallel_size=size, **settings)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as store, ThreadPoolExecutor(size) as threads, _one_at_a_time():
+        places = [Rendezvous(f"{store}/ranks", rank, size, WAIT_S) for rank in range(size)]
+        pairs = [socket.socketpair() for _ in range(size - 1)]
+        followers = [Channel(ours.detach(), to.FromFollower) for ours, _ in pairs]
+
+        def lead() -> EngineCore:
+            return build_core(config, join(places[0]), followers)[0]
+
+        def follow(rank: int) -> None:
+            channel = Channel(pairs[rank - 1][1].detach(), to.ToFollower)
+            follower = Follower(ModelRunner(config, join(places[rank])), channel, None)
+            follower.start()
+            follower.run()
+
+        running = [threads.submit(follow, rank) for rank in range(1, size)]
+        try:
+            yield threads.submit(lead).result(WAIT_S)
+        finally:
+            for follower in followers:
+                follower.close()
+        for each in running:
+            each.result(WAIT_S)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """transformers builds models with patches of its own to torch, which several threads cannot do at once."""
+
+    def load_plain(*arguments: object) -> object:
+        with _loading:
+            return _load_plain(*arguments)  # type: ignore[arg-type]
+
+    loader.load_plain = load_plain  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        loader.load_plain = _load_plain

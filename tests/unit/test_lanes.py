@@ -1,0 +1,158 @@
+"""Between instances of unequal tensor parallel sizes: who sends which heads to whom, and when a transfer has landed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from pd_cluster.engine import rank_messages as to
+from pd_cluster.engine.follower import Gate
+from pd_cluster.engine.gather import Gather
+from pd_cluster.errors import LinkError
+from pd_cluster.kv.layout import KVLayout, Route, can_split_heads, check_pair, lanes
+from pd_cluster.kv.pack import pack, unpack
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.transport.events import Drained, Landed, LandFault, LinkEvent
+from pd_cluster.types import TokenOutput
+from pd_cluster.wire import KVPiece
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, k_head_dim=4, v_head_dim=4, block_size=4, dtype="float32")
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+PAIRS = [
+    (heads, p, d)
+    for heads, p, d in itertools.product((1, 2, 3, 4, 6, 8), SIZES, SIZES)
+    if can_split_heads(heads, p) and can_split_heads(heads, d)
+]
+
+
+def sides(heads: int, p: int, d: int) -> tuple[KVLayout, KVLayout]:
+    layout = dataclasses.replace(LAYOUT, num_kv_heads=heads)
+    return dataclasses.replace(layout, tp_size=p), dataclasses.replace(layout, tp_size=d)
+
+
+@pytest.mark.parametrize(("heads", "p", "d"), PAIRS)
+def test_every_rank_gets_each_of_its_heads_once(heads: int, p: int, d: int) -> None:
+    source, target = sides(heads, p, d)
+    found = lanes(source, target)
+    assert found[0] == (0, 0)
+    assert len(found) == len(set(found))
+    got: dict[int, list[int]] = {rank: [] for rank in range(d)}
+    for lane in found:
+        route = Route(source.of_rank(lane.source_rank), target.of_rank(lane.target_rank))
+        assert route.num_heads > 0
+        got[lane.target_rank] += range(*route.heads)
+    for rank, mine in got.items():
+        assert sorted(mine) == list(range(*target.of_rank(rank).head_range))
+
+
+@pytest.mark.parametrize(("heads", "p", "d"), [(1, 4, 4), (2, 8, 4), (2, 4, 8), (4, 8, 8), (4, 16, 8)])
+def test_replicated_heads_are_spread_over_their_sources(heads: int, p: int, d: int) -> None:
+    """No source sends to more targets than it must."""
+    source, target = sides(heads, p, d)
+    load = Counter(lane.source_rank for lane in lanes(source, target))
+    assert max(load.values()) == max(1, d // p)
+    assert len(load) == min(p, d)
+
+
+@pytest.mark.parametrize(("p", "d"), [(1, 2), (2, 1), (2, 4), (4, 2), (4, 8), (8, 2), (1, 1), (8, 8)])
+@pytest.mark.parametrize("wants_int8", [False, True])
+@pytest.mark.parametrize("block_size", [4, 6])
+def test_a_prompt_goes_through_all_lanes(p: int, d: int, wants_int8: bool, block_size: int) -> None:
+    """Every rank's pool ends with its heads of what was on the ranks before; nothing else changes."""
+    source, target = sides(4, p, d)
+    target = dataclasses.replace(target, block_size=block_size)
+    rng = random.Random(p * 10 + d)
+    whole = torch.randn(13, source.num_layers, 2, source.num_kv_heads, 4)  # [num_tokens, …]
+    ids = rng.sample(range(8), source.num_blocks_for(13))
+    into = rng.sample(range(8), target.num_blocks_for(13))
+    pools = [KVPool(source.of_rank(rank), 8) for rank in range(p)]
+    for pool in pools:
+        for position, token in enumerate(whole):
+            start, stop = pool.layout.head_range
+            block = ids[position // source.block_size]
+            pool.data[block, :, :, position % source.block_size] = token[:, :, start:stop]
+    landed = [KVPool(target.of_rank(rank), 8) for rank in range(d)]
+    for pool in landed:
+        pool.data.fill_(-1.0)
+    piece = KVPiece(0, 13, 0, source.num_layers, ids)
+    for lane in lanes(source, target):
+        route = Route(pools[lane.source_rank].layout, landed[lane.target_rank].layout, wants_int8)
+        payload = pack(pools[lane.source_rank].data, piece, route)
+        assert len(payload) == route.payload_nbytes(piece)
+        unpack(payload, piece, route, landed[lane.target_rank].data, into)
+    for pool in landed:
+        start, stop = pool.layout.head_range
+        for position, token in enumerate(whole):
+            found = pool.data[into[position // block_size], :, :, position % block_size]
+            assert torch.allclose(found, token[:, :, start:stop], atol=0.02 if wants_int8 else 0.0)
+        others = [block for block in range(8) if block not in into]
+        assert bool((pool.data[others] == -1.0).all())
+
+
+def test_heads_that_cannot_be_spread_are_refused() -> None:
+    source, target = sides(4, 1, 3)
+    with pytest.raises(LinkError, match="4 KV heads cannot be spread over 3 ranks"):
+        check_pair(source, target)
+    check_pair(*sides(4, 2, 8))
+
+
+# ---- a transfer over several lanes
+
+
+def landed(nbytes: int, token_id: int = 1) -> Landed:
+    return Landed("t", [TokenOutput("r", 0, 0, 0, token_id)], nbytes)
+
+
+def test_landed_when_all_lanes_have() -> None:
+    gather = Gather(3)
+    assert [gather.add(lane, landed(10)) for lane in (2, 0)] == [None, None]
+    assert gather.add(1, landed(5)) == landed(25)
+    assert len(gather) == 0
+
+
+def test_lanes_that_disagree_are_a_fault() -> None:
+    gather = Gather(2)
+    gather.add(0, landed(1))
+    assert isinstance(gather.add(1, landed(1, token_id=2)), LandFault)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_lanes(seed: int) -> None:
+    """Each lane lands or fails, then drains: the fault comes through at once, the drain once and last."""
+    rng = random.Random(seed)
+    queues: list[list[LinkEvent]] = []
+    for _ in range(4):
+        first: list[LinkEvent] = [rng.choice([landed(1), LandFault("t", "x")])][: rng.randrange(2)]
+        queues.append([*first, Drained("t")])
+    gather, said = Gather(4), []
+    while any(queues):
+        lane = rng.choice([lane for lane, queue in enumerate(queues) if queue])
+        event = gather.add(lane, queues[lane].pop(0))
+        said += [event] if event is not None else []
+    assert said[-1] == Drained("t")
+    assert said.count(Drained("t")) == 1
+    assert len(gather) == 0
+
+
+# ---- what a follower may send
+
+
+def test_a_follower_sends_what_it_has_computed_itself() -> None:
+    gate, done = Gate(), []
+    gate.reached(to.Progress(1, 0))
+    for name, after in (("a", (0, 9)), ("b", (1, 2)), ("c", (0, 0)), ("d", (1, 3)), ("e", (2, 1))):
+        gate.add(to.Progress(*after), lambda name=name: done.append(name))
+    assert done == ["a"]  # in order: what is behind b waits with it
+    gate.reached(to.Progress(1, 1))
+    assert done == ["a"]
+    gate.reached(to.Progress(1, 2))
+    assert done == ["a", "b", "c"]
+    gate.reached(to.Progress(2, 0))
+    assert done == ["a", "b", "c", "d"]
+    gate.reached(to.Progress(2, 1))
+    assert done == ["a", "b", "c", "d", "e"]

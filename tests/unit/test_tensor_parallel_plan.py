@@ -1,0 +1,142 @@
+"""Which share of each weight a rank reads: together they read all of it, and what is replicated on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from pd_cluster.errors import ModelError
+from pd_cluster.model.parallel.plan import Plan
+from pd_cluster.model.parallel.shard import read_shard, weight_files
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 10,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "pad_token_id": None,
+}
+LAYER = "model.layers.0"
+
+
+def read_all(tmp_path: Path, config: Any, key: str, shape: tuple[int, ...], size: int) -> list[torch.Tensor]:
+    """What each rank reads of a tensor whose elements are all different."""
+    save_file({key: torch.arange(torch.Size(shape).numel()).view(shape)}, tmp_path / "model.safetensors")
+    return [read_shard(tmp_path, Plan(config, size), rank)[key] for rank in range(size)]
+
+
+def whole(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dim"),
+    [
+        ("self_attn.q_proj.weight", (16, 16), 0),
+        ("self_attn.k_proj.weight", (8, 16), 0),
+        ("self_attn.v_proj.bias", (8,), 0),
+        ("self_attn.o_proj.weight", (16, 16), 1),
+        ("mlp.gate_proj.weight", (24, 16), 0),
+        ("mlp.down_proj.weight", (16, 24), 1),
+    ],
+)
+def test_shares_side_by_side_are_the_whole(tmp_path: Path, name: str, shape: tuple[int, ...], dim: int) -> None:
+    shares = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), f"{LAYER}.{name}", shape, 2)
+    assert torch.equal(torch.cat(shares, dim), whole(shape))
+    assert all(share.is_contiguous() for share in shares)
+
+
+def test_fewer_kv_heads_than_ranks_are_replicated(tmp_path: Path) -> None:
+    shares = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), f"{LAYER}.self_attn.k_proj.weight", (8, 16), 4)
+    first, second = whole((8, 16))[:4], whole((8, 16))[4:]
+    for share, expected in zip(shares, (first, first, second, second), strict=True):
+        assert torch.equal(share, expected)
+
+
+@pytest.mark.parametrize("key", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_the_vocabulary_is_padded_to_equal_shares(tmp_path: Path, key: str) -> None:
+    shares = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), key, (10, 16), 4)
+    assert {tuple(share.shape) for share in shares} == {(3, 16)}
+    assert torch.equal(torch.cat(shares)[:10], whole((10, 16)))
+    assert int(torch.cat(shares)[10:].abs().sum()) == 0
+
+
+@pytest.mark.parametrize("norm", ["input_layernorm", "self_attn.q_norm"])
+def test_norms_are_whole(tmp_path: Path, norm: str) -> None:
+    shape = (4,) if "q_norm" in norm else (16,)
+    shares = read_all(tmp_path, transformers.Qwen3Config(**CONFIG), f"{LAYER}.{norm}.weight", shape, 2)
+    assert all(torch.equal(share, whole(shape)) for share in shares)
+
+
+def test_norms_over_all_heads_are_split_like_them(tmp_path: Path) -> None:
+    config = transformers.Olmo2Config(**CONFIG)
+    shares = read_all(tmp_path, config, f"{LAYER}.self_attn.k_norm.weight", (8,), 4)
+    assert [share.tolist() for share in shares] == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
+
+
+def test_packed_projections_are_split_part_by_part(tmp_path: Path) -> None:
+    config = transformers.Phi3Config(**CONFIG)
+    shares = read_all(tmp_path, config, f"{LAYER}.self_attn.qkv_proj.weight", (32, 16), 2)
+    rows = whole((32, 16))
+    assert torch.equal(shares[0], torch.cat([rows[0:8], rows[16:20], rows[24:28]]))
+    assert torch.equal(shares[1], torch.cat([rows[8:16], rows[20:24], rows[28:32]]))
+    shares = read_all(tmp_path, config, f"{LAYER}.mlp.gate_up_proj.weight", (48, 16), 2)
+    rows = whole((48, 16))
+    assert torch.equal(shares[1], torch.cat([rows[12:24], rows[36:48]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "pieces"),
+    [
+        ("block_sparse_moe.experts.1.w1.weight", (24, 16), (slice(12, 24), slice(None))),
+        ("block_sparse_moe.experts.1.w2.weight", (16, 24), (slice(None), slice(12, 24))),
+        ("mlp.experts.down_proj", (2, 16, 24), (slice(None), slice(None), slice(12, 24))),
+        ("block_sparse_moe.gate.weight", (2, 16), (slice(None), slice(None))),
+    ],
+)
+def test_experts_are_split_and_their_router_is_whole(
+    tmp_path: Path, name: str, shape: tuple[int, ...], pieces: tuple[slice, ...]
+) -> None:
+    shares = read_all(tmp_path, transformers.MixtralConfig(**CONFIG), f"{LAYER}.{name}", shape, 2)
+    assert torch.equal(shares[1], whole(shape)[pieces])
+
+
+def test_a_bias_that_is_added_to_a_sum_is_added_once(tmp_path: Path) -> None:
+    config = transformers.Starcoder2Config(**CONFIG)
+    shares = read_all(tmp_path, config, f"{LAYER}.mlp.c_proj.bias", (16,), 2)
+    assert torch.equal(shares[0], whole((16,)))
+    assert int(shares[1].abs().sum()) == 0
+
+
+def test_a_style_that_is_not_known_is_refused() -> None:
+    config = transformers.LlamaConfig(**CONFIG)
+    config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "sequence_parallel"}
+    with pytest.raises(ModelError, match="unknown style sequence_parallel"):
+        Plan(config, 2)
+
+
+def test_an_index_names_the_files(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    assert [file.stem for file in weight_files(tmp_path)] == ["a", "b", "c"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"x": "c.safetensors", "y": "a.safetensors", "z": "a.safetensors"}}')
+    assert [file.stem for file in weight_files(tmp_path)] == ["a", "c"]
+    index.write_text("{")
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json: cannot be read"):
+        list(weight_files(tmp_path))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_local_sizes_follow_the_plan(size: int) -> None:
+    local = Plan(transformers.LlamaConfig(**CONFIG), size).local_config()
+    assert (local.num_attention_heads, local.num_key_value_heads) == (4 // size, max(1, 2 // size))
+    assert (local.intermediate_size, local.head_dim, local.hidden_size) == (24 // size, 4, 16)

@@ -15,6 +15,7 @@ from pd_cluster.bench.engine_spec import PeerResult, Run
 from pd_cluster.bench.report import Better
 
 OURS, REFERENCE, FLOORS, STEPS = "ours", "generate", "floors", "steps"
+PARTS = {"steps": (FLOORS, STEPS), "ranks": ("ranks",)}  # workloads that take an engine apart: what runs for each
 Round = Mapping[str, PeerResult]  # what ran in one round, by engine
 
 

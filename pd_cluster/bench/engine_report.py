@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pd_cluster.bench.engine_goals import (
-    FLOORS,
     OURS,
+    PARTS,
     REFERENCE,
-    STEPS,
     Goal,
     Round,
     equal_tokens,
@@ -29,7 +28,7 @@ from pd_cluster.bench.engine_goals import (
 from pd_cluster.bench.report import Report, Result, print_table, spread
 
 FEW_EQUAL_FIRST = 0.9  # below it an engine computes something else
-UNITS = {"_ms": "ms", "_gb_per_s": "GB/s", "_tokens": "tokens"}
+UNITS = {"_ms": "ms", "_percent": "%", "_gb_per_s": "GB/s", "_tokens": "tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def _throughputs(rounds: Sequence[Round], engines: Sequence[str]) -> list[Result
 def _figures(rounds: Sequence[Round]) -> list[Result]:
     found: dict[str, list[float]] = {}
     for each in rounds:
-        for module in (FLOORS, STEPS):
+        for module in (module for modules in PARTS.values() for module in modules):
             for name, value in (each[module].figures if module in each else {}).items():
                 found.setdefault(name, []).append(value)
     return [_result(name, values, _unit(name)) for name, values in found.items()]
@@ -125,7 +124,7 @@ def _result(name: str, values: list[float], unit: str) -> Result:
         name=name,
         value=lowest_median_highest(values)[1],
         unit=unit,
-        better="lower" if unit == "ms" else "higher",
+        better="lower" if unit in ("ms", "%") else "higher",
         samples=len(values),
         spread=spread(values),
     )

@@ -34,11 +34,8 @@ GREEDY = {"temperature": 0.0}
 class Bench:
     """One engine with its default settings, so with the prefix cache; every prompt is new unless it is meant not to."""
 
-    def __init__(self, spec: Spec) -> None:
-        config = EngineConfig(model=spec.model, dtype="float32", device="cpu")
-        self.core: EngineCore
-        self.runner: ModelRunner
-        self.core, self.runner = build_core(config)
+    def __init__(self, core: EngineCore, runner: ModelRunner) -> None:
+        self.core, self.runner = core, runner
         self.rng = random.Random(SEED)
         self.num_requests = 0
 
@@ -74,6 +71,7 @@ class Bench:
     def _timed_step(self) -> dict[str, float]:
         times = self.core.times
         before = times.forward_s, times.sample_s, times.plan_s + times.commit_s
+        summed_s = self.runner.group.reduce_s
         start_s = time.perf_counter()
         plan = self.core.plan()
         planned_s = time.perf_counter()
@@ -88,6 +86,7 @@ class Bench:
             "sampling": times.sample_s - before[1],
             "bookkeeping": own_s + metadata_s + self._message_s(result),
             "metadata": metadata_s,
+            "sums": self.runner.group.reduce_s - summed_s,
         }
 
     def _metadata_s(self, plan: StepPlan) -> float:
@@ -134,7 +133,7 @@ class Bench:
 
 def measure(spec: Spec) -> PeerResult:
     torch.set_num_threads(spec.num_threads)
-    bench = Bench(spec)
+    bench = Bench(*build_core(EngineConfig(model=spec.model, dtype="float32", device="cpu")))
     num_steps, num_repeats = (3, 1) if spec.quick else (40, 5)
     one = bench.decode(1, num_steps, GREEDY)
     many = bench.decode(spec.batch_size, num_steps, GREEDY)

@@ -66,7 +66,7 @@ def meet(config: WorkerConfig) -> Group:
 def build_follower(config: WorkerConfig) -> Follower:
     """A rank other than 0, loaded; the caller starts and runs it."""
     runner = ModelRunner(config.engine, meet(config))
-    channel = Channel(config.ranks.fds[0], to.ToFollower)
+    channel = Channel(config.ranks.fds[0], to.ToFollower, config.timeouts.collective_timeout_s)
     transports = Transports(config, runner.pool)
     return Follower(runner, channel, LocalLanes(side_of(config, runner), transports, send_to_rank_0(channel)))
 
@@ -116,7 +116,8 @@ class _Handler:
 
 def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple[Worker, Mailbox, RankReport]:
     """A worker that is bound and loaded; the caller starts the mailbox and runs the worker."""
-    followers = [Channel(fd, to.FromFollower) for fd in config.ranks.fds]
+    wait_s = config.timeouts.collective_timeout_s
+    followers = [Channel(fd, to.FromFollower, wait_s) for fd in config.ranks.fds]
     core, runner = build_core(config.engine, meet(config), followers)
     handler = _Handler(inbox)
     mailbox = Mailbox(config.name, config.epoch, "worker", config.secret, config.timeouts, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import struct
 import threading
@@ -13,16 +14,23 @@ import msgspec
 
 from pd_cluster.errors import InstanceLost
 
+log = logging.getLogger(__name__)
+
 HEADER = struct.Struct("<I")
 BUFFER_NBYTES = 4 << 20
 
 
 class Channel:
-    """`types`: the union of messages that may be received. The other end reads without waiting for anybody."""
+    """`types`: the union of messages that may be received. The other end reads without waiting for anybody.
 
-    def __init__(self, fd: int, types: Any) -> None:
+    `timeout_s`: how long a message may wait for room that the other end must make.
+    """
+
+    def __init__(self, fd: int, types: Any, timeout_s: float) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_NBYTES)
+        timeval = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(types)
         self._lock = threading.Lock()
@@ -36,9 +44,10 @@ class Channel:
             try:
                 while header := stream.read(HEADER.size):
                     handle(self._decoder.decode(stream.read(HEADER.unpack(header)[0])))
-            except (OSError, struct.error, msgspec.DecodeError):  # it died in the middle of a message
-                pass
-            ended()
+            except (OSError, struct.error, msgspec.DecodeError) as error:  # it died in the middle of a message
+                log.debug("%s: %s", name, error)
+            finally:
+                ended()
 
         self._thread = threading.Thread(target=read, name=name, daemon=True)
         self._thread.start()

@@ -81,7 +81,7 @@ class Followers:
             )
         self._processes.append(process)
         self._parents.append(parent)
-        self.channels.append(Channel(ours.detach(), to.FromFollower))
+        self.channels.append(Channel(ours.detach(), to.FromFollower, self._timeouts.collective_timeout_s))
         parent.sendall(msgspec.json.encode(msgspec.structs.replace(self._config, ranks=place)) + b"\n")
 
 

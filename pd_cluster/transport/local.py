@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import secrets
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
@@ -108,7 +109,7 @@ class OneSidedReader:
         return 0 if digest is None else digest.intdigest() or 1
 
 
-class OneSidedReceiver:
+class OneSidedReceiver(abc.ABC):
     """D's end; what it reads from is there once it is open."""
 
     name: TransportName
@@ -124,9 +125,9 @@ class OneSidedReceiver:
     def open(self) -> None:
         self._reader = OneSidedReader(self._source(), self._route, self._pool, self._checksum)
 
+    @abc.abstractmethod
     def _source(self) -> torch.Tensor:
         """P's pool, [num_blocks + NUM_EXTRA_BLOCKS, …]. Raises LinkError."""
-        raise NotImplementedError
 
     def expect(self, sequence: int, chunk: KVChunk) -> None: ...
 

@@ -21,7 +21,12 @@ FLAGS = [f"--block-size={BLOCK_SIZE}", f"--max-num-batched-tokens={MAX_BATCHED}"
 Checkpoints = Callable[..., Path]
 
 
-@pytest.fixture(params=CONFIGS, scope="module")
+QUICK = ("llama", "gemma2")  # the others' layers and their handover are compared in tests/model, within one process
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS], scope="module"
+)
 def model(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Path:
     return checkpoint(request.param)
 

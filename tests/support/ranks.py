@@ -35,13 +35,13 @@ def ranks(folder: Path, size: int, **settings: object) -> Iterator[EngineCore]:
     with tempfile.TemporaryDirectory() as store, ThreadPoolExecutor(size) as threads, _one_at_a_time():
         places = [Rendezvous(f"{store}/ranks", rank, size, WAIT_S) for rank in range(size)]
         pairs = [socket.socketpair() for _ in range(size - 1)]
-        followers = [Channel(ours.detach(), to.FromFollower) for ours, _ in pairs]
+        followers = [Channel(ours.detach(), to.FromFollower, WAIT_S) for ours, _ in pairs]
 
         def lead() -> EngineCore:
             return build_core(config, join(places[0]), followers)[0]
 
         def follow(rank: int) -> None:
-            channel = Channel(pairs[rank - 1][1].detach(), to.ToFollower)
+            channel = Channel(pairs[rank - 1][1].detach(), to.ToFollower, WAIT_S)
             follower = Follower(ModelRunner(config, join(places[rank])), channel, None)
             follower.start()
             follower.run()

@@ -49,6 +49,7 @@ class ReceiveLane:
         self.last_blocks: list[int] = []
         self.landings_s: list[float] = []
         self.error = ""
+        self._settled = threading.Condition()
         self.port, self.epoch = self._end.port, self._end.epoch
         self._end.mailbox.start()
         threading.Thread(target=self._run, name=f"lane {lane.name}", daemon=True).start()
@@ -66,18 +67,19 @@ class ReceiveLane:
 
     def _run(self) -> None:
         while not self.error:
-            try:
-                self._on_event(self._end.inbox.get())
-            except ValueError as error:
-                self.error = str(error)
+            event = self._end.inbox.get()
+            with self._settled:
+                try:
+                    self._on_event(event)
+                except ValueError as error:
+                    self.error = str(error)
+                self._settled.notify_all()
 
     def settle(self) -> None:
         """Until this end knows too that everything was confirmed. Raises TimeoutError."""
-        deadline_s = time.monotonic() + SETTLE_S
-        while self._tables and not self.error:
-            if time.monotonic() > deadline_s:
+        with self._settled:
+            if not self._settled.wait_for(lambda: bool(self.error) or not self._tables, SETTLE_S):
                 raise TimeoutError(f"{len(self._tables)} transfers were not confirmed")
-            time.sleep(0.001)
 
     def _on_event(self, event: Event) -> None:
         match event:

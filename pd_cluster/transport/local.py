@@ -129,9 +129,9 @@ class OneSidedReceiver(abc.ABC):
     def _source(self) -> torch.Tensor:
         """P's pool, [num_blocks + NUM_EXTRA_BLOCKS, …]. Raises LinkError."""
 
-    def expect(self, sequence: int, chunk: KVChunk) -> None: ...
+    def expect(self, sequence: int, chunk: KVChunk) -> None: ...  # noqa: B027  (it is read when its turn has come)
 
-    def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None: ...
+    def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None: ...  # noqa: B027
 
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
         if into is not None:

@@ -30,6 +30,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelRunner]:
         config.max_num_batched_tokens,
         prefix,
         BlockPool(runner.swap.num_blocks),
+        runner.window,
     )
     return EngineCore(runner, scheduler), runner
 

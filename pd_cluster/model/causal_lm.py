@@ -16,6 +16,8 @@ from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.linear import Linear
 from pd_cluster.model.ops import Heads, Norm, Ops, Rope
 
+FORGETFUL = ("StableLmAttention",)  # the layers around these do not hand the batch on
+
 
 class CausalLM(Protocol):
     config: Any  # transformers' own
@@ -33,8 +35,13 @@ class PlainCausalLM:
     def __init__(self, model: Any) -> None:
         self.config = model.config
         self.model = model
+        self._batch: ForwardBatch | None = None
+        for module in model.modules():
+            if type(module).__name__ in FORGETFUL:
+                module.register_forward_pre_hook(self._remind, with_kwargs=True)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        self._batch = batch
         logits: torch.Tensor = self.model(
             input_ids=batch.input_ids,
             position_ids=batch.positions,
@@ -42,7 +49,11 @@ class PlainCausalLM:
             logits_to_keep=batch.sample_rows,
             forward_batch=batch,
         ).logits
+        self._batch = None
         return logits[0]
+
+    def _remind(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs if self._batch is None else {**kwargs, "forward_batch": self._batch}
 
 
 @dataclass(frozen=True, slots=True)

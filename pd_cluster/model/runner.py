@@ -12,7 +12,8 @@ from pd_cluster.device import resolve
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import Kind, SwapSpace
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.loader import layout_of, load_model, prove_attention, resolve_dtype
+from pd_cluster.model.loader import layout_of, load_model, resolve_dtype
+from pd_cluster.model.proof import prove
 from pd_cluster.model.sizing import num_pool_blocks, num_swap_blocks
 from pd_cluster.types import Request
 
@@ -34,7 +35,7 @@ class ModelRunner:
         layout = layout_of(self.model.config, config.block_size, dtype)
         self.pool = KVPool(layout, num_pool_blocks(config, layout, self.max_model_len, device))
         self.swap = SwapSpace(self.pool, num_swap_blocks(config, layout))
-        prove_attention(self.model, self.pool)
+        self.window = prove(self.model, self.pool)
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
         """Computes the chunks into the pool; returns logits [num_samples, vocab_size] float32 of the rows wanted.

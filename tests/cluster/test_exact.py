@@ -1,4 +1,4 @@
-"""Across real processes: greedy output is transformers' own, over every transport and for every architecture."""
+"""Across real processes: greedy output is transformers' own, over every transport, fused layers or not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.types import Request, SamplingParams
-from tests.support.checkpoints import CONFIGS
+from tests.support.checkpoints import FUSED
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_same, make_core, random_prompt, run
 
@@ -21,7 +21,7 @@ FLAGS = [f"--block-size={BLOCK_SIZE}", f"--max-num-batched-tokens={MAX_BATCHED}"
 Checkpoints = Callable[..., Path]
 
 
-@pytest.fixture(params=CONFIGS, scope="module")
+@pytest.fixture(params=[*FUSED, "gpt_oss"], scope="module")
 def model(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Path:
     return checkpoint(request.param)
 

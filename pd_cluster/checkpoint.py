@@ -13,7 +13,13 @@ from typing import Any
 from pd_cluster.errors import ModelError
 
 # model_type -> what transformers calls it; each is compared with generate() in tests/model
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2")
+SUPPORTED_MODEL_TYPES = (
+    *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"),
+    *("phi3", "olmo2", "granite", "glm4", "gpt_neox", "gpt2", "opt", "starcoder2", "stablelm", "cohere2", "smollm3"),
+    *("ernie4_5", "exaone4", "gpt_oss"),
+)
+# model_type -> positions, where config.json does not say
+DEFAULT_POSITIONS = {"gpt2": 1024}
 SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-chat"
 MAX_HEADER_NBYTES = 100 << 20
 SAMPLE_NBYTES = 64 << 10
@@ -39,10 +45,7 @@ class Checkpoint:
         config = read_json(path / "config.json")
         model_type = config.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
-            raise ModelError(
-                f"{path / 'config.json'}: model_type {model_type!r} is not supported; "
-                f"supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
-            )
+            raise ModelError(f"{path / 'config.json'}: {_not_supported(config)}")
         if "quantization_config" in config:
             raise ModelError(f"{path / 'config.json'}: quantization_config: quantized weights are not supported yet")
         generation = path / "generation_config.json"
@@ -50,7 +53,8 @@ class Checkpoint:
 
     @property
     def max_position_embeddings(self) -> int:
-        return int(self.config.get("max_position_embeddings", 2048))
+        """Tokens that a sequence can have."""
+        return _position_limit(self.config)[1]
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -61,15 +65,40 @@ class Checkpoint:
 
     def max_model_len(self, wanted: int | None) -> int:
         """Raises ModelError when more is wanted than the model's positions reach, or nothing."""
-        limit = self.max_position_embeddings
+        name, limit = _position_limit(self.config)
         if wanted is not None and wanted < 1:
             raise ModelError(f"--max-model-len {wanted}: must be at least 1")
         if wanted is not None and wanted > limit:
             raise ModelError(
-                f"--max-model-len {wanted}: {self.path / 'config.json'} has max_position_embeddings {limit}; "
-                f"use at most that"
+                f"--max-model-len {wanted}: {self.path / 'config.json'} has {name} {limit}; use at most that"
             )
         return wanted or limit
+
+
+def _not_supported(config: dict[str, Any]) -> str:
+    text = config.get("text_config")
+    model_type = text.get("model_type") if isinstance(text, dict) else None
+    if model_type in SUPPORTED_MODEL_TYPES:
+        return (
+            f"model_type {config.get('model_type')!r} takes more than text, which is not supported; "
+            f"make a folder of its {model_type} alone (docs/models.md says how)"
+        )
+    return f"model_type {config.get('model_type')!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+
+
+def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
+    """The field that bounds a sequence's length, and its value.
+
+    longrope turns all tokens of a step differently as soon as one of them is beyond the original length, so that what
+    a request gets would depend on its neighbours: it is served up to that length.
+    """
+    name = next((name for name in ("max_position_embeddings", "n_positions") if config.get(name)), "no length:")
+    limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return name, limit
+    original = "original_max_position_embeddings"
+    return f"longrope and {original}", min(limit, int(rope.get(original) or config.get(original) or limit))
 
 
 def resolve_model(model: str) -> Path:

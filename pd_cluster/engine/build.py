@@ -41,6 +41,7 @@ def build_core(
         config.max_num_batched_tokens,
         prefix,
         BlockPool(runner.swap.num_blocks),
+        runner.window,
     )
     return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler), runner
 

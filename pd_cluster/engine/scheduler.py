@@ -74,6 +74,9 @@ class Scheduler:
     When there is none, the youngest running request is preempted: its KV goes to `swap` if there is room, else it
     gives its blocks back and computes its tokens again later, which gives the same tokens. Requests that are being
     handed over are never preempted. `prefix` None: nothing is looked up or kept.
+
+    `window`: no layer sees more tokens than that; blocks that no later token sees come home early, and the block table
+    names the padding block in their place, which no kernel reads.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefix: PrefixScope | None = None,
         swap: BlockPool | None = None,
+        window: int | None = None,
     ) -> None:
         self.blocks = blocks
         self.swap = swap if swap is not None else BlockPool(0)
@@ -91,6 +95,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._prefix = prefix
+        self._window = window
+        self._nobodys = blocks.num_blocks  # the pool's block for padding
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []
@@ -159,7 +165,7 @@ class Scheduler:
         child.num_computed_tokens = parent.num_computed_tokens
         child.block_table = parent.block_table[: self.num_blocks_for(parent.num_computed_tokens)]
         child.num_hashed_blocks = parent.num_hashed_blocks
-        self.blocks.share(child.block_table)
+        self.blocks.share(self._held(child.block_table))
         self.running.append(child)
         return child
 
@@ -197,7 +203,7 @@ class Scheduler:
             raise AssertionError(f"request {request.key} is here already")
 
     def _give_back(self, request: Request) -> None:
-        self.blocks.release(request.block_table)
+        self.blocks.release(self._held(request.block_table))
         self.swap.release(request.swap_table)
         request.block_table, request.swap_table = [], []
         request.num_hashed_blocks = 0
@@ -227,6 +233,7 @@ class Scheduler:
             request.num_computed_tokens += num_tokens
             if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
                 self._remember(request)
+            self._let_pass(request)
         return [request for request, _ in plan.chunks if request.num_behind == 0]
 
     def can_land(self, request: Request, num_tokens: int) -> bool:
@@ -252,7 +259,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Every block is free, cached or held by a counted request; lists and statuses agree. Raises AssertionError."""
-        self.blocks.check([r.block_table for r in self.requests.values()])
+        self.blocks.check([self._held(r.block_table) for r in self.requests.values()])
         self.swap.check([r.swap_table for r in self.requests.values()])
         for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
             expected = {r.key for r in self.requests.values() if r.status is status}
@@ -301,6 +308,7 @@ class Scheduler:
             plan.moves += [Move("in", s, t) for s, t in zip(request.swap_table, request.block_table, strict=False)]
             self.swap.release(request.swap_table)
             request.swap_table = []
+            request.num_hashed_blocks = self._num_passed(request)  # what these held is lost
             return True
         request.num_computed_tokens = len(cached) * self.block_size
         request.num_hashed_blocks = len(cached)
@@ -340,7 +348,8 @@ class Scheduler:
         plan.preempted.append(victim)
         num_blocks = self.num_blocks_for(victim.num_computed_tokens)
         swap_table = self.swap.take(num_blocks) if num_blocks <= self.swap.num_available else []
-        plan.moves += [Move("out", s, t) for s, t in zip(victim.block_table, swap_table, strict=False)]
+        pairs = zip(victim.block_table, swap_table, strict=False)
+        plan.moves += [Move("out", source, target) for source, target in pairs if source != self._nobodys]
         self._give_back(victim)
         victim.swap_table = swap_table
         if not swap_table:
@@ -348,6 +357,26 @@ class Scheduler:
         self.num_preemptions += 1
         victim.status = Status.WAITING
         insort(self.waiting, victim, key=arrival_order)
+
+    # ---- the window
+
+    def _held(self, block_table: list[int]) -> list[int]:
+        return block_table if self._window is None else [block for block in block_table if block != self._nobodys]
+
+    def _num_passed(self, request: Request) -> int:
+        """Of its first blocks, those that no token sees that is yet to compute. A prompt is handed over whole."""
+        if self._window is None or request.leg == "prefill":
+            return 0
+        return max(0, request.num_computed_tokens - self._window + 1) // self.block_size
+
+    def _let_pass(self, request: Request) -> None:
+        """Blocks that have come before the window go home, those whose content is known to the prefix cache."""
+        table = request.block_table
+        first = stop = self._num_passed(request)
+        while first and table[first - 1] != self._nobodys:
+            first -= 1
+        self.blocks.release(table[first:stop])
+        table[first:stop] = [self._nobodys] * (stop - first)
 
     # ---- the prefix cache
 

@@ -32,7 +32,8 @@ class ForwardBatch:
     sample_rows: torch.Tensor  # [num_samples] int64: rows whose logits are wanted, ascending
     pool: KVPool
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
-    num_layer_writes: int = 0
+    layers_written: list[int] = field(default_factory=list)
+    windows: set[int | None] = field(default_factory=set)  # that its layers attended through
     on_layer: Callable[[int], None] | None = None  # told how many layers' keys and values are in the pool
     kernel_state: object = None  # what the kernels keep from layer to layer
 
@@ -40,11 +41,12 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         return len(self.slot_mapping)
 
-    def layer_written(self) -> None:
-        """One more layer's keys and values of this step are in the pool."""
-        self.num_layer_writes += 1
+    def layer_written(self, layer_idx: int, window: int | None) -> None:
+        """This layer's keys and values are in the pool, to be seen through `window`; loading proves the order."""
+        self.layers_written.append(layer_idx)
+        self.windows.add(window)
         if self.on_layer is not None:
-            self.on_layer(self.num_layer_writes)
+            self.on_layer(len(self.layers_written))
 
     @property
     def num_seqs(self) -> int:

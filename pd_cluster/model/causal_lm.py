@@ -17,6 +17,8 @@ from pd_cluster.model.linear import Linear
 from pd_cluster.model.ops import Heads, Norm, Ops, Rope
 from pd_cluster.model.parallel.group import Alone, Group
 
+FORGETFUL = ("StableLmAttention",)  # the layers around these do not hand the batch on
+
 
 class CausalLM(Protocol):
     config: Any  # transformers' own
@@ -40,8 +42,13 @@ class PlainCausalLM:
         self.model = model
         self._vocab_size = vocab_size or model.config.vocab_size
         self._group = group or Alone()
+        self._batch: ForwardBatch | None = None
+        for module in model.modules():
+            if type(module).__name__ in FORGETFUL:
+                module.register_forward_pre_hook(self._remind, with_kwargs=True)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        self._batch = batch
         logits: torch.Tensor = self.model(
             input_ids=batch.input_ids,
             position_ids=batch.positions,
@@ -49,7 +56,15 @@ class PlainCausalLM:
             logits_to_keep=batch.sample_rows,
             forward_batch=batch,
         ).logits
-        return self._group.gather(logits[0])[:, : self._vocab_size]
+        self._batch = None
+        return self.whole(logits[0])
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """[…, vocab_size] of the module's own logits, where this is one rank's share."""
+        return self._group.gather(logits)[..., : self._vocab_size]
+
+    def _remind(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs if self._batch is None else {**kwargs, "forward_batch": self._batch}
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{checkpoint.path}: cannot load the model: {error}") from error
     wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
     if wrong:
@@ -134,21 +134,6 @@ def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:
         block_size=block_size,
         dtype=dtype,
     )
-
-
-def prove_attention(model: CausalLM, pool: KVPool) -> None:
-    """Raises ModelError unless every layer wrote the pool exactly once; also the warm-up. Uses the padding block."""
-    probe = Request("probe", [0, 0], SamplingParams(), block_table=[pool.num_blocks])
-    if pool.layout.block_size < 2:
-        probe.prompt_token_ids = [0]
-    batch = build_batch([(probe, probe.num_tokens)], pool)
-    with torch.inference_mode():
-        model(batch)
-    if batch.num_layer_writes != pool.layout.num_layers:
-        raise ModelError(
-            f"{type(model).__name__}: {batch.num_layer_writes} of {pool.layout.num_layers} layers used the KV pool; "
-            f"this architecture cannot be served"
-        )
 
 
 def _probe_logits(model: CausalLM, dtype: str) -> torch.Tensor:

@@ -94,9 +94,7 @@ class TorchOps:
             key,
             value,
             batch,
-            heads.scaling,
-            heads.sliding_window,
-            heads.softcap,
+            sdpa.Scoring(heads.scaling, heads.sliding_window, heads.softcap),
         )
         return output.reshape(len(qkv), -1)
 

@@ -12,8 +12,9 @@ from pd_cluster.device import resolve
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import Kind, SwapSpace
 from pd_cluster.model.batch import StepInput, batch_of, step_input
-from pd_cluster.model.loader import layout_of, load_model, plan_of, prove_attention, resolve_dtype
+from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
 from pd_cluster.model.parallel.group import Alone, Group
+from pd_cluster.model.proof import prove
 from pd_cluster.model.sizing import num_pool_blocks, num_swap_blocks
 from pd_cluster.types import Request
 
@@ -40,7 +41,7 @@ class ModelRunner:
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device)
         self.pool = KVPool(layout, self.group.least(num_blocks))
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
-        prove_attention(self.model, self.pool)
+        self.window = prove(self.model, self.pool)
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
         """See `compute`."""

@@ -1,4 +1,4 @@
-"""Across real processes: greedy output is transformers' own, over every transport and for every architecture."""
+"""Across real processes: greedy output is transformers' own, over every transport, fused layers or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAGS = [f"--block-size={BLOCK_SIZE}", f"--max-num-batched-tokens={MAX_BATCHED}"
 Checkpoints = Callable[..., Path]
 
 
-QUICK = ("llama", "gemma2")  # the others' layers and their handover are compared in tests/model, within one process
+QUICK = ("llama", "gpt_oss")  # the others' layers and their handover are compared in tests/model, within one process
 
 
 @pytest.fixture(

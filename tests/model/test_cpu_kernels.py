@@ -139,7 +139,7 @@ def test_keys_and_values_reach_their_slots_and_no_others(ops: CpuOps, head_dim: 
     batch.pool.data.copy_(before)
     assert_close(actual, TorchOps().attend(heads, qkv.clone(), rope, batch))
     torch.testing.assert_close(written, batch.pool.data, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert batch.num_layer_writes == 2
+    assert batch.layers_written == [LAYER, LAYER]
 
 
 def test_the_padding_block_can_be_written(ops: CpuOps) -> None:

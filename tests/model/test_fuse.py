@@ -22,7 +22,7 @@ from pd_cluster.model.fuse import GatedMLP, can_fuse, fuse
 from pd_cluster.model.linear import make_linear
 from pd_cluster.model.ops import Ops, TorchOps
 from pd_cluster.types import Request, SamplingParams
-from tests.support.checkpoints import CONFIGS, VOCAB_SIZE
+from tests.support.checkpoints import FUSED, VOCAB_SIZE
 from tests.support.engines import generate, make_core
 
 CPU = Device("cpu")
@@ -62,7 +62,7 @@ def kernels(name: str, config: object) -> Ops:
 
 
 @pytest.mark.parametrize("name", ["torch", "C"])
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", FUSED)
 def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> None:
     folder = Checkpoint.open(str(checkpoint(architecture)))
     plain = loader.load_plain(folder, "float32", CPU)
@@ -74,7 +74,7 @@ def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> N
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", FUSED)
 def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> None:
     """What fusing packs is freed: every linear layer's weight, the experts' too; tied embeddings keep their rows."""
     model = loader.load_plain(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)

@@ -8,14 +8,30 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster.errors import ModelError
 from pd_cluster.types import SamplingParams
-from tests.support.checkpoints import CONFIGS
+from tests.support.checkpoints import CONFIGS, make_checkpoint, margin, reference_greedy
 from tests.support.engines import assert_same, generate, make_core, random_prompt
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
 Checkpoints = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_the_reference_says_something(checkpoint: Checkpoints, architecture: str) -> None:
+    """Its tokens vary, follow from the whole prompt, and win by more than rounding can change."""
+    folder = checkpoint(architecture)
+    rng = random.Random(5)
+    prompts = [random_prompt(rng, n) for n in (17, 41, 50)]
+    outputs = [reference_greedy(folder, prompt, GREEDY.max_tokens) for prompt in prompts]
+    assert all(len(set(output)) >= min(6, len(output)) for output in outputs)
+    changed = [*prompts[1][:20], (prompts[1][20] + 1) % 256, *prompts[1][21:]]
+    assert reference_greedy(folder, changed, GREEDY.max_tokens) != outputs[1]
+    margins = [margin(folder, prompts[2], outputs[2][:at]) for at in range(len(outputs[2]))]
+    assert sum(m < 1e-3 for m in margins) <= 1
+    assert sorted(margins)[len(margins) // 2] > 0.1
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -59,3 +75,26 @@ def test_any_block_size(checkpoint: Checkpoints, block_size: int) -> None:
     prompts = [random_prompt(rng, n) for n in (1, 63, 64, 65, 120)]
     for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
         assert_same(folder, prompt, output, GREEDY.max_tokens)
+
+
+def test_longrope_up_to_its_original_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+    rope |= {"original_max_position_embeddings": 64, "partial_rotary_factor": 1.0}
+    folder = make_checkpoint(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=40)
+    assert core.runner.max_model_len == 64  # type: ignore[attr-defined]
+    prompt = random_prompt(random.Random(7), 40)
+    assert_same(folder, prompt, generate(core, [prompt], GREEDY)[0], GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
+def test_up_to_the_last_position(checkpoint: Checkpoints, architecture: str) -> None:
+    """Learned positions are a table: there is a row for the last token, and the model's length is the table's."""
+    folder = checkpoint(architecture, max_position_embeddings=80)
+    core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=40)
+    assert core.runner.max_model_len == 80  # type: ignore[attr-defined]
+    prompt = random_prompt(random.Random(6), 80 - GREEDY.max_tokens)
+    (output,) = generate(core, [prompt], GREEDY)
+    assert_same(folder, prompt, output, GREEDY.max_tokens)
+    with pytest.raises(ModelError, match=r"--max-model-len 81: .* 80; use at most that"):
+        make_core(folder, max_model_len=81)

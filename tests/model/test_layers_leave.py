@@ -13,15 +13,16 @@ from pd_cluster.config import EngineConfig
 from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Request, SamplingParams
-from tests.support.checkpoints import CONFIGS
+from tests.support.checkpoints import CONFIGS, FUSED
 from tests.support.engines import random_prompt
 
 Checkpoints = Callable[[str], Path]
 BLOCK_SIZE = 4
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize(
+    ("architecture", "fused"), [*((name, True) for name in FUSED), *((name, False) for name in CONFIGS)]
+)
 def test_layers_that_are_done_do_not_change(
     checkpoint: Checkpoints, architecture: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,12 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 256,
     "tie_word_embeddings": False,
 }
+NO_GROUPS: dict[str, Any] = {"num_key_value_heads": None}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+MIXED_LAYERS: dict[str, Any] = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
@@ -43,13 +49,100 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2Config",
         {
+            "initializer_range": 0.4,
             "sliding_window": 24,
             "query_pre_attn_scalar": 16,
             "attn_logit_softcapping": 20.0,
             "tie_word_embeddings": True,
         },
     ),
+    "gemma": ("GemmaConfig", {"tie_word_embeddings": True}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {
+            **MIXED_LAYERS,
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+            },
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **MIXED_LAYERS,
+            "use_sliding_window": True,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": 24, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "glm4": ("Glm4Config", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    "gpt_neox": ("GPTNeoXConfig", {**NO_GROUPS, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
+    "gpt2": ("GPT2Config", {**NO_GROUPS, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True}),
+    "opt": ("OPTConfig", {**NO_GROUPS, "init_std": 0.25, "word_embed_proj_dim": 32, "tie_word_embeddings": True}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 24}),
+    "stablelm": (
+        "StableLmConfig",
+        {
+            "initializer_range": 0.7,
+            "use_qkv_bias": True,
+            "qk_layernorm": True,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "cohere2": ("Cohere2Config", {**MIXED_LAYERS, "logit_scale": 0.5, "tie_word_embeddings": True}),
+    "smollm3": (
+        "SmolLM3Config",
+        {**MIXED_LAYERS, "use_sliding_window": True, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+    ),
+    "ernie4_5": ("Ernie4_5Config", {"use_bias": True, "tie_word_embeddings": True}),
+    "exaone4": ("Exaone4Config", {**MIXED_LAYERS}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **MIXED_LAYERS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
 }
+FUSED = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2")  # the others run as transformers' modules
 
 
 def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **changes: Any) -> Path:
@@ -59,6 +152,8 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **
     config = getattr(transformers, config_class)(**settings)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if architecture != "llama":
+        _shake(model)
     model.generation_config = transformers.GenerationConfig(eos_token_id=EOS_ID, bos_token_id=257, pad_token_id=256)
     model.save_pretrained(folder)
     tokenizer = make_tokenizer()
@@ -71,6 +166,20 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **
         chat_template=TEMPLATE,
     ).save_pretrained(folder)
     return folder
+
+
+def _shake(model: Any) -> None:
+    """Biases, norms and sinks are made as zeros and ones, and so would not be noticed when they are missing.
+
+    With tied embeddings, what Gemma's layers add is made larger: else each token's successor is itself.
+    """
+    tied = model.config.tie_word_embeddings
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * (2.0 if name.endswith("sinks") else 0.2))
+            if tied and "post_feedforward_layernorm" in name:
+                parameter.add_(15.0)
 
 
 def make_tokenizer() -> Tokenizer:

@@ -31,7 +31,7 @@ class Job:
     num_sequences: int = 1  # that it will be
     status: str = "waiting"
     computed: int = 0
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[Block | None] = field(default_factory=list)  # None: it was let go when the window had passed it
     swapped: int = 0
     asked: int = 0  # blocks that were offered to the cache; one whose content was there already is not offered again
 
@@ -42,7 +42,14 @@ class Job:
 
 class Reference:
     def __init__(
-        self, num_blocks: int, block_size: int, max_seqs: int, budget: int, caches: bool, num_swap_blocks: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_seqs: int,
+        budget: int,
+        caches: bool,
+        num_swap_blocks: int,
+        window: int | None,
     ) -> None:
         self.pool = [Block() for _ in range(num_blocks)]
         self.block_size = block_size
@@ -50,6 +57,7 @@ class Reference:
         self.budget = budget
         self.caches = caches
         self.swap_room = num_swap_blocks
+        self.window = window
         self.jobs: dict[str, Job] = {}
 
     # ---- blocks
@@ -72,11 +80,30 @@ class Reference:
 
     def let_go(self, job: Job) -> None:
         for block in reversed(job.blocks):
-            block.holders -= 1
-            block.dropped_at = next(_ticks)
+            self.drop(block)
         job.blocks, job.asked = [], 0
         self.swap_room += job.swapped
         job.swapped = 0
+
+    def drop(self, block: Block | None) -> None:
+        if block is not None:
+            block.holders -= 1
+            block.dropped_at = next(_ticks)
+
+    def is_passed(self, job: Job, at: int) -> bool:
+        """Whether the job's next token sees nothing of its block `at`, nor will a later one."""
+        if self.window is None or job.leg == "prefill":
+            return False
+        return all(position <= job.computed - self.window for position in self.positions(at))
+
+    def positions(self, at: int) -> range:
+        return range(at * self.block_size, (at + 1) * self.block_size)
+
+    def slide(self, job: Job) -> None:
+        for at in reversed(range(len(job.blocks))):
+            if self.is_passed(job, at):
+                self.drop(job.blocks[at])
+                job.blocks[at] = None
 
     def need(self, num_tokens: int) -> int:
         return (num_tokens + self.block_size - 1) // self.block_size
@@ -87,8 +114,9 @@ class Reference:
         full = job.computed // self.block_size
         for at in range(job.asked, full):
             content = (job.salt, *job.tokens[: (at + 1) * self.block_size])
-            if job.blocks[at].content is None and not any(b.content == content for b in self.pool):
-                job.blocks[at].content = content
+            block = job.blocks[at]
+            if block is not None and block.content is None and not any(b.content == content for b in self.pool):
+                block.content = content
         job.asked = max(job.asked, full)
 
     def known(self, job: Job, num_tokens: int) -> list[Block]:
@@ -153,7 +181,9 @@ class Reference:
         for block in shared:
             block.holders += 1
         job.blocks = shared + self.take(missing)
-        if not job.swapped:
+        if job.swapped:
+            job.asked = sum(1 for at in range(len(job.blocks)) if self.is_passed(job, at))
+        else:
             job.computed, job.asked = len(shared) * self.block_size, len(shared)
         self.swap_room += job.swapped
         job.swapped, job.status = 0, "running"
@@ -162,7 +192,8 @@ class Reference:
     def grow(self, job: Job, num_tokens: int, chunks: dict[str, int], preempted: list[str]) -> bool:
         while True:
             at = job.computed // self.block_size
-            copy = at < len(job.blocks) and job.blocks[at].holders > 1
+            current = job.blocks[at] if at < len(job.blocks) else None
+            copy = current is not None and current.holders > 1
             missing = max(0, self.need(job.computed + num_tokens) - len(job.blocks))
             if missing + copy <= self.room():
                 break
@@ -180,9 +211,9 @@ class Reference:
                 self.swap_room -= num_blocks
             else:
                 victim.computed = 0
-        if copy:
+        if copy and current is not None:
             (own,) = self.take(1)
-            job.blocks[at].holders -= 1
+            current.holders -= 1
             job.blocks[at] = own
         job.blocks += self.take(missing)
         return True
@@ -201,6 +232,7 @@ class Reference:
         child.status, child.computed, child.asked = "running", job.computed, job.asked
         child.blocks = job.blocks[: self.need(job.computed)]
         for block in child.blocks:
-            block.holders += 1
+            if block is not None:
+                block.holders += 1
         self.jobs[key] = child
         return child

@@ -30,9 +30,10 @@ class ToyRunner:
     eos_token_ids = EOS
     vocab_size = VOCAB_SIZE
 
-    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0, window: int | None = None) -> None:
         self.block_size = block_size
-        self.memory: list[tuple[int, ...] | None] = [None] * num_blocks
+        self.window = window
+        self.memory: list[tuple[int, ...] | None] = [None] * (num_blocks + 1)  # one for padding
         self.host: list[tuple[int, ...] | None] = [None] * num_swap_blocks
         self.num_moves = {"copy": 0, "out": 0, "in": 0}
 
@@ -59,9 +60,11 @@ class ToyRunner:
 
     def _read(self, request: Request) -> None:
         tokens = tuple(request.token_ids(0, request.num_computed_tokens))
+        least = 0 if self.window is None else max(0, len(tokens) - self.window + 1)  # the next token sees no earlier
         stops = range(self.block_size, len(tokens) + self.block_size, self.block_size)
-        expected = [tokens[: min(stop, len(tokens))] for stop in stops]
-        found = [self.memory[block] for block in request.block_table[: len(expected)]]
+        expected = [tokens[: min(stop, len(tokens))] for stop in stops if stop > least]
+        seen = slice(least // self.block_size, len(stops))
+        found = [self.memory[block] for block in request.block_table[seen]]
         assert found == expected, f"{request.key} reads foreign KV: {found} instead of {expected}"
 
 

@@ -64,12 +64,21 @@ def test_a_name_that_is_not_in_the_cache(model: str) -> None:
     assert "no model of that name in the local Hugging Face cache" in fault(model)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", None, ["llama"]])
+@pytest.mark.parametrize("model_type", ["falcon", None, ["llama"], {}])
 def test_another_architecture_is_named_with_the_supported(folder: Path, model_type: object) -> None:
     make_folder(folder, model_type=model_type)
     message = fault(folder)
     assert repr(model_type) in message
     assert ", ".join(SUPPORTED_MODEL_TYPES) in message
+
+
+def test_a_model_of_more_than_text_is_told_what_to_do(folder: Path) -> None:
+    make_folder(folder, model_type="gemma3", text_config={"model_type": "gemma3_text"})
+    assert "'gemma3' takes more than text" in fault(folder)
+    assert "make a folder of its gemma3_text alone" in fault(folder)
+    for text in ({"model_type": "t5"}, {}, None, "gemma3_text"):
+        make_folder(folder, model_type="other", text_config=text)
+        assert "model_type 'other' is not supported; supported are" in fault(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
@@ -119,6 +128,37 @@ def test_the_context(folder: Path) -> None:
     for wanted in (513, 0, -1):
         with pytest.raises(ModelError, match=f"^--max-model-len {wanted}: "):
             opened.max_model_len(wanted)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "gpt2", "n_positions": 64}, 64),
+        ({"model_type": "gpt2"}, 1024),
+        ({"model_type": "opt"}, 2048),
+        ({"model_type": "phi3", "max_position_embeddings": 64, "rope_scaling": None}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": LONGROPE}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": LONGROPE, "original_max_position_embeddings": 8}, 8),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "su", "original_max_position_embeddings": 8}}, 8),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8},
+            },
+            64,
+        ),
+        ({"max_position_embeddings": 64, "rope_parameters": {"full_attention": {"rope_type": "linear"}}}, 64),
+    ],
+)
+def test_how_long_a_sequence_can_be(folder: Path, config: dict[str, Any], expected: int) -> None:
+    make_folder(folder, {"model_type": "llama", **config})
+    opened = Checkpoint.open(str(folder))
+    assert opened.max_position_embeddings == expected
+    with pytest.raises(ModelError, match=f"{expected}; use at most that"):
+        opened.max_model_len(expected + 1)
 
 
 @pytest.mark.parametrize(

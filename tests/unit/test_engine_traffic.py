@@ -56,7 +56,8 @@ class Traffic:
         num_blocks = -(-LONGEST // block_size) + rng.randrange(0, 12)
         num_swap_blocks = rng.choice([0, 0, 6, 40])
         prefix = PrefixScope("model", "float32") if rng.random() < 0.8 else None
-        self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks)
+        window = rng.choice([None, None, 1, 5, 12])
+        self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks, window)
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size,
@@ -64,6 +65,7 @@ class Traffic:
             max_num_batched_tokens=rng.randrange(1, 30),
             prefix=prefix,
             swap=BlockPool(num_swap_blocks),
+            window=window,
         )
         self.core = EngineCore(self.runner, self.scheduler)
         self.requests: dict[str, Request] = {}
@@ -170,6 +172,21 @@ def forget_the_parent(parent: bytes, token_ids: list[int], block_size: int) -> l
 
 def test_a_missing_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "is_shared", write_into_a_shared_block)
+    with pytest.raises(AssertionError):
+        explore(range(100))
+
+
+def test_a_block_that_goes_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = Scheduler._num_passed
+
+    def one_token_early(self: Scheduler, request: Request) -> int:
+        request.num_computed_tokens += 1
+        try:
+            return passed(self, request)
+        finally:
+            request.num_computed_tokens -= 1
+
+    monkeypatch.setattr(Scheduler, "_num_passed", one_token_early)
     with pytest.raises(AssertionError):
         explore(range(100))
 

@@ -24,6 +24,7 @@ class Both:
         num_blocks = -(-LONGEST // block_size) + rng.randrange(0, 14)
         max_seqs, budget = rng.randrange(3, 9), rng.randrange(1, 25)
         caches, num_swap_blocks = rng.random() < 0.8, rng.choice([0, 5, 30])
+        window = rng.choice([None, 1, 3, 8, 17])
         self.real = Scheduler(
             BlockPool(num_blocks),
             block_size,
@@ -31,8 +32,9 @@ class Both:
             budget,
             PrefixScope("model", "float32") if caches else None,
             BlockPool(num_swap_blocks),
+            window,
         )
-        self.reference = Reference(num_blocks, block_size, max_seqs, budget, caches, num_swap_blocks)
+        self.reference = Reference(num_blocks, block_size, max_seqs, budget, caches, num_swap_blocks, window)
         self.count = 0
         self.now_s = 0.0
         self.landing: list[Request] = []
@@ -108,6 +110,7 @@ class Both:
         for key, num_tokens in expected:
             self.reference.jobs[key].computed += num_tokens
             self.reference.remember(self.reference.jobs[key])
+            self.reference.slide(self.reference.jobs[key])
         for request in ready:
             job = self.reference.jobs[request.key]
             assert job.behind == 0
@@ -151,7 +154,9 @@ class Both:
         for key, job in reference.jobs.items():
             request = self.real.requests[key]
             assert (request.status.value, request.num_computed_tokens) == (job.status, job.computed)
-            assert len(request.block_table) == len(job.blocks)
+            passed = [block == pool.num_blocks for block in request.block_table]
+            assert passed == [block is None for block in job.blocks]
+            self.seen["passed by the window"] += any(passed)
         assert len(self.real.requests) == len(reference.jobs)
         for request in [r for r in self.real.requests.values() if r.status is Status.EXPORTING]:
             if self.rng.random() < 0.3:
@@ -182,6 +187,7 @@ def test_random_traffic_is_planned_as_the_reference_plans_it() -> None:
         "move copy",
         "move out",
         "move in",
+        "passed by the window",
     ):
         assert seen[what] > 30, f"{what} was hardly seen: {seen}"
 

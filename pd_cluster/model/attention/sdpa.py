@@ -1,17 +1,42 @@
 """Paged attention for CPU: per sequence, gather its blocks and call scaled_dot_product_attention.
 
 Registered with transformers under `NAME`; a model's attention modules call `forward` with the step's ForwardBatch
-as a keyword. Writes the step's keys and values to the pool first, then attends through the pool.
+as a keyword. Writes the step's keys and values to the pool first, then attends through the pool. What a module asks for
+and this file cannot do is an error, met by the forward passes that the load ends with.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from pd_cluster.errors import ModelError
 from pd_cluster.model.batch import ForwardBatch
 
 NAME = "pd_cluster"  # transformers gives names with "sdpa" or "paged|" in them a meaning of their own
+
+# What modules hand on that changes nothing here: the batch says where a sequence starts, and nothing is trained.
+HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoring:
+    """From queries and keys to attention weights: softmax(softcap * tanh(q @ k * scaling / softcap))."""
+
+    scaling: float
+    sliding_window: int | None = None  # a token sees so many, itself included
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key, whose value is zero (gpt-oss)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+class _OfModule:
+    """The default of `sliding_window`: a module that does not hand its window on may have it as an attribute."""
 
 
 def forward(
@@ -23,17 +48,29 @@ def forward(
     *,
     scaling: float,
     forward_batch: ForwardBatch,
-    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | type[_OfModule] | None = _OfModule,
     softcap: float | None = None,
-    **_: object,
+    s_aux: torch.Tensor | None = None,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Returns ([1, num_tokens, num_heads, head_dim], None)."""
-    batch = forward_batch
+    """Returns ([1, num_tokens, num_heads, head_dim], None). Raises ModelError for what it would have to ignore."""
+    unknown = {name: given for name, given in others.items() if name not in HARMLESS}
+    _refuse_unknown(module, {**unknown, "attention_mask": attention_mask, "dropout": dropout or None})
+    window = getattr(module, "sliding_window", None) if isinstance(sliding_window, type) else sliding_window
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [num_tokens, num_kv_heads, head_dim]
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
-    output = write_and_attend(layer_idx, query[0], keys, values, batch, scaling, sliding_window, softcap)
-    return output[None], None
+    scoring = Scoring(scaling, window, softcap, s_aux)
+    return write_and_attend(layer_idx, query[0], keys, values, forward_batch, scoring)[None], None
+
+
+def _refuse_unknown(module: torch.nn.Module, given: dict[str, object]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ModelError(f"{type(module).__name__} attends with {name}, which the paged attention does not know")
+    if getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{type(module).__name__} is not causal: its tokens see later ones")
 
 
 def write_and_attend(
@@ -42,9 +79,7 @@ def write_and_attend(
     keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     values: torch.Tensor,
     batch: ForwardBatch,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Puts the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
@@ -52,22 +87,23 @@ def write_and_attend(
     block, offset = batch.slot_mapping // block_size, batch.slot_mapping % block_size
     key_pool.index_put_((block, offset), keys.to(key_pool.dtype))
     value_pool.index_put_((block, offset), values.to(value_pool.dtype))
-    batch.layer_written()
+    batch.layer_written(layer_idx, scoring.sliding_window)
 
     output = torch.empty_like(query.transpose(0, 1))  # [num_tokens, num_heads, head_dim]
     query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()
+    window = scoring.sliding_window
     for i, context_len in enumerate(batch.context_lens.tolist()):
         rows = slice(query_starts[i], query_starts[i + 1])
         query_len = rows.stop - rows.start
         table = batch.block_table[table_starts[i] : table_starts[i + 1]]
-        first = 0 if sliding_window is None else max(0, context_len - query_len - sliding_window + 1) // block_size
+        first = 0 if window is None else max(0, context_len - query_len - window + 1) // block_size
         seen = context_len - first * block_size  # keys at hand; the last query_len of them are the queries' own
         if seen == query_len:
             k, v = keys[rows], values[rows]
         else:
             k = key_pool.index_select(0, table[first:]).flatten(0, 1)[:seen]  # [seen, num_kv_heads, head_dim]
             v = value_pool.index_select(0, table[first:]).flatten(0, 1)[:seen]
-        output[rows] = _attend(query[:, rows], k, v, batch, scaling, sliding_window, softcap).transpose(0, 1)
+        output[rows] = _attend(query[:, rows], k, v, batch, scoring).transpose(0, 1)
     return output
 
 
@@ -76,17 +112,16 @@ def _attend(
     k: torch.Tensor,  # [seen, num_kv_heads, head_dim]
     v: torch.Tensor,
     batch: ForwardBatch,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """One sequence. Returns [num_heads, query_len, head_dim]."""
     num_heads, query_len, head_dim = q.shape
     seen, num_kv_heads, _ = k.shape
+    scaling, sliding_window = scoring.scaling, scoring.sliding_window
     window = sliding_window if sliding_window is not None and seen > sliding_window else 0
     k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, num_kv_heads, seen, head_dim]
-    if softcap is not None:
-        return _attend_softcapped(q, k[0], v[0], _mask(batch, query_len, seen, window), scaling, softcap)
+    if not scoring.is_plain:
+        return _attend_step_by_step(q, k[0], v[0], _mask(batch, query_len, seen, window), scoring)
     if query_len == 1:  # query heads of a group become rows of one matrix
         if window:
             k, v = k[:, :, -window:], v[:, :, -window:]
@@ -98,16 +133,21 @@ def _attend(
     return scaled_dot_product_attention(q[None], k, v, attn_mask=mask, scale=scaling, enable_gqa=True)[0]
 
 
-def _attend_softcapped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
+def _attend_step_by_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """softcap * tanh(scores / softcap) before the softmax (Gemma 2)."""
+    """With what scaled_dot_product_attention has no place for: a softcap (Gemma 2), sinks (gpt-oss)."""
     num_heads, query_len, head_dim = q.shape
     num_kv_heads = k.shape[0]
     grouped = q.reshape(num_kv_heads, -1, query_len, head_dim)  # [num_kv_heads, group, query_len, head_dim]
-    scores = torch.einsum("hgqd,hkd->hgqk", grouped, k) * scaling
-    scores = torch.tanh(scores / softcap) * softcap
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    scores = torch.einsum("hgqd,hkd->hgqk", grouped, k) * scoring.scaling
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if scoring.sinks is not None:  # takes its share of the weights, and adds nothing
+        sinks = scoring.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1).expand(-1, -1, query_len, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[1]].to(q.dtype)
     return torch.einsum("hgqk,hkd->hgqd", weights, v).reshape(num_heads, query_len, head_dim)
 
 

@@ -138,7 +138,7 @@ class CpuOps:
             _, _, layer = self._bind(heads, batch.pool)
         out = torch.empty(num_tokens, heads.num_heads * heads.head_dim)
         self._attend(state.address, layer, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
-        batch.layer_written()
+        batch.layer_written(heads.layer_idx, heads.sliding_window)
         return out
 
     def _bind(self, heads: Heads, pool: KVPool) -> tuple[KVPool, _Layer, int]:

@@ -76,7 +76,7 @@ class Share:
     def _span_norms(self, attention: Any) -> None:
         plan = self.plan
         for name, num_heads in (("q_norm", plan.num_heads), ("k_norm", plan.num_kv_heads)):
-            norm = getattr(attention, name, None)
-            if norm is not None and norm.weight.shape[0] != plan.head_dim:
+            if plan.norms_span_heads:
                 num_replicas = max(1, plan.size // num_heads)
-                setattr(attention, name, SpanningNorm(norm, num_heads * plan.head_dim, num_replicas, self.group))
+                norm = SpanningNorm(getattr(attention, name), num_heads * plan.head_dim, num_replicas, self.group)
+                setattr(attention, name, norm)

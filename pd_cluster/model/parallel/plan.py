@@ -66,6 +66,8 @@ class Plan:
             raise ModelError(f"{flag}: transformers has no tensor parallel plan for {config.model_type}; use 1")
         if unknown := sorted(set(plan.values()) - set(STYLES)):
             raise ModelError(f"{flag}: the plan of {config.model_type} has the unknown style {unknown[0]}; use 1")
+        # Why else should transformers gather what each rank has computed of the queries?
+        self.norms_span_heads = plan.get("layers.*.self_attn.q_proj") == "colwise_gather_output"
         self._styles = {pattern.rpartition(".")[2]: STYLES[style] for pattern, style in plan.items()}
         if "gate_up_proj" in self._styles:  # in the files of some, its halves are apart
             self._styles |= {"gate_proj": "column", "up_proj": "column"}
@@ -128,8 +130,8 @@ class Plan:
             return WHOLE
         name = found["path"].rpartition(".")[2]
         name = EXPERT_ALIASES.get(name, name)
-        if name in ("q_norm", "k_norm"):  # over one head, or over all of them
-            return WHOLE if shape[0] == self.head_dim else Cut(0, (self._heads(name[0], shape[0], rank),))
+        if name in ("q_norm", "k_norm"):
+            return Cut(0, (self._heads(name[0], shape[0], rank),)) if self.norms_span_heads else WHOLE
         style = self._styles.get(name, "whole")
         if style == "row":
             if found["kind"] == "bias":

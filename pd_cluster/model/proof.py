@@ -1,0 +1,157 @@
+"""What must be true of a loaded model before it serves: every layer uses the pool, and the numbers are the model's own.
+
+transformers gives many architectures the registered attention function, but not all of them use it, and some tell it
+less than their own mask says. A model of that kind would answer, and wrongly; here it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pd_cluster.errors import ModelError
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.attention import sdpa
+from pd_cluster.model.batch import build_batch
+from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
+from pd_cluster.types import Request, SamplingParams
+
+NUM_TOKENS = 12  # of each of two sequences
+STEPS = ((5, 7), (6, 4), (1, 1))  # tokens of the two in each step
+BLOCK_SIZE = 4
+BLOCK_TABLES = ([4, 1, 3], [0, 5, 2])
+WINDOW = 3  # stands in for a longer one, which so few tokens would not reach
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # relative; float32 differs by about 1e-6
+# Rows of logits that may differ by more: in 16 bits a router can choose another expert, which changes all that follows.
+# What has no past, or a wrong one, has at least half its rows wrong.
+NUM_SPARED_ROWS = {"float32": 0, "bfloat16": 6, "float16": 6}
+
+
+def prove(model: CausalLM, pool: KVPool) -> int | None:
+    """Raises ModelError for a model that must not be served; also the warm-up.
+
+    Returns the sliding window that all layers have; None when one of them sees everything, or they differ.
+    """
+    windows = prove_every_layer_writes(model, pool)
+    if isinstance(model, PlainCausalLM):  # fused layers were compared with this when they were made
+        prove_same_logits(model, pool)
+    return windows.pop() if len(windows) == 1 else None
+
+
+def prove_every_layer_writes(model: CausalLM, pool: KVPool) -> set[int | None]:
+    """Raises ModelError unless each layer wrote the pool once, in ascending order; returns the layers' windows.
+
+    Uses the padding block.
+    """
+    probe = Request("probe", [0, 0], SamplingParams(), block_table=[pool.num_blocks])
+    if pool.layout.block_size < 2:
+        probe.prompt_token_ids = [0]
+    batch = build_batch([(probe, probe.num_tokens)], pool)
+    with torch.inference_mode(), _refusal(model):
+        model(batch)
+    num_layers = pool.layout.num_layers
+    if batch.layers_written != list(range(num_layers)):
+        raise ModelError(
+            f"{_name(model)}: layers {batch.layers_written} wrote the KV pool instead of each of {num_layers} once, in "
+            f"order; this architecture cannot be served"
+        )
+    return batch.windows
+
+
+def prove_same_logits(model: PlainCausalLM, pool: KVPool) -> None:
+    """Raises ModelError unless two prompts, in chunks through a small pool, give what transformers alone computes.
+
+    A row's mean says nothing and is left out.
+    """
+    layout = replace(pool.layout, block_size=BLOCK_SIZE)
+    token_ids = _token_ids(model.config.vocab_size)
+    small = KVPool(layout, num_blocks=2 * len(BLOCK_TABLES[0]))
+    with torch.inference_mode(), _refusal(model), _short_windows(model.model):
+        actual = _in_chunks(model, small, token_ids.tolist())
+        with _eager(model.model):
+            expected = model.whole(model.model(input_ids=token_ids.to(actual.device), use_cache=False).logits)
+    small.close()
+    expected, actual = _centred(expected), _centred(actual)
+    errors = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).flatten().sort().values  # of each row
+    error = float(errors[-1 - NUM_SPARED_ROWS[layout.dtype]])
+    if not error <= TOLERANCE[layout.dtype]:
+        raise ModelError(
+            f"{_name(model)}: with paged attention the logits differ from transformers' own by {error:.1e} of their "
+            f"size; this architecture cannot be served"
+        )
+
+
+def _centred(logits: torch.Tensor) -> torch.Tensor:
+    logits = logits.float()
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def _token_ids(vocab_size: int) -> torch.Tensor:
+    """[2, NUM_TOKENS], all over the vocabulary."""
+    return (torch.arange(2 * NUM_TOKENS) * 7919 % vocab_size).view(2, NUM_TOKENS)
+
+
+def _in_chunks(model: PlainCausalLM, pool: KVPool, token_ids: list[list[int]]) -> torch.Tensor:
+    """Logits [2, NUM_TOKENS, vocab_size]."""
+    requests = [
+        Request(f"probe {i}", ids, SamplingParams(), block_table=table)
+        for i, (ids, table) in enumerate(zip(token_ids, BLOCK_TABLES, strict=True))
+    ]
+    rows: list[list[torch.Tensor]] = [[], []]
+    for step in STEPS:
+        batch = build_batch(list(zip(requests, step, strict=True)), pool)
+        batch.sample_rows = torch.arange(batch.num_tokens)
+        for i, part in enumerate(torch.split(model(batch), list(step))):
+            rows[i].append(part)
+            requests[i].num_computed_tokens += step[i]
+    return torch.stack([torch.cat(parts) for parts in rows])
+
+
+@contextmanager
+def _refusal(model: CausalLM) -> Iterator[None]:
+    """What an unknown architecture's own code makes of the registered attention is a refusal, not a crash."""
+    try:
+        yield
+    except (TypeError, AttributeError, RuntimeError, IndexError, AssertionError) as error:
+        raise ModelError(f"{_name(model)} cannot run with paged attention: {error!r}") from error
+
+
+@contextmanager
+def _short_windows(model: torch.nn.Module) -> Iterator[None]:
+    """Every sliding window is WINDOW: the config's, which transformers' masks use, and the modules' own."""
+    owners: list[Any] = [*model.modules(), *_configs(model)]
+    windows = [(owner, w) for owner in owners if isinstance(w := getattr(owner, "sliding_window", None), int)]
+    try:
+        for owner, _ in windows:
+            owner.sliding_window = WINDOW
+        yield
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window
+
+
+@contextmanager
+def _eager(model: torch.nn.Module) -> Iterator[None]:
+    """transformers' own attention and masks."""
+    configs = _configs(model)
+    try:
+        for config in configs:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config in configs:
+            config._attn_implementation = sdpa.NAME
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """Of the model and its modules, each once."""
+    found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return list(found.values())
+
+
+def _name(model: CausalLM) -> str:
+    return str(model.config.model_type)

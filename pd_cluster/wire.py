@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_NBYTES = 64 << 20
 TransportName = Literal["local", "shm", "dist"]
 KVWireDtype = Literal["auto", "int8"]

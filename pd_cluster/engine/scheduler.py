@@ -178,6 +178,11 @@ class Scheduler:
         self.running.remove(request)
         request.status = Status.EXPORTING
 
+    def park(self, request: Request) -> None:
+        """Computed, and needs nothing until the other beams of its search are; see engine/beam_groups.py."""
+        self.running.remove(request)
+        request.status = Status.PARKED
+
     def finish(self, request: Request) -> None:
         """Ends a request in whatever state it is; its blocks come home."""
         if request.status is Status.RUNNING:
@@ -236,7 +241,7 @@ class Scheduler:
         """
         if self.waiting or self.num_seqs >= self.max_num_seqs:
             return False
-        num_sequences = min(request.sampling.n, self.max_num_seqs - self.num_seqs)
+        num_sequences = min(request.sampling.num_sequences, self.max_num_seqs - self.num_seqs)
         cached = self._cached_blocks(request, len(request.prompt_token_ids))
         num_blocks = min(self.num_blocks_for(num_tokens) + num_sequences - 1, self.blocks.num_blocks)
         num_available = self.blocks.num_available - self.blocks.num_unheld(cached)
@@ -279,8 +284,10 @@ class Scheduler:
             num_seqs += 1
             if num_seqs > self.max_num_seqs or not self._chunk(request, budget, plan):
                 return
-            if not self._enter(request, plan):
-                return
+            while not self._enter(request, plan):
+                if not (victims := self._parked(request)):
+                    return
+                self._preempt(max(victims, key=arrival_order), plan)
             self.waiting.pop(0)
             request.status = Status.RUNNING
             self.running.append(request)
@@ -322,6 +329,7 @@ class Scheduler:
             if missing + is_shared <= self.blocks.num_available:
                 break
             victims = [r for r in self.running if r.leg != "prefill" and arrival_order(r) > arrival_order(request)]
+            victims += self._parked(request)
             if not victims:
                 return False
             self._preempt(max(victims, key=arrival_order), plan)
@@ -334,10 +342,12 @@ class Scheduler:
             request.block_table += self.blocks.take(missing)
         return True
 
+    def _parked(self, request: Request) -> list[Request]:
+        """Beams that give their blocks to a request: those of its own search and of younger requests."""
+        parked = [r for r in self.requests.values() if r.status is Status.PARKED and r.block_table]
+        return [r for r in parked if r.leg_key == request.leg_key or arrival_order(r) > arrival_order(request)]
+
     def _preempt(self, victim: Request, plan: StepPlan) -> None:
-        self.running.remove(victim)
-        plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
-        plan.preempted.append(victim)
         num_blocks = self.num_blocks_for(victim.num_computed_tokens)
         swap_table = self.swap.take(num_blocks) if num_blocks <= self.swap.num_available else []
         plan.moves += [Move("out", s, t) for s, t in zip(victim.block_table, swap_table, strict=False)]
@@ -346,6 +356,11 @@ class Scheduler:
         if not swap_table:
             victim.num_computed_tokens = 0
         self.num_preemptions += 1
+        if victim.status is Status.PARKED:  # and stays so: nothing of it is computed again before its turn
+            return
+        self.running.remove(victim)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
+        plan.preempted.append(victim)
         victim.status = Status.WAITING
         insort(self.waiting, victim, key=arrival_order)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -31,6 +31,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     temperature 0 is greedy. `top_k` -1 or 0, `top_p` 1 and `min_p` 0 mean all tokens. `n` sequences share the prompt
     and are told apart by their index. Stop strings are not here: the process that detokenizes owns them.
+
+    With a `beam_width` the `n` sequences are the best hypotheses of a beam search. `length_penalty` is the power of a
+    hypothesis' length that its score is divided by; `early_stopping` ends the search at `beam_width` hypotheses (True),
+    when a better one is unlikely (False) or impossible ("never").
     """
 
     n: int = 1
@@ -51,6 +55,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     logprobs: int | None = None  # how many of the most likely tokens are told with each chosen one
     prompt_logprobs: int | None = None
+    beam_width: int = 0  # 0: no beam search
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    @property
+    def num_sequences(self) -> int:
+        """That an engine computes at a time, at most."""
+        return max(self.n, self.beam_width)
 
     @property
     def greedy(self) -> bool:
@@ -69,7 +81,10 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0."""
+    """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0.
+
+    `score` is there for a candidate of a beam search that is handed over: the log-probability that it counts with.
+    """
 
     request_id: str
     attempt: int
@@ -78,6 +93,16 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
+    score: float | None = None
+
+
+class Candidate(NamedTuple):
+    """How a beam may go on. `logprob` is after masks and penalties, `told` what clients are told of the token."""
+
+    token_id: int
+    logprob: float
+    ends: bool  # a hypothesis, by what the token is
+    told: Logprobs | None = None
 
 
 class PromptOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -106,6 +131,7 @@ class Status(enum.Enum):
     WAITING = "waiting"  # holds nothing
     LANDING = "landing"  # holds blocks that a peer's KV is being copied into
     RUNNING = "running"  # takes part in steps
+    PARKED = "parked"  # a beam that is computed and waits for the others of its search; gives its blocks up if it must
     EXPORTING = "exporting"  # computed; holds blocks until the peer has them
     FINISHED = "finished"  # holds nothing, and is forgotten
 
@@ -141,6 +167,7 @@ class Request:
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)  # sequences not wanted any more before they were forked
     sampler_state: object = None  # the sampler's own; made again from the token ids when it is absent
+    beams: object = None  # the beam search that it is a beam of; see engine/beam_groups.py
 
     @property
     def leg_key(self) -> str:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, GenerationRequest
+from pd_cluster.engine.limits import MAX_ANSWER_TOKENS
 from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams
 
@@ -26,6 +27,7 @@ class Limits(NamedTuple):
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    max_beam_width: int = MAX_SEQUENCES
 
     def check(self, request: GenerationRequest, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """The sampling as it can be done. Raises RequestError."""
@@ -36,6 +38,7 @@ class Limits(NamedTuple):
         self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
         _check_size(request, sampling, num_prompt_tokens)
         _check_greedy(request, sampling)
+        self._check_beams(request, sampling)
         if sampling.max_tokens and sampling.min_tokens > sampling.max_tokens:
             raise RequestError(
                 f"min_tokens: {sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}; raise max_tokens "
@@ -62,6 +65,21 @@ class Limits(NamedTuple):
             raise RequestError(
                 f"{name}: {number} is more than this server's {self.max_logprobs} (--max-logprobs); ask for fewer",
                 param=name,
+            )
+
+    def _check_beams(self, request: GenerationRequest, sampling: SamplingParams) -> None:
+        name = "n" if request.best_of is None else "best_of"
+        if sampling.beam_width > self.max_beam_width:
+            raise RequestError(
+                f"{name}: {sampling.beam_width} beams are more than this server's {self.max_beam_width} sequences in a "
+                f"step (--max-num-seqs); ask for fewer",
+                param=name,
+            )
+        if sampling.beam_width and sampling.n * sampling.max_tokens > MAX_ANSWER_TOKENS:
+            raise RequestError(
+                f"n: {sampling.n} hypotheses of up to {sampling.max_tokens} tokens are too much for one answer, which "
+                f"has at most {MAX_ANSWER_TOKENS} tokens; ask for fewer, or lower max_tokens",
+                param="n",
             )
 
     def _check_something_is_left(self, sampling: SamplingParams) -> None:
@@ -107,7 +125,7 @@ def check_streamed_texts(num_texts: int, num_prompt_chars: int, max_tokens: int)
 
 
 def _check_greedy(request: GenerationRequest, sampling: SamplingParams) -> None:
-    if not sampling.greedy or sampling.n == 1:
+    if not sampling.greedy or sampling.n == 1 or sampling.beam_width:
         return
     name, value = ("n", request.num_choices) if request.num_choices > 1 else ("best_of", sampling.n)
     raise RequestError(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import ValidationError
 
-from pd_cluster.api.protocol import NOT_YET, ChatCompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import MIN_TEMPERATURE, NOT_YET, ChatCompletionRequest, GenerationRequest
 from pd_cluster.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ def _check_together(request: GenerationRequest) -> None:
     n, best_of = request.num_choices, request.num_sequences
     if best_of < n:
         raise RequestError(f"best_of: {best_of} is less than n, {n}; give at least n, or leave it out", param="best_of")
-    if request.stream and best_of > n:
+    _check_beams(request)
+    if request.stream and best_of > n and not request.beam_width:
         raise RequestError(
             f"best_of: {best_of} with n {n} cannot be streamed, since the best are known at the end; "
             f"leave out stream or best_of",
@@ -76,6 +77,30 @@ def _check_together(request: GenerationRequest) -> None:
             param="truncate_prompt_tokens",
         )
     _check_top_logprobs(request)
+
+
+def _check_beams(request: GenerationRequest) -> None:
+    """What beam search leaves no choice about, and what means nothing without it."""
+    if not request.use_beam_search:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if (value := getattr(request, name)) not in (None, neutral):
+                raise RequestError(f"{name}: {value} has no effect without use_beam_search: true", param=name)
+        return
+    if request.beam_width < 2:
+        name = "best_of" if request.best_of is not None else "n" if request.n is not None else "use_beam_search"
+        value = True if name == "use_beam_search" else request.beam_width
+        raise RequestError(f"{name}: {value} is no beam search without n or best_of of at least 2", param=name)
+    for name, needed, found in (
+        ("temperature", 0, (request.temperature or 0.0) >= MIN_TEMPERATURE),
+        ("top_p", 1, request.top_p not in (None, 1.0)),
+        ("top_k", -1, request.top_k not in (None, -1)),
+        ("min_p", 0, request.min_p not in (None, 0.0)),
+    ):
+        if found:
+            raise RequestError(
+                f"{name}: {getattr(request, name)} is not for beam search, which draws nothing; give {needed}, or none",
+                param=name,
+            )
 
 
 def _check_top_logprobs(request: GenerationRequest) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pd_cluster.engine.limits import MAX_LENGTH_PENALTY
 from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams
 
@@ -29,9 +30,6 @@ INT32_MAX = 2**31 - 1
 
 # Parameters that exist elsewhere and not here yet -> the values that ask for nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
     "spaces_between_special_tokens": (True,),
     "response_format": ({"type": "text"},),
     "guided_json": (),
@@ -90,6 +88,11 @@ class GenerationRequest(BaseModel):
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SEQUENCES)
     best_of: int | None = Field(default=None, ge=1, le=MAX_SEQUENCES)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(
+        default=None, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY, allow_inf_nan=False
+    )
+    early_stopping: bool | Literal["never"] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, allow_inf_nan=False)
@@ -123,8 +126,13 @@ class GenerationRequest(BaseModel):
 
     @property
     def num_sequences(self) -> int:
-        """How many are generated; the best `num_choices` of them are answered."""
+        """How many are generated, or a beam search's width; the best `num_choices` of them are answered."""
         return self.best_of or self.num_choices
+
+    @property
+    def beam_width(self) -> int:
+        """0 without beam search."""
+        return self.num_sequences if self.use_beam_search else 0
 
     @property
     def num_logprobs(self) -> int | None:
@@ -150,10 +158,13 @@ class GenerationRequest(BaseModel):
         def choose(value: Any, name: str, default: Any) -> Any:
             return value if value is not None else defaults.get(name, default)
 
-        temperature = float(choose(self.temperature, "temperature", 1.0))
+        if self.beam_width:  # nothing is drawn: what the model's defaults say of drawing does not count
+            defaults = {name: value for name, value in defaults.items() if name == "repetition_penalty"}
+        temperature = float(choose(self.temperature, "temperature", 0.0 if self.beam_width else 1.0))
+        num_sequences = self.num_choices if self.beam_width else self.num_sequences
         num_logprobs = self.num_logprobs
         return SamplingParams(
-            n=self.num_sequences,
+            n=num_sequences,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
             temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
@@ -169,8 +180,11 @@ class GenerationRequest(BaseModel):
             logit_bias=tuple(sorted(self.biases().items())),
             allowed_token_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
             # Whoever ranks sequences needs the logprobs of their tokens.
-            logprobs=0 if num_logprobs is None and self.num_sequences > self.num_choices else num_logprobs,
+            logprobs=0 if num_logprobs is None and num_sequences > self.num_choices else num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
+            beam_width=self.beam_width,
+            length_penalty=1.0 if self.length_penalty is None else float(self.length_penalty),
+            early_stopping=self.early_stopping or False,
         )
 
     def biases(self) -> dict[int, float]:

@@ -97,6 +97,7 @@ async def run_scheduler(
         limit,
         engine.seed,
         max_logprobs,
+        engine.max_num_seqs,
     )
     mailbox.start()
     try:

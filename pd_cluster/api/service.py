@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, truncated
-from pd_cluster.api.protocol import ChatCompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, GenerationRequest
 from pd_cluster.api.sequence import Piece, Sequence, joined
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router, Stream
@@ -91,6 +91,7 @@ class TextService:
         max_model_len: int,
         seed: int | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+        max_num_seqs: int = MAX_SEQUENCES,
     ) -> None:
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.path)
@@ -99,7 +100,7 @@ class TextService:
         self.served_model_names = served_model_names or [model]
         self._max_model_len = max_model_len
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
-        self._limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs)
+        self._limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
         known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         self._sampling_defaults = {
             k: v for k, v in checkpoint.generation_config.items() if k in known and v is not None
@@ -201,7 +202,7 @@ class TextService:
             for index in range(sampling.n)
         ]
         if wanted == 0:  # the engine gives at least one token, which nobody is shown
-            sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0)
+            sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
         return Generation(
             token_ids,
             sampling,

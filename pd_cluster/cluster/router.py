@@ -177,7 +177,7 @@ class Router:
     def _open(self, prefill: Instance, decode: Instance, num_prompt_tokens: int, sampling: SamplingParams) -> Stream:
         request_id = f"{self._life}-{next(self._counter)}"
         attempt = 0
-        num_tokens = num_prompt_tokens + sampling.n * min(sampling.max_tokens, 256)
+        num_tokens = num_prompt_tokens + sampling.num_sequences * min(sampling.max_tokens, 256)
         legs = {prefill.conn: prefill, decode.conn: decode}
         sequences = [Sequence() for _ in range(sampling.n)]
         stream = Stream(request_id, attempt, legs, num_tokens, prefill, decode, sequences, self._mailbox.send)

@@ -13,9 +13,11 @@ from typing import Protocol
 
 import torch
 
+from pd_cluster.engine import beam_groups
+from pd_cluster.engine.beams import BeamSearch, answer, first_tokens_of
 from pd_cluster.engine.scheduler import Move, Scheduler, StepPlan
 from pd_cluster.model.sampler import Row, Sampled, Sampler
-from pd_cluster.types import PromptOutput, Request, TokenOutput
+from pd_cluster.types import Candidate, PromptOutput, Request, TokenOutput
 
 OnLayer = Callable[[int], None]
 
@@ -51,12 +53,16 @@ class StepResult:
     """`sampled` pairs each sequence that got a token with it; a finished one holds nothing any more.
 
     A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` come once a request.
+    A beam search gives nothing before its end, and then every token of its answer, paired with any of its beams;
+    `candidates` are for who takes it over, `ended` are beams that are no more.
     """
 
     plan: StepPlan
     sampled: list[tuple[Request, TokenOutput]] = field(default_factory=list)
     forked: list[Request] = field(default_factory=list)
     prompts: list[tuple[Request, PromptOutput]] = field(default_factory=list)
+    candidates: list[tuple[Request, TokenOutput]] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
 
 
 class EngineCore:
@@ -89,11 +95,12 @@ class EngineCore:
             logits = self._prompt_logprobs(plan, logits)
         ready = self.scheduler.computed(plan)  # one row of logits each
         rows = [Row(r, index, len(r.output_token_ids)) for r in ready for index in _indices(r)]
-        at = [i for i, request in enumerate(ready) for _ in _indices(request)] if len(rows) > len(ready) else None
-        sampled = self.sampler.sample(logits, rows, at) if rows else []
+        at = [i for i, request in enumerate(ready) for _ in _indices(request)]
+        candidates = self._candidates(logits, ready)
+        sampled = self.sampler.sample(logits, rows, at if at != list(range(len(ready))) else None) if rows else []
         sampled_s = self._clock()
         times.sample_s += sampled_s - computed_s
-        self._commit(result, ready, rows, sampled)
+        self._commit(result, ready, rows, sampled, candidates)
         times.commit_s += self._clock() - sampled_s
         self.num_steps += 1
         return result
@@ -101,11 +108,21 @@ class EngineCore:
     def step(self) -> StepResult:
         return self.run(self.plan())
 
-    def _commit(self, result: StepResult, ready: list[Request], rows: list[Row], sampled: list[Sampled]) -> None:
+    def _commit(
+        self,
+        result: StepResult,
+        ready: list[Request],
+        rows: list[Row],
+        sampled: list[Sampled],
+        candidates: dict[str, list[Candidate]],
+    ) -> None:
         chosen = iter(zip(rows, sampled, strict=True))
         for request in ready:
             if not request.output_token_ids and request.leg != "decode":
                 result.prompts.append((request, self._prompt_output(request)))
+            if request.key in candidates:
+                self._grow(result, request, candidates[request.key])
+                continue
             tokens = [self._token(*next(chosen)) for _ in _indices(request)]
             if len(tokens) == 1 and request.leg != "prefill":
                 self._go_on(request, tokens[0])
@@ -136,6 +153,34 @@ class EngineCore:
             self.scheduler.finish(request)
         else:
             self.scheduler.export(request)
+
+    # ---- beam search
+
+    def _candidates(self, logits: torch.Tensor, ready: list[Request]) -> dict[str, list[Candidate]]:
+        """By beam, how it may go on."""
+        at = [i for i, request in enumerate(ready) if request.sampling.beam_width]
+        if not at:
+            return {}
+        beams = [ready[i] for i in at]
+        rows = [Row(beam, beam.index, len(beam.output_token_ids)) for beam in beams]
+        return dict(zip([beam.key for beam in beams], self.sampler.candidates(logits, rows, at), strict=True))
+
+    def _grow(self, result: StepResult, beam: Request, row: list[Candidate]) -> None:
+        if beam.leg != "prefill":
+            change = beam_groups.advance(self.scheduler, beam, row)
+            result.forked += change.started
+            result.ended += change.ended
+            result.sampled += [(beam, token) for token in change.tokens]
+            return
+        search = BeamSearch(beam.sampling)
+        search.advance([row])
+        beam.output_token_ids.append(row[0].token_id)
+        if search.is_over:
+            self.scheduler.finish(beam)
+            result.sampled += [(beam, token) for token in answer(beam, search)]
+        else:
+            self.scheduler.export(beam)
+            result.candidates += [(beam, token) for token in first_tokens_of(beam, row)]
 
     # ---- what is told of a prompt
 
@@ -168,6 +213,11 @@ class EngineCore:
 
 
 def _indices(request: Request) -> range:
-    """The sequences that get their next token from this request's logits: all of them when the prompt is computed."""
+    """The sequences that get their next token from this request's logits: all of them when the prompt is computed.
+
+    A beam search chooses otherwise.
+    """
+    if request.sampling.beam_width:
+        return range(0)
     is_first = request.sampling.n > 1 and request.index == 0 and not request.output_token_ids
     return range(request.sampling.n) if is_first else range(request.index, request.index + 1)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
+from pd_cluster.engine import beam_groups, beams
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.types import Note, Request, Status, TokenOutput, note_nothing
 
@@ -167,7 +168,8 @@ class Imports:
         self.num_landings += 1
         self._note(answer.transfer_id, "confirmed")
         self._scheduler.landed(request)
-        sequences = self._scheduler.start_sequences(request, found.first_tokens)
+        start = beam_groups.start if request.sampling.beam_width else Scheduler.start_sequences
+        sequences = start(self._scheduler, request, found.first_tokens)
         self._joined(request, sequences, found.first_tokens)
 
     def on_fault(self, transfer_id: str, reason: str) -> None:
@@ -223,6 +225,8 @@ class Imports:
 
     def _are_first_tokens(self, request: Request | None, tokens: list[TokenOutput]) -> bool:
         """Output position 0 of each sequence, not all of them at their end, tokens that the model has."""
+        if request is not None and request.sampling.beam_width:
+            return beams.are_first_tokens(request, tokens, self._vocab_size)
         if request is None or len(tokens) != request.sampling.n or all(t.finish_reason is not None for t in tokens):
             return False
         expected = [(request.request_id, request.attempt, index, 0) for index in range(request.sampling.n)]

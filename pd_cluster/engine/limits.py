@@ -10,6 +10,9 @@ from pd_cluster.types import Request, SamplingParams
 
 MAX_SEQUENCES = 1024
 MAX_LOGPROB_ENTRIES = 1_000_000  # they travel in one message
+MAX_BEAM_WIDTH = 128
+MAX_LENGTH_PENALTY = 10.0  # either way: a power of a length must remain a number
+MAX_ANSWER_TOKENS = 1_000_000  # of a beam search, in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Limits:
             return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
-        return self._sampling_problem(sampling)
+        return self._sampling_problem(sampling) or _beam_problem(sampling)
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
         if not 1 <= sampling.n <= MAX_SEQUENCES:
@@ -63,3 +66,17 @@ class Limits:
 
     def _are_tokens(self, ids: Iterable[int]) -> bool:
         return all(0 <= token_id < self.vocab_size for token_id in ids)
+
+
+def _beam_problem(sampling: SamplingParams) -> str | None:
+    if not sampling.beam_width:
+        return None
+    if not max(2, sampling.n) <= sampling.beam_width <= MAX_BEAM_WIDTH:
+        return f"beam_width {sampling.beam_width} must be in 2 to {MAX_BEAM_WIDTH}, and not less than n, {sampling.n}"
+    if not sampling.greedy:
+        return f"a beam search has temperature 0, not {sampling.temperature}"
+    if not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:  # nor is it NaN
+        return f"length_penalty {sampling.length_penalty} must be in -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+    if sampling.n * sampling.max_tokens > MAX_ANSWER_TOKENS:
+        return f"n {sampling.n} and max_tokens {sampling.max_tokens} make an answer of over {MAX_ANSWER_TOKENS} tokens"
+    return None

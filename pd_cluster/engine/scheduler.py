@@ -165,7 +165,7 @@ class Scheduler:
         child.num_computed_tokens = parent.num_computed_tokens
         child.block_table = parent.block_table[: self.num_blocks_for(parent.num_computed_tokens)]
         child.num_hashed_blocks = parent.num_hashed_blocks
-        self.blocks.share(self._held(child.block_table))
+        self.blocks.share(self.held(child.block_table))
         self.running.append(child)
         return child
 
@@ -183,6 +183,11 @@ class Scheduler:
         """Computed; keeps its blocks until `finish`."""
         self.running.remove(request)
         request.status = Status.EXPORTING
+
+    def park(self, request: Request) -> None:
+        """Computed, and needs nothing until the other beams of its search are; see engine/beam_groups.py."""
+        self.running.remove(request)
+        request.status = Status.PARKED
 
     def finish(self, request: Request) -> None:
         """Ends a request in whatever state it is; its blocks come home."""
@@ -203,7 +208,7 @@ class Scheduler:
             raise AssertionError(f"request {request.key} is here already")
 
     def _give_back(self, request: Request) -> None:
-        self.blocks.release(self._held(request.block_table))
+        self.blocks.release(self.held(request.block_table))
         self.swap.release(request.swap_table)
         request.block_table, request.swap_table = [], []
         request.num_hashed_blocks = 0
@@ -243,7 +248,7 @@ class Scheduler:
         """
         if self.waiting or self.num_seqs >= self.max_num_seqs:
             return False
-        num_sequences = min(request.sampling.n, self.max_num_seqs - self.num_seqs)
+        num_sequences = min(request.sampling.num_sequences, self.max_num_seqs - self.num_seqs)
         cached = self._cached_blocks(request, len(request.prompt_token_ids))
         num_blocks = min(self.num_blocks_for(num_tokens) + num_sequences - 1, self.blocks.num_blocks)
         num_available = self.blocks.num_available - self.blocks.num_unheld(cached)
@@ -259,7 +264,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Every block is free, cached or held by a counted request; lists and statuses agree. Raises AssertionError."""
-        self.blocks.check([self._held(r.block_table) for r in self.requests.values()])
+        self.blocks.check([self.held(r.block_table) for r in self.requests.values()])
         self.swap.check([r.swap_table for r in self.requests.values()])
         for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
             expected = {r.key for r in self.requests.values() if r.status is status}
@@ -286,8 +291,10 @@ class Scheduler:
             num_seqs += 1
             if num_seqs > self.max_num_seqs or not self._chunk(request, budget, plan):
                 return
-            if not self._enter(request, plan):
-                return
+            while not self._enter(request, plan):
+                if not (victims := self._parked(request)):
+                    return
+                self._preempt(max(victims, key=arrival_order), plan)
             self.waiting.pop(0)
             request.status = Status.RUNNING
             self.running.append(request)
@@ -330,6 +337,7 @@ class Scheduler:
             if missing + is_shared <= self.blocks.num_available:
                 break
             victims = [r for r in self.running if r.leg != "prefill" and arrival_order(r) > arrival_order(request)]
+            victims += self._parked(request)
             if not victims:
                 return False
             self._preempt(max(victims, key=arrival_order), plan)
@@ -342,10 +350,12 @@ class Scheduler:
             request.block_table += self.blocks.take(missing)
         return True
 
+    def _parked(self, request: Request) -> list[Request]:
+        """Beams that give their blocks to a request: those of its own search and of younger requests."""
+        parked = [r for r in self.requests.values() if r.status is Status.PARKED and r.block_table]
+        return [r for r in parked if r.leg_key == request.leg_key or arrival_order(r) > arrival_order(request)]
+
     def _preempt(self, victim: Request, plan: StepPlan) -> None:
-        self.running.remove(victim)
-        plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
-        plan.preempted.append(victim)
         num_blocks = self.num_blocks_for(victim.num_computed_tokens)
         swap_table = self.swap.take(num_blocks) if num_blocks <= self.swap.num_available else []
         pairs = zip(victim.block_table, swap_table, strict=False)
@@ -355,12 +365,18 @@ class Scheduler:
         if not swap_table:
             victim.num_computed_tokens = 0
         self.num_preemptions += 1
+        if victim.status is Status.PARKED:  # and stays so: nothing of it is computed again before its turn
+            return
+        self.running.remove(victim)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
+        plan.preempted.append(victim)
         victim.status = Status.WAITING
         insort(self.waiting, victim, key=arrival_order)
 
     # ---- the window
 
-    def _held(self, block_table: list[int]) -> list[int]:
+    def held(self, block_table: list[int]) -> list[int]:
+        """Without the places of blocks that have gone home."""
         return block_table if self._window is None else [block for block in block_table if block != self._nobodys]
 
     def _num_passed(self, request: Request) -> int:

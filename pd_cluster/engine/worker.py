@@ -134,6 +134,10 @@ class Worker:
                 first_tokens[request.key].append(token)
             if request.status is Status.FINISHED:
                 self._forget(request)
+        for request, token in result.candidates:  # clients hear of a beam search at its end
+            first_tokens[request.key].append(token)
+        for request in result.ended:
+            self._forget(request)
         for request, _ in plan.chunks:
             if request.leg == "prefill":
                 self.exports.computed(request, first_tokens[request.key])
@@ -306,9 +310,10 @@ class Worker:
             self.core.scheduler.add(request)
 
     def _joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
-        self._outbox.add_tokens(request.client, first_tokens)
+        if not request.sampling.beam_width:
+            self._outbox.add_tokens(request.client, first_tokens)
         if sequences:
-            self._notes.joined(request, len(first_tokens) - len(sequences))
+            self._notes.joined(request, max(0, request.sampling.n - len(sequences)))
             self._legs[request.leg_key] = list(sequences)
         else:
             self._forget(request)
@@ -335,6 +340,8 @@ class Worker:
         leader = sequences[0]
         if index == -1 or (leader.sampling.n == 1 and index == 0):
             self._drop(key)
+        elif leader.sampling.beam_width:
+            return  # hypotheses leave all at once
         elif not leader.output_token_ids:  # its sequences are not told apart yet
             leader.dropped.add(index)
         elif leader.leg != "prefill":

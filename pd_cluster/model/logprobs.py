@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from pd_cluster.model.passes import Floats, Ints, at_least, leading, masses, num_better
+from pd_cluster.model.passes import Floats, Ints, at_least, leading, log_totals, num_better
 from pd_cluster.types import Logprobs
 
 
@@ -16,19 +16,23 @@ def logprobs_of(logits: Tensor, best: Floats, token_ids: Ints, num_top: Sequence
 
     `rank` is 1 more than the number of tokens with a strictly larger logit. Of equal tokens the lowest ids are on top.
     """
-    num_rows, vocab_size = logits.shape
-    _, sums = masses(logits, best, np.ones(num_rows), np.full(num_rows, -np.inf))
-    log_total = best + np.log(sums.sum(1))  # [num_rows]
-    values = logits[np.arange(num_rows), token_ids].cpu().numpy()
-    logprobs: list[float] = (values - log_total).tolist()
+    totals = log_totals(logits, best)  # [num_rows]
+    values = logits[np.arange(len(logits)), token_ids].cpu().numpy()
+    logprobs: list[float] = (values - totals).tolist()
     ranks = [1 + num for num in num_better(logits, values)]
-    counts = [min(max(num, 0), vocab_size) for num in num_top]
-    top: list[list[tuple[int, float]]] = [[] for _ in range(num_rows)]
+    top = leading_logprobs(logits, totals, num_top)
+    return [Logprobs(*entry) for entry in zip(logprobs, ranks, top, strict=True)]
+
+
+def leading_logprobs(logits: Tensor, totals: Floats, nums: Sequence[int]) -> list[list[tuple[int, float]]]:
+    """Ids and log-probabilities of the best tokens of each row, as many as `nums` says; `totals` are log_totals."""
+    counts = [min(max(num, 0), logits.shape[1]) for num in nums]
+    top: list[list[tuple[int, float]]] = [[] for _ in counts]
     if any(counts):
         candidates, ids = leading(logits, max(counts))
         for row in np.flatnonzero(counts).tolist():
-            top[row] = _top(logits, row, candidates[row], ids[row], counts[row], log_total[row])
-    return [Logprobs(*entry) for entry in zip(logprobs, ranks, top, strict=True)]
+            top[row] = _top(logits, row, candidates[row], ids[row], counts[row], totals[row])
+    return top
 
 
 def _top(logits: Tensor, row: int, values: Floats, ids: Ints, num: int, log_total: float) -> list[tuple[int, float]]:

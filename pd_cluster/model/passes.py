@@ -109,6 +109,13 @@ def num_better(logits: Tensor, values: Floats) -> list[int]:
     return [int(np.count_nonzero(line > value)) for line, value in zip(logits.numpy(), values, strict=True)]
 
 
+def log_totals(logits: Tensor, best: Floats) -> Floats:
+    """log of the sum of exp(logit) of each row, whose largest are `best`; [num_rows] float64."""
+    _, sums = masses(logits, best, np.ones(len(best)), np.full(len(best), -np.inf))
+    totals: Floats = best + np.log(sums.sum(1))
+    return totals
+
+
 def masses(logits: Tensor, best: Floats, inverse_temperature: Floats, floor: Floats) -> tuple[Tensor, Floats]:
     """exp((logit - best) / temperature), in float32 and by blocks [num_rows, num_blocks, BLOCK_SIZE], and block sums.
 

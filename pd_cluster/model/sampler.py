@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pd_cluster.model.adjust import Edit, adjustment_of, adjusts, apply
+from pd_cluster.model.candidates import candidates_of, ends_of, told_of
 from pd_cluster.model.draw import Knobs, draw
 from pd_cluster.model.logprobs import logprobs_of
 from pd_cluster.model.passes import Floats, Ints, copy_of_rows, peaks, rows_of
-from pd_cluster.types import Logprobs, Request, SamplingParams
+from pd_cluster.types import Candidate, Logprobs, Request, SamplingParams
 
 MASK = (1 << 64) - 1
 MAX_LOGITS_AT_ONCE = 6 << 20  # 24 MiB of float32: glibc maps memory anew, and slowly, for temporaries from 32 MiB on
@@ -102,6 +103,31 @@ class Sampler:
                 token_ids = np.array(targets[part], dtype=np.int64)
                 told += logprobs_of(logits[part], best, token_ids, [num_top] * len(token_ids))
         return told
+
+    def candidates(self, logits: Tensor, rows: Sequence[Row], at: Sequence[int]) -> list[list[Candidate]]:
+        """How each of `rows`, a beam, may go on after row `at` of logits [num_rows, vocab_size] float32; best first."""
+        found: list[list[Candidate]] = []
+        with torch.inference_mode():
+            for part in self._parts(len(rows)):
+                found += self._candidates(logits[list(at[part])], rows[part])
+        return found
+
+    def _candidates(self, logits: Tensor, rows: Sequence[Row]) -> list[list[Candidate]]:
+        params = [row.request.sampling for row in rows]
+        _, best = peaks(logits)
+        work = logits.clone()
+        self._adjust(work, rows)
+        _, best_left = peaks(work, lambda i: self._fallback(logits[i], rows[i]))
+        ends = [ends_of(p, self.eos_token_ids, self.vocab_size) for p in params]
+        found = candidates_of(work, best_left, ends, [p.beam_width for p in params])
+        if told := [i for i, p in enumerate(params) if p.logprobs is not None]:
+            index = np.array(told)
+            asked = told_of(
+                rows_of(logits, index), best[index], [found[i] for i in told], [params[i].logprobs or 0 for i in told]
+            )
+            for i, row in zip(told, asked, strict=True):
+                found[i] = row
+        return found
 
     def _parts(self, num_rows: int) -> list[slice]:
         """Rows few enough for one pass."""

@@ -12,9 +12,11 @@ import httpx
 import pytest
 
 from pd_cluster.text import Tokenizer
+from pd_cluster.types import SamplingParams
 from tests.api.conftest import FLAGS
 from tests.support.checkpoints import reference_greedy
 from tests.support.cluster import LiveCluster
+from tests.support.reference_beams import generate_beams
 
 PROMPT = "Once upon a time"
 BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
@@ -116,6 +118,18 @@ def test_bad_requests(plain: LiveCluster, fields: dict[str, Any], param: str, st
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert generate(plain, max_tokens=1).status_code == 200
+
+
+def test_beams(plain: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
+    """Whole, and as one stream's last frame; the text of each hypothesis behind the prompt."""
+    beams = SamplingParams(n=3, beam_width=4, max_tokens=8, temperature=0.0, ignore_eos=True)
+    expected = [tokenizer.decode(each) for each in generate_beams(model, tokenizer.encode(PROMPT), beams)]
+    fields = {"use_beam_search": True, "n": 3, "best_of": 4, "max_tokens": 8}
+    whole = generate(plain, **fields)
+    assert whole.status_code == 200
+    assert whole.json()["text"] == [PROMPT + text for text in expected]
+    frames = generate(plain, stream=True, **fields).content.split(b"\0")
+    assert json.loads(frames[-2])["text"] == whole.json()["text"]
 
 
 def test_not_json(plain: LiveCluster) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster.types import SamplingParams
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_same, random_prompt
+from tests.support.reference_beams import assert_same_beams
 
 Checkpoints = Callable[..., Path]
 NUM_REQUESTS, CONCURRENCY = 200, 16
@@ -46,9 +48,10 @@ def cluster(
         yield running
 
 
-def leave_early(cluster: LiveCluster, prompt: list[int], after_s: float, stream: bool) -> None:
+def leave_early(cluster: LiveCluster, prompt: list[int], after_s: float, stream: bool, **fields: object) -> None:
     """Sends a request and closes the connection after a while, wherever the request stands then."""
-    body = json.dumps({"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": stream})
+    fields = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": stream, **fields}
+    body = json.dumps(fields)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", cluster.launch.port), timeout=30) as connection:
         connection.sendall(f"{head}\r\n\r\n{body}".encode())
@@ -94,6 +97,26 @@ def test_choices_under_pressure(cluster: LiveCluster) -> None:
         alone = cluster.complete_choices(prompt, 40, seed=at, **fields)
         assert len(alone) == 3
         assert outputs[at] == alone, f"request {at} differs from the same request alone"
+    cluster.assert_home()
+
+
+def test_beams_under_pressure(cluster: LiveCluster, model: Path) -> None:
+    """More beams than the pools hold, and every third client leaves: the others get what generate() gives."""
+    rng = random.Random(24)
+    fields = {"use_beam_search": True, "n": 3, "ignore_eos": True}
+    sampling = SamplingParams(n=3, beam_width=3, max_tokens=30, temperature=0.0, ignore_eos=True)
+    jobs: list[Callable[[], None]] = []
+    for at in range(18):
+        prompt = random_prompt(rng, rng.randrange(1, 90))
+        if at % 3 == 0:
+            after_s = rng.uniform(0.0, 0.6)
+            jobs.append(lambda p=prompt, a=after_s: leave_early(cluster, p, a, stream=False, **fields))  # type: ignore[misc]
+        else:
+            jobs.append(
+                lambda p=prompt: assert_same_beams(model, p, cluster.complete_choices(p, 30, **fields), sampling)  # type: ignore[misc]
+            )
+    errors = in_parallel(jobs, concurrency=8)
+    assert not errors, f"{len(errors)} errors, the first: {errors[0]}\n{cluster.logs()}"
     cluster.assert_home()
 
 

@@ -12,6 +12,7 @@ from pd_cluster.types import Request, SamplingParams
 from tests.support.checkpoints import CONFIGS
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_same, make_core, random_prompt, run
+from tests.support.reference_beams import assert_same_beams
 
 BLOCK_SIZE = 16
 MAX_BATCHED = 40
@@ -68,6 +69,24 @@ def test_32_at_once(cluster: LiveCluster, model: Path) -> None:
     rng = random.Random(8)
     complete_all(cluster, model, [random_prompt(rng, rng.randrange(1, 90)) for _ in range(32)])
     cluster.assert_home()
+
+
+def test_beams_are_those_of_the_reference(cluster: LiveCluster, model: Path) -> None:
+    """Over both transports; prompts of a block, of more than a step, and one that is cached."""
+    rng = random.Random(12)
+    prompts = [random_prompt(rng, length) for length in (1, BLOCK_SIZE, MAX_BATCHED + 1, 100)]
+    fields = {"use_beam_search": True, "n": 3, "best_of": 4, "stop_token_ids": list(range(1, 256, 4))}
+    sampling = SamplingParams(
+        n=3, beam_width=4, max_tokens=MAX_TOKENS, temperature=0.0, stop_token_ids=tuple(range(1, 256, 4))
+    )
+
+    def job(prompt: list[int]) -> Callable[[], None]:
+        return lambda: assert_same_beams(
+            model, prompt, cluster.complete_choices(prompt, MAX_TOKENS, **fields), sampling
+        )
+
+    errors = in_parallel([job(prompt) for prompt in [*prompts, prompts[-1]]], concurrency=2)
+    assert not errors, errors[0]
 
 
 def test_sampled_output_is_the_same_alone_and_in_a_crowd(cluster: LiveCluster) -> None:

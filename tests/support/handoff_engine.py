@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pd_cluster import wire
+from pd_cluster.engine import beam_groups
+from pd_cluster.engine.beams import BeamSearch, candidates_of, first_tokens_of
 from pd_cluster.engine.scheduler import PrefixScope, Scheduler, StepPlan
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.types import Request, SamplingParams, Status, TokenOutput
+from pd_cluster.types import Candidate, Request, SamplingParams, Status, TokenOutput
 
 NUM_LAYERS = 3
 
@@ -125,12 +127,31 @@ class Ends:
 def first_tokens(request: Request) -> list[TokenOutput]:
     """What P samples, one a sequence; of several sequences one ends with it, and all do when max_tokens is 1."""
     sampling = request.sampling
+    if sampling.beam_width:
+        return first_tokens_of(request, candidates(Request("", request.prompt_token_ids, sampling)))
     tokens = []
     for index in range(sampling.n):
         ends = sampling.max_tokens == 1 or (sampling.n > 1 and index == len(request.prompt_token_ids) % sampling.n)
         token_id = 100 + 10 * index + len(request.prompt_token_ids)
         tokens.append(TokenOutput(request.request_id, 0, index, 0, token_id, "length" if ends else None))
     return tokens
+
+
+def candidates(beam: Request) -> list[Candidate]:
+    """How a beam may go on: a function of its tokens."""
+    start = hash(tuple(beam.token_ids(0, beam.num_tokens))) % 97
+    width = beam.sampling.beam_width
+    row = [Candidate(100 + start + at, -float((start + 31 * at) % 97 + 1), at == width) for at in range(width + 1)]
+    return sorted(row, key=lambda candidate: (-candidate.logprob, candidate.token_id))
+
+
+def ends_at_once(request: Request, tokens: Sequence[TokenOutput]) -> bool:
+    """Whether there is nothing left for D."""
+    if not request.sampling.beam_width:
+        return all(token.finish_reason is not None for token in tokens)
+    search = BeamSearch(request.sampling)
+    search.advance([candidates_of(tokens)])
+    return search.is_over
 
 
 def decode_step(engine: Engine) -> list[Request]:
@@ -140,6 +161,11 @@ def decode_step(engine: Engine) -> list[Request]:
         engine.compute_layer()
     ended = []
     for request in engine.end_step()[1]:
+        if request.sampling.beam_width:
+            change = beam_groups.advance(engine.scheduler, request, candidates(request))
+            engine.legs[request.request_id] += change.started
+            ended += change.ended
+            continue
         request.output_token_ids.append(7 + request.index)
         if len(request.output_token_ids) >= request.sampling.max_tokens:
             engine.scheduler.finish(request)
@@ -155,5 +181,7 @@ def abort(engine: Engine, sequences: list[Request], tell: object) -> None:
             engine.scheduler.finish(request)
 
 
-def make_sampling(max_tokens: int, n: int) -> SamplingParams:
+def make_sampling(max_tokens: int, n: int, beam_width: int) -> SamplingParams:
+    if beam_width:
+        return SamplingParams(max_tokens=max_tokens, n=min(n, beam_width), beam_width=beam_width, temperature=0.0)
     return SamplingParams(max_tokens=max_tokens, n=n)

@@ -27,6 +27,7 @@ from tests.support.handoff_engine import (
     Memory,
     abort,
     decode_step,
+    ends_at_once,
     first_tokens,
     make_sampling,
 )
@@ -232,7 +233,7 @@ class World:
         request = Request(
             name,
             [1] * rng.choice([0, 4, 9]) + [rng.randrange(50) for _ in range(rng.randrange(1, 13))],
-            make_sampling(rng.choice([1, 2, 6, 14]), rng.choice([1, 1, 1, 2, 3])),
+            make_sampling(rng.choice([1, 2, 6, 14]), rng.choice([1, 1, 1, 2, 3]), rng.choice([0, 0, 0, 0, 0, 2, 4])),
             arrival_s=self.now_s,
             leg="prefill" if side == "p" else "decode",
             transfer_id=f"t{name}",
@@ -277,7 +278,7 @@ class World:
         for request in ready:
             tokens[request.key] = first_tokens(request)
             request.output_token_ids.append(tokens[request.key][0].token_id)
-            if all(token.finish_reason is not None for token in tokens[request.key]):
+            if ends_at_once(request, tokens[request.key]):
                 self.p.scheduler.finish(request)
                 self._end(self.p, request, "finished")
             else:
@@ -518,10 +519,12 @@ class World:
     def _joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
         """The heart of it: what D commits is this request's prompt, whole, and P's tokens."""
         assert tokens == first_tokens(request)
-        assert [s.index for s in sequences] == [t.index for t in tokens if t.finish_reason is None]
+        going_on = [t for t in tokens if t.finish_reason is None]
+        width = request.sampling.beam_width
+        assert [s.index for s in sequences] == (list(range(width)) if width else [t.index for t in going_on])
+        assert [s.output_token_ids for s in sequences] == [[t.token_id] for t in going_on]
         for sequence in sequences:
             self.d.check_memory(sequence, sequence.num_computed_tokens)
-            assert sequence.output_token_ids == [tokens[sequence.index].token_id]
         self.d.legs[request.request_id] = list(sequences)
 
     def _standing(self, engine: Engine) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from pd_cluster.engine.scheduler import Move
 from pd_cluster.model.sampler import Row, Sampler
 from pd_cluster.types import Request, SamplingParams
+from tests.support.reference_beams import search_everything
 
 VOCAB_SIZE = 40
 EOS = frozenset({3})
@@ -71,6 +72,10 @@ class ToyRunner:
 def generate_alone(prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
     """The n outputs, one token at a time, without any engine."""
     sampler = Sampler(VOCAB_SIZE, EOS)
+    if sampling.beam_width:
+        return search_everything(
+            lambda tokens: logprobs_after(sampler, prompt, tokens, sampling), sampling, ends_of(sampling)
+        )
     outputs = []
     for index in range(sampling.n):
         request = Request("alone", prompt, sampling, index=index)
@@ -82,3 +87,18 @@ def generate_alone(prompt: list[int], sampling: SamplingParams) -> list[list[int
                 break
         outputs.append(request.output_token_ids)
     return outputs
+
+
+def logprobs_after(
+    sampler: Sampler, prompt: list[int], tokens: tuple[int, ...], sampling: SamplingParams
+) -> list[float]:
+    """Of every token that may follow, after masks and penalties."""
+    request = Request("alone", prompt, sampling, output_token_ids=list(tokens))
+    logits = logits_after(request.token_ids(0, request.num_tokens))[None].clone()
+    sampler._adjust(logits, [Row(request, 0, len(tokens))])
+    values: list[float] = logits[0].double().log_softmax(-1).tolist()
+    return values
+
+
+def ends_of(sampling: SamplingParams) -> set[int]:
+    return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else EOS)}

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 
+from pd_cluster.engine.beams import Growth
 from pd_cluster.engine.core import EngineCore, StepResult
 from pd_cluster.engine.scheduler import PrefixScope, Scheduler
 from pd_cluster.kv.blocks import BlockPool
@@ -23,8 +25,12 @@ SEEDS = range(35)
 def random_sampling(rng: random.Random, num_prompt: int) -> SamplingParams:
     max_tokens = rng.randrange(1, min(20, LONGEST - num_prompt) + 1)
     temperature = rng.choice([0.0, 0.7, 1.5])
+    beam_width = rng.choice([0, 2, 3, 4]) if not temperature else 0
     return SamplingParams(
-        n=rng.choice([1, 1, 1, 2, 3, 4]) if temperature else 1,
+        n=rng.randrange(1, beam_width + 1) if beam_width else rng.choice([1, 1, 1, 2, 3, 4]) if temperature else 1,
+        beam_width=beam_width,
+        length_penalty=rng.choice([1.0, 0.0, -1.0, 2.0]),
+        early_stopping=rng.choice([False, True, "never"]),
         max_tokens=max_tokens,
         min_tokens=rng.choice([0, 0, max_tokens // 2]),
         temperature=temperature,
@@ -187,6 +193,16 @@ def test_a_block_that_goes_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch)
             request.num_computed_tokens -= 1
 
     monkeypatch.setattr(Scheduler, "_num_passed", one_token_early)
+    with pytest.raises(AssertionError):
+        explore(range(100))
+
+
+def share_nothing(scheduler: Scheduler, before: list[Request], index: int, growth: Growth) -> Request:
+    return replace(before[index % len(before)], index=index, output_token_ids=[growth.token_id])
+
+
+def test_beams_that_take_others_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cluster.engine.beam_groups._child", share_nothing)
     with pytest.raises(AssertionError):
         explore(range(100))
 

@@ -177,6 +177,7 @@ class Recorder:
         self.sent: list[wire.Body] = []
         self.ended: list[str | None] = []
         self.joined: list[Request] = []
+        self.sequences: list[Request] = []
 
     def link_to(self, peer: str) -> str | None:
         return "c"
@@ -199,12 +200,16 @@ class Recorder:
     def progress_s(self, conn: str) -> float:
         return 0.0
 
+    def join(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
+        self.joined.append(request)
+        self.sequences += sequences
+
     def end(self, request: Request, error: str | None) -> None:
         self.ended.append(error)
 
 
-def make_request(leg: Leg) -> Request:
-    return Request("r", [1] * 8, SamplingParams(max_tokens=4), leg=leg, transfer_id="t", peer="decode")
+def make_request(leg: Leg, sampling: SamplingParams | None = None) -> Request:
+    return Request("r", [1] * 8, sampling or SamplingParams(max_tokens=4), leg=leg, transfer_id="t", peer="decode")
 
 
 @pytest.mark.parametrize("first_token", [-(2**62), -1, 3, 9, 12, 2**62])
@@ -222,20 +227,20 @@ def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> Non
     assert not len(exports)
 
 
-def landing() -> tuple[Imports, Recorder]:
+def landing(sampling: SamplingParams | None = None) -> tuple[Imports, Recorder]:
     world = Recorder()
     scheduler = Scheduler(BlockPool(8), 4, 4, 16)
     imports = Imports(
         scheduler,
         world,
         world.end,
-        lambda request, sequences, tokens: world.joined.append(request),
+        world.join,
         lambda: 0.0,
         Timeouts(),
         growth_tokens=4,
         vocab_size=100,
     )
-    imports.submit(make_request("decode"))
+    imports.submit(make_request("decode", sampling))
     imports.on_offer("c", wire.Offer("t", 8))
     imports.credit()
     return imports, world
@@ -261,6 +266,17 @@ def test_first_tokens_of_something_else_are_refused(tokens: list[TokenOutput]) -
     assert isinstance(world.sent[-1], wire.Cancel)
     imports.on_drained("t")
     assert not len(imports)
+
+
+def test_candidates_of_a_beam_search_are_checked() -> None:
+    """Those of another request end the transfer; the right ones become beams, which hold the prompt together."""
+    for name, is_right in (("other", False), ("r", True)):
+        imports, world = landing(SamplingParams(max_tokens=4, n=2, beam_width=2, temperature=0.0))
+        imports.on_landed("t", [TokenOutput(name, 0, at, 0, 5 + at, score=-1.0 - at) for at in range(3)])
+        imports.on_confirmed("c", wire.Confirmed("t", True))
+        assert world.ended == ([] if is_right else ["the first-token outputs do not belong to this request"])
+        assert [beam.output_token_ids for beam in world.sequences] == ([[5], [6]] if is_right else [])
+        assert len({tuple(beam.block_table) for beam in world.sequences}) == (1 if is_right else 0)
 
 
 def test_what_lands_is_known_by_the_precision_of_its_link() -> None:

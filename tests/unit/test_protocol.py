@@ -179,6 +179,9 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.01, 2.01, "1", True)),
     *(("repetition_penalty", value) for value in (0, -1, 2.01, "1")),
     *(("min_p", value) for value in (-0.01, 1.01, "0")),
+    *(("use_beam_search", value) for value in ("yes", 1)),
+    *(("length_penalty", value) for value in ("1", 10.5, -10.5, True)),
+    *(("early_stopping", value) for value in ("always", 1, 0.5)),
     *(("min_tokens", value) for value in (-1, 1.5, "1", 10**30)),
     *(("logit_bias", value) for value in ([], 3, {"5": "x"}, {"5": 100.5}, {"5": -101}, {"5": None}, {"5": True})),
     *(("logit_bias", {key: 1}) for key in ("", "x", "-1", "1.0", "05", " 5", "5 ", "\u0665", "9" * 11)),
@@ -289,6 +292,15 @@ def test_null_is_as_if_not_given(kind: type[GenerationRequest], name: str) -> No
         ({"n": 2, "best_of": 3, "stream": True}, "best_of"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 1}, "n"),
+        ({"use_beam_search": True, "n": 1, "best_of": 1}, "best_of"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "n": 2, "top_p": 0.5}, "top_p"),
+        ({"use_beam_search": True, "n": 2, "top_k": 1}, "top_k"),
+        ({"use_beam_search": True, "n": 2, "min_p": 0.5}, "min_p"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"use_beam_search": False, "early_stopping": "never"}, "early_stopping"),
     ],
 )
 def test_fields_that_contradict_each_other(kind: type[GenerationRequest], fields: dict[str, Any], param: str) -> None:
@@ -327,6 +339,26 @@ def test_echo_shows_the_prompts_logprobs_too() -> None:
     assert parsed(logprobs=3, echo=True).sampling(1, 1, {}).prompt_logprobs == 3
     assert parsed(logprobs=3, echo=True, prompt_logprobs=1).sampling(1, 1, {}).prompt_logprobs == 1
     assert parsed(echo=True).sampling(1, 1, {}).prompt_logprobs is None
+
+
+def test_beams_are_n_answers_of_a_width() -> None:
+    """What the model's defaults say of drawing does not count; a repetition penalty does."""
+    defaults: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    given = parsed(use_beam_search=True, n=2, best_of=4, length_penalty=0, early_stopping="never", temperature=1e-9)
+    beams = SamplingParams(
+        n=2,
+        beam_width=4,
+        max_tokens=7,
+        temperature=0.0,
+        seed=5,
+        repetition_penalty=1.1,
+        length_penalty=0.0,
+        early_stopping="never",
+    )
+    assert given.sampling(7, 5, defaults) == beams
+    assert parsed(use_beam_search=True, n=3).sampling(7, 5, {}).num_sequences == 3
+    assert parsed(use_beam_search=True, best_of=3, stream=True).beam_width == 3
+    assert parsed(use_beam_search=False, n=3, length_penalty=1, early_stopping=False).beam_width == 0
 
 
 def test_ranking_needs_logprobs() -> None:

@@ -75,7 +75,7 @@ def make(tmp_path: Path) -> Services:
         router = Playback(RUST.encode(text).ids)
         config = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
         checkpoint = Checkpoint(tmp_path, config, generation_config or {}, "")
-        return TextService(cast(Router, router), checkpoint, "/models/x", ["x"], limit), router
+        return TextService(cast(Router, router), checkpoint, "/models/x", ["x"], limit, max_num_seqs=99), router
 
     return build
 
@@ -420,6 +420,8 @@ def test_even_a_text_to_be_cut_has_a_limit(make: Services) -> None:
         ({"n": 2, "temperature": 0}, "n", 2),
         ({"n": 2, "best_of": 3, "temperature": 0}, "n", 2),
         ({"best_of": 2, "temperature": 1e-9}, "best_of", 2),
+        ({"n": 100, "use_beam_search": True}, "n", 100),
+        ({"n": 2, "best_of": 100, "use_beam_search": True}, "best_of", 100),
         ({"allowed_token_ids": [EOS_ID], "min_tokens": 1}, "allowed_token_ids", "bad_words"),
         ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}, "allowed_token_ids", "bad_words"),
     ],
@@ -432,6 +434,13 @@ def test_what_this_model_and_server_do_not_allow(
         completion(service, "a", **fields)
     assert caught.value.param == param
     assert "\n" not in str(caught.value)
+
+
+def test_an_answer_of_beams_has_an_end(make: Services) -> None:
+    service, _ = make(limit=20_000)
+    with pytest.raises(RequestError, match=r"^n: 60 hypotheses of up to 18000 tokens") as caught:
+        completion(service, "a", n=60, use_beam_search=True, max_tokens=18_000)
+    assert caught.value.param == "n"
 
 
 def test_chats_refusal_names_top_logprobs(make: Services) -> None:

@@ -24,6 +24,7 @@ BODIES: list[wire.Body] = [
     wire.Submit(
         "r", 0, "t", "prefill", "decode-0@1", [1, 2, 3], SamplingParams(stop_token_ids=(4,), seed=2**64 - 1), 9.5
     ),
+    wire.Submit("r", 0, "t", "decode", "", [1], SamplingParams(beam_width=2, early_stopping="never"), 0.0),
     wire.Abort("r", 1),
     wire.Outputs([TOKEN], [LegEnd("r", 0, "broken")]),
     wire.Outputs(events=[wire.TraceEvent("t", 2.5, "sent", {"start": 0, "nbytes": 2**62})], now_s=3.5),
@@ -51,6 +52,7 @@ BODIES: list[wire.Body] = [
 HEADERS: list[wire.KVHeader] = [
     wire.KVChunk("t", 0, wire.KVPiece(0, 20, 3, 2, [1, 2]), 64, 2**64 - 1),
     wire.KVEnd("t", 1, 5, [TOKEN]),
+    wire.KVEnd("t", 1, 5, [TokenOutput("r", 0, 1, 0, 17, score=-0.1)]),
     wire.KVProbe("dist", wire.KVChunk("", 0, wire.KVPiece(0, 16, 0, 2, [9]), 64, 1)),
 ]
 

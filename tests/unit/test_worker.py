@@ -13,6 +13,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.engine.beams import are_first_tokens
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened
 from pd_cluster.engine.exports import ShipLimits
@@ -146,6 +147,10 @@ def sampling(n: int = 3, **changes: Any) -> SamplingParams:
     return SamplingParams(**{"n": n, "max_tokens": 8, "temperature": 1.0, "seed": 4, "ignore_eos": True, **changes})
 
 
+def beams(width: int, **changes: Any) -> SamplingParams:
+    return sampling(**{"n": width, "beam_width": width, "temperature": 0.0, **changes})
+
+
 PROMPT = [5, 6, 7, 8, 9]
 
 
@@ -174,6 +179,66 @@ def test_one_sequence_is_aborted_and_the_others_go_on(index: int, num_steps: int
     expected = generate_alone(PROMPT, sampling())
     for at, tokens in enumerate(found(world, "r")):
         assert tokens == (expected[at][: max(1, num_steps)] if at == index else expected[at])
+    world.assert_home()
+
+
+def test_beams_leave_all_at_once() -> None:
+    """In one message; no token before it, and an abort of one of them is none."""
+    world = World()
+    world.submit("r", PROMPT, beams(3))
+    for _ in range(4):
+        world.step()
+    assert not world.post.tokens
+    assert len(world.worker._legs["r#0"]) == 3
+    world.mail(wire.Abort("r", 0, 1))
+    world.run()
+    assert found(world, "r") == generate_alone(PROMPT, beams(3))
+    (message,) = [outputs for _, outputs in world.post.messages if outputs.tokens]
+    assert [t.finish_reason for t in message.tokens if t.finish_reason is not None] == ["length"] * 3
+    assert len(message.tokens) == 24
+    world.assert_home()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+def test_aborted_beams_leave_nothing(num_steps: int) -> None:
+    world = World()
+    world.submit("r", PROMPT, beams(4))
+    for _ in range(num_steps):
+        world.step()
+    world.mail(wire.Abort("r", 0))
+    world.run()
+    assert not world.post.tokens
+    world.assert_home()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_candidates_are_handed_over_and_not_told(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
+    """A search of one token ends where the prompt was computed."""
+    world = World()
+    worker, links = world.worker, world.worker.out_links
+    ends: list[wire.KVEnd] = []
+    sent: list[wire.Body] = []
+    monkeypatch.setattr(links, "link_to", lambda peer: "link")
+    monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
+    monkeypatch.setattr(links, "send", lambda conn, body: sent.append(body))
+    monkeypatch.setattr(links, "ship", lambda *_: None)
+    monkeypatch.setattr(links, "ship_end", lambda conn, end: ends.append(end))
+    params = beams(3, max_tokens=max_tokens)
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", PROMPT, params, 0.0))
+    world.step()
+    if max_tokens > 1:
+        world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 0)))
+        worker.credits.put(("link", wire.Credit("r", 0)))
+        world.step()
+        assert not world.post.tokens
+        (end,) = ends
+        assert are_first_tokens(Request("r", PROMPT, params), end.first_tokens, VOCAB_SIZE)
+        world.mail(wire.Abort("r", 0))
+        world.step()
+    else:
+        assert found(world, "r") == generate_alone(PROMPT, params)
+        assert not ends
+    assert sent[-1] == wire.Revoke("r")
     world.assert_home()
 
 
@@ -242,6 +307,11 @@ def test_random_aborts(seed: int) -> None:
             name = f"r{at}"
             prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 14))]
             wanted[name] = prompt, sampling(n=rng.randrange(1, 7), max_tokens=rng.randrange(1, 12), seed=at)
+            if rng.random() < 0.3:
+                wanted[name] = (
+                    prompt,
+                    beams(rng.randrange(2, 7), n=rng.choice([1, 2]), max_tokens=rng.randrange(1, 12)),
+                )
             world.submit(name, *wanted[name], deadline_s=0.0)
         if wanted and rng.random() < 0.2:
             name, index = rng.choice(list(wanted)), rng.randrange(-1, 7)

@@ -1,0 +1,232 @@
+"""Beam search over HTTP in a live cluster: the hypotheses of transformers' generate(), best first, all at the end."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pd_cluster.text import Tokenizer
+from pd_cluster.types import SamplingParams
+from tests.api.conftest import MAX_MODEL_LEN
+from tests.support.cluster import LiveCluster
+from tests.support.reference_beams import assert_same_beams
+
+PROMPT = "Once upon a time"
+MANY_ENDS = list(range(1, 256, 4))
+BODY: dict[str, Any] = {
+    "prompt": PROMPT,
+    "max_tokens": 12,
+    "use_beam_search": True,
+    "n": 3,
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": -1,
+    "return_token_ids": True,
+}
+
+
+def post(cluster: LiveCluster, **fields: Any) -> dict[str, Any]:
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**BODY, **fields})
+    assert answer.status_code == 200, answer.text
+    data: dict[str, Any] = answer.json()
+    return data
+
+
+def ids_of(data: dict[str, Any]) -> list[list[int]]:
+    assert [choice["index"] for choice in data["choices"]] == list(range(len(data["choices"])))
+    return [choice["token_ids"] for choice in data["choices"]]
+
+
+def params(width: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"n": width, "beam_width": width, "temperature": 0.0, "max_tokens": 12, **fields})
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10])
+def test_n_hypotheses(cluster: LiveCluster, model: Path, tokenizer: Tokenizer, n: int) -> None:
+    data = post(cluster, n=n)
+    found = ids_of(data)
+    assert len({tuple(each) for each in found}) == n
+    assert_same_beams(model, tokenizer.encode(PROMPT), found, params(n))
+    assert data["usage"]["prompt_tokens"] == len(PROMPT)
+    assert data["usage"]["completion_tokens"] == sum(map(len, found))
+    for choice in data["choices"]:
+        is_full = len(choice["token_ids"]) == 12
+        assert choice["finish_reason"] == ("length" if is_full else "stop")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"length_penalty": 0},
+        {"length_penalty": 2.0, "early_stopping": True},
+        {"length_penalty": -1.0, "early_stopping": "never"},
+        {"early_stopping": True},
+    ],
+    ids=str,
+)
+def test_length_penalty_and_early_stopping(
+    cluster: LiveCluster, model: Path, tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    found = ids_of(post(cluster, n=4, stop_token_ids=MANY_ENDS, **fields))
+    sampling = params(4, stop_token_ids=tuple(MANY_ENDS), **fields)
+    assert_same_beams(model, tokenizer.encode(PROMPT), found, sampling)
+    assert {len(each) == 12 for each in found} != {True}
+
+
+def test_length_penalty_weighs_length(cluster: LiveCluster) -> None:
+    lengths = [
+        sum(map(len, ids_of(post(cluster, stop_token_ids=MANY_ENDS, early_stopping="never", length_penalty=penalty))))
+        for penalty in (-2.0, 5.0)
+    ]
+    assert lengths[0] < lengths[1]
+
+
+def test_best_of_is_the_width(cluster: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
+    """The document's own example; the best of as many beams, not of as many as are answered."""
+    for n in (1, 2):
+        found = ids_of(post(cluster, n=n, best_of=5))
+        assert found == ids_of(post(cluster, n=5))[:n]
+        assert_same_beams(model, tokenizer.encode(PROMPT), found, params(5, n=n))
+    example = {"top_k": -1, "use_beam_search": True, "best_of": 2, "length_penalty": 1.5}
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": PROMPT, **example})
+    assert answer.status_code == 200
+    assert len(answer.json()["choices"]) == 1
+
+
+def test_what_is_not_given_is_what_beam_search_needs(cluster: LiveCluster) -> None:
+    bare = {"prompt": PROMPT, "max_tokens": 12, "use_beam_search": True, "n": 3, "return_token_ids": True}
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=bare)
+    assert ids_of(answer.json()) == ids_of(post(cluster))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_searches_that_end_at_once(cluster: LiveCluster, model: Path, tokenizer: Tokenizer, max_tokens: int) -> None:
+    """On the prefill instance, or with the first step of the decode instance."""
+    found = ids_of(post(cluster, max_tokens=max_tokens))
+    assert_same_beams(model, tokenizer.encode(PROMPT), found, params(3, max_tokens=max_tokens))
+    cluster.assert_home()
+
+
+def test_an_end_of_sequence_is_no_text(cluster: LiveCluster) -> None:
+    for choice in post(cluster, stop_token_ids=MANY_ENDS, n=5)["choices"]:
+        ended = choice["finish_reason"] == "stop"
+        assert (choice["token_ids"][-1] in MANY_ENDS) == ended
+    with_stop = post(cluster, stop_token_ids=MANY_ENDS, n=5, include_stop_str_in_output=True)["choices"]
+    without = post(cluster, stop_token_ids=MANY_ENDS, n=5)["choices"]
+    longer = [len(a["text"]) > len(b["text"]) for a, b in zip(with_stop, without, strict=True)]
+    assert longer == [choice["finish_reason"] == "stop" for choice in without]
+    assert any(longer)
+
+
+def test_masks_and_penalties_take_part(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    allowed = [tokenizer.encode(letter)[0] for letter in "abcdefgh"]
+    data = post(cluster, allowed_token_ids=allowed, presence_penalty=2, min_tokens=12)
+    assert all(len(each) == 12 and {*each} <= {*allowed} for each in ids_of(data))
+    usual = ids_of(post(cluster, allowed_token_ids=allowed))
+    assert ids_of(data) != usual
+
+
+def test_stop_strings_cut_each_hypothesis(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    """They are no end to the search, so the order stays."""
+    fields = {"allowed_token_ids": [tokenizer.encode(letter)[0] for letter in "abcdefgh"]}
+    whole = [choice["text"] for choice in post(cluster, **fields)["choices"]]
+    stop = whole[0][3:5]
+    for choice, text in zip(post(cluster, stop=stop, **fields)["choices"], whole, strict=True):
+        assert choice["text"] == (text[: text.index(stop)] if stop in text else text)
+        assert choice["finish_reason"] == ("stop" if stop in text else "length")
+    cluster.assert_home()
+
+
+def test_logprobs(cluster: LiveCluster) -> None:
+    data = post(cluster, logprobs=2)
+    assert ids_of(data) == ids_of(post(cluster))
+    for choice in data["choices"]:
+        told = choice["logprobs"]
+        assert len(told["token_logprobs"]) == len(choice["token_ids"])
+        assert all(value <= max(top.values()) + 1e-6 for value, top in zip(*_pair(told), strict=True))
+    scores = [sum(c["logprobs"]["token_logprobs"]) / len(c["token_ids"]) for c in data["choices"]]
+    assert scores == sorted(scores, reverse=True)
+
+
+def _pair(told: dict[str, Any]) -> tuple[list[float], list[dict[str, float]]]:
+    return told["token_logprobs"], told["top_logprobs"]
+
+
+def test_streamed_beams_come_at_the_end_and_are_the_same(cluster: LiveCluster) -> None:
+    for fields in ({"n": 3}, {"n": 2, "best_of": 4}):
+        whole = post(cluster, **fields)
+        body = {**BODY, **fields, "stream": True, "stream_options": {"include_usage": True}}
+        lines = cluster.client.post(f"{cluster.url}/v1/completions", json=body).text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        *chunks, last = (json.loads(line.removeprefix("data: ")) for line in lines[:-2])
+        assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        for choice in whole["choices"]:
+            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+            assert "".join(each["text"] for each in mine) == choice["text"]
+            assert [each["finish_reason"] for each in mine if each["finish_reason"]] == [choice["finish_reason"]]
+
+
+def test_chat_through_openais_client(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        n=3,
+        temperature=0,
+        max_tokens=8,
+        extra_body={"use_beam_search": True, "length_penalty": 0.5},
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) == 3
+
+
+def test_who_leaves_a_search_leaves_nothing(cluster: LiveCluster) -> None:
+    before = cluster.instance("decode-0")["num_steps"]
+    body = json.dumps({**BODY, "n": 10, "max_tokens": MAX_MODEL_LEN - len(PROMPT), "ignore_eos": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", cluster.launch.port), timeout=30) as connection:
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        cluster.wait_until("the search runs", lambda: cluster.instance("decode-0")["num_steps"] > before)
+    cluster.assert_home()
+    assert len(post(cluster)["choices"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 1}, "n"),
+        ({"n": None}, "use_beam_search"),
+        ({"n": None, "best_of": 1}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 129}, "n"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"temperature": 1}, "temperature"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"top_k": 0}, "top_k"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"length_penalty": "long"}, "length_penalty"),
+        ({"length_penalty": 11}, "length_penalty"),
+        ({"early_stopping": "soon"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"use_beam_search": "yes"}, "use_beam_search"),
+        ({"use_beam_search": False, "n": 1, "length_penalty": 2.0}, "length_penalty"),
+        ({"use_beam_search": None, "n": 1, "early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": False}, "n"),  # greedy gives one answer
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_what_cannot_be_is_refused_by_name(
+    cluster: LiveCluster, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    for route, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [{"role": "user"}]})):
+        body = {**{k: v for k, v in BODY.items() if k != "prompt"}, **prompt, "stream": stream, **fields}
+        answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert param in answer.json()["error"]["message"]

@@ -1,0 +1,168 @@
+"""Beam search in one process: the hypotheses of transformers' generate(), whatever happens to the beams' blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.scheduler import Move
+from pd_cluster.types import Request, SamplingParams, TokenOutput
+from tests.support.checkpoints import CONFIGS, EOS_ID, reference_model
+from tests.support.engines import make_core, random_prompt, run
+from tests.support.reference_beams import assert_same_beams, generate_beams, one_thread
+
+Checkpoints = Callable[..., Path]
+MANY_ENDS = tuple(range(1, 256, 4))  # so that hypotheses end at every length
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def beams(width: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"n": width, "beam_width": width, "temperature": 0.0, "max_tokens": 16, **fields})
+
+
+def ids_of(tokens: dict[int, list[TokenOutput]], sampling: SamplingParams) -> list[list[int]]:
+    """Every hypothesis, whole and in order."""
+    assert sorted(tokens) == list(range(sampling.n))
+    for each in tokens.values():
+        assert [token.position for token in each] == list(range(len(each)))
+        assert [token.finish_reason is None for token in each] == [True] * (len(each) - 1) + [False]
+    return [[token.token_id for token in tokens[index]] for index in range(sampling.n)]
+
+
+def check(core: EngineCore, folder: Path, prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
+    found = ids_of(run(core, [Request("r", prompt, sampling)])["r"], sampling)
+    assert_same_beams(folder, prompt, found, sampling)
+    return found
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
+    """One token, a block, a block and one, more than a step takes; often with an end in sight."""
+    folder = checkpoint(architecture)
+    core = make_core(folder, block_size=16, max_num_batched_tokens=40, num_blocks=128, max_model_len=128)
+    rng = random.Random(architecture)
+    for length in (1, 16, 17, 41, 100):
+        width = rng.randrange(2, 6)
+        check(core, folder, random_prompt(rng, length), beams(width, stop_token_ids=MANY_ENDS))
+        check(core, folder, random_prompt(rng, length), beams(width, n=1))
+
+
+def test_penalties_and_ways_to_stop(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("llama")
+    core = make_core(folder, block_size=8, num_blocks=200, max_model_len=128)
+    rng = random.Random(5)
+    ways: list[Any] = [False, True, "never"]
+    ended = full = 0
+    for width, penalty, way in product((2, 3, 4, 5), (0.0, 0.5, 1.0, 2.0, -1.0), ways):
+        sampling = beams(
+            width,
+            max_tokens=rng.randrange(1, 17),
+            length_penalty=penalty,
+            early_stopping=way,
+            stop_token_ids=rng.choice([(), (9,), MANY_ENDS, MANY_ENDS]),
+        )
+        for each in check(core, folder, random_prompt(rng, rng.randrange(1, 30)), sampling):
+            full += len(each) == sampling.max_tokens
+            ended += len(each) < sampling.max_tokens
+    assert min(full, ended) > 40, "nothing of interest was seen"
+
+
+def test_the_models_own_end(checkpoint: Checkpoints) -> None:
+    """A model that ends often by its own end-of-sequence token; and what goes on past it."""
+    folder = checkpoint("llama", seed=41)
+    prompt = random_prompt(random.Random(6), 20)
+    usual = generate_beams(folder, prompt, beams(3))
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{EOS_ID}, {usual[0][4]}, {usual[1][2]}]}}')
+    reference_model.cache_clear()
+    core = make_core(folder, block_size=8, num_blocks=64, max_model_len=128)
+    found = check(core, folder, prompt, beams(3))
+    assert found != usual
+    tokens = run(core, [Request("r", prompt, beams(3))])["r"]
+    reasons = {len(each): each[-1].finish_reason for each in tokens.values()}
+    assert all((reason == "stop") == (length < 16) for length, reason in reasons.items())
+    assert "stop" in reasons.values()
+    assert check(core, folder, prompt, beams(3, ignore_eos=True)) == usual
+    longer = ids_of(run(core, [Request("r", prompt, beams(3, min_tokens=12))])["r"], beams(3))
+    assert all(len(each) > 12 for each in longer)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preemption_mode": "swap", "swap_space_gib": 0.01},
+        {"preemption_mode": "swap", "swap_space_gib": 0.0001},
+        {"preemption_mode": "recompute"},
+        {"preemption_mode": "recompute", "enable_prefix_caching": False},
+        {"max_num_seqs": 4},
+    ],
+    ids=str,
+)
+def test_constant_preemption(checkpoint: Checkpoints, settings: dict[str, object]) -> None:
+    """Searches and single sequences in a pool that holds two of them at most."""
+    folder = checkpoint("llama")
+    core = make_core(folder, block_size=4, max_num_batched_tokens=32, num_blocks=24, max_model_len=96, **settings)
+    moves: list[Move] = []
+    move = core.runner.move
+
+    def count(each: Sequence[Move]) -> None:
+        moves.extend(each)
+        move(each)
+
+    core.runner.move = count  # type: ignore[method-assign]
+    rng = random.Random(7)
+    requests = []
+    for at in range(8):
+        ends = rng.choice([(), MANY_ENDS])
+        sampling = beams(rng.randrange(2, 5), max_tokens=24, stop_token_ids=ends)
+        if at % 3 == 2:
+            sampling = SamplingParams(max_tokens=24, temperature=0.0)
+        requests.append(Request(f"r{at}", random_prompt(rng, rng.randrange(1, 50)), sampling, arrival_s=float(at)))
+    found = run(core, requests)
+    for request in [r for r in requests if r.sampling.beam_width]:
+        outputs = ids_of(found[request.request_id], request.sampling)
+        assert_same_beams(folder, request.prompt_token_ids, outputs, request.sampling)
+    assert core.scheduler.num_preemptions > 3
+    kinds = {each.kind for each in moves}
+    assert kinds == ({"copy", "out", "in"} if settings.get("preemption_mode") == "swap" else {"copy"})
+
+
+def test_a_cached_prefix_and_company_change_nothing(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("qwen3")
+    core = make_core(folder, block_size=8, num_blocks=128, max_model_len=96)
+    rng = random.Random(8)
+    prompt, sampling = random_prompt(rng, 33), beams(4, stop_token_ids=MANY_ENDS)
+    alone = check(core, folder, prompt, sampling)
+    requests = [Request("again", prompt, sampling)]
+    for at in range(6):
+        others = beams(3) if at % 2 else SamplingParams(n=2, max_tokens=12, temperature=1.0, seed=at)
+        requests.append(Request(f"o{at}", random_prompt(rng, rng.randrange(1, 40)), others))
+    assert ids_of(run(core, requests)["again"], sampling) == alone
+    assert requests[0].num_cached_tokens == 32
+
+
+def test_logprobs_of_every_token(checkpoint: Checkpoints) -> None:
+    """Those that the same tokens have as a prompt."""
+    folder = checkpoint("llama")
+    core = make_core(folder, block_size=8, num_blocks=64, max_model_len=96)
+    prompt, sampling = random_prompt(random.Random(9), 12), beams(3, n=2, logprobs=2, presence_penalty=0.5)
+    tokens = run(core, [Request("r", prompt, sampling)])["r"]
+    for output, told in zip(ids_of(tokens, sampling), tokens.values(), strict=True):
+        again = Request("p", [*prompt, *output], SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0.0))
+        run(core, [again])
+        for token, known in zip(told, again.prompt_logprobs[len(prompt) :], strict=True):
+            assert token.logprobs is not None
+            assert known is not None
+            assert token.logprobs.logprob == pytest.approx(known.logprob, abs=2e-3)
+            assert token.logprobs.rank == known.rank
+            assert [i for i, _ in token.logprobs.top] == [i for i, _ in known.top]

@@ -1,0 +1,104 @@
+"""Beam search twice more: transformers' own `generate()`, and one that looks at every continuation of every beam."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from pd_cluster.types import SamplingParams
+from tests.support.checkpoints import reference_model
+
+TOLERANCE = 1e-4  # of a hypothesis' score: floating point may order two that are closer otherwise
+
+
+def generate_beams(folder: Path, prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
+    """The best hypotheses of transformers, each up to and with the token that ends it."""
+    model = reference_model(folder)
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_of(folder))}
+    with one_thread(), torch.inference_mode():
+        output = model.generate(
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=sampling.max_tokens,
+            do_sample=False,
+            num_beams=sampling.beam_width,
+            num_return_sequences=sampling.n,
+            length_penalty=sampling.length_penalty,
+            early_stopping=sampling.early_stopping,
+            eos_token_id=sorted(ends) or [-1],
+            pad_token_id=0,
+        )
+    return [until_end(row, ends) for row in output[:, len(prompt) :].tolist()]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """A tiny model's many small operations wait for each other when threads share a busy core."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def eos_of(folder: Path) -> set[int]:
+    ids = reference_model(folder).generation_config.eos_token_id
+    return set(ids) if isinstance(ids, list) else {ids}
+
+
+def until_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
+    at = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
+    return list(tokens[: at + 1])
+
+
+def assert_same_beams(folder: Path, prompt: list[int], found: list[list[int]], sampling: SamplingParams) -> None:
+    """Hypothesis for hypothesis as the reference, except where scores are too close to tell which is better."""
+    expected = generate_beams(folder, prompt, sampling)
+    assert len(found) == len(expected)
+    for at, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if ours != theirs:
+            scores = [score_of(folder, prompt, tokens, sampling.length_penalty) for tokens in (ours, theirs)]
+            assert abs(scores[0] - scores[1]) < TOLERANCE, (
+                f"hypothesis {at} of {sampling} after {len(prompt)} tokens is {ours} ({scores[0]:.5f}) instead of "
+                f"{theirs} ({scores[1]:.5f})"
+            )
+
+
+def score_of(folder: Path, prompt: list[int], tokens: list[int], length_penalty: float) -> float:
+    with torch.inference_mode():
+        logprobs = reference_model(folder)(torch.tensor([prompt + tokens])).logits[0].double().log_softmax(-1)
+    total = sum(float(logprobs[len(prompt) - 1 + at, token]) for at, token in enumerate(tokens))
+    return float(total / len(tokens) ** length_penalty)
+
+
+def search_everything(
+    logprobs_after: Callable[[tuple[int, ...]], Sequence[float]], params: SamplingParams, ends: set[int]
+) -> list[list[int]]:
+    """The rules once more, over the whole vocabulary and whole sequences; -inf means that a token cannot come."""
+    width, penalty = params.beam_width, params.length_penalty
+    live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    done: list[tuple[float, tuple[int, ...]]] = []
+    for length in range(1, params.max_tokens + 1):
+        ranked = []
+        for rank, (total, tokens) in enumerate(live):
+            for token, logprob in enumerate(logprobs_after(tokens)):
+                if logprob > float("-inf"):
+                    ranked.append((-(total + logprob), rank, token, (*tokens, token)))
+        ranked.sort()
+        for place, (negated, _, token, tokens) in enumerate(ranked):
+            if place < width and (token in ends or length == params.max_tokens):
+                done.append((-negated / length**penalty, tokens))
+        done = sorted(done, key=lambda each: -each[0])[:width]
+        live = [(-negated, tokens) for negated, _, token, tokens in ranked if token not in ends][:width]
+        if not live or length == params.max_tokens:
+            break
+        if len(done) == width:
+            reach = params.max_tokens if params.early_stopping == "never" and penalty > 0 else length
+            if params.early_stopping is True or live[0][0] / reach**penalty <= done[-1][0]:
+                break
+    best = [list(tokens) for _, tokens in done[: params.n]]
+    return best + best[-1:] * (params.n - len(best))

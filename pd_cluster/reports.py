@@ -35,6 +35,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     state: Literal["ready", "failed"]
     error: str = ""
+    lost: str = ""  # which other rank was lost, when that is why it ends
     control_port: int = 0
     model_identity: str = ""
     max_model_len: int = 0

@@ -80,10 +80,11 @@ class RankProcess:
         try:
             await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
         except TimeoutError:
-            self.kill()
-            await self._process.wait()
+            await self.kill()
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
+        """Also one that was never started, or has ended."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+            await self._process.wait()

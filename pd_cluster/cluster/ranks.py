@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import socket
@@ -14,9 +13,11 @@ import msgspec
 
 from pd_cluster.cluster.rank_process import RankProcess
 from pd_cluster.config import RankPlace, WorkerConfig
+from pd_cluster.engine.process import EXIT_OTHER_RANK_LOST
 from pd_cluster.errors import ConfigError, InstanceLost
 from pd_cluster.reports import InstanceInfo, RankReport
 
+INFO_OF_RANK = tuple(name for name in RankReport.__struct_fields__ if name in InstanceInfo.__struct_fields__)
 BLAME_S = 0.5  # ranks that end within this time of each other ended for the same reason
 
 
@@ -25,10 +26,12 @@ class Ranks:
 
     def __init__(self, config: WorkerConfig, cluster_tag: str) -> None:
         self._config = config
-        self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-ranks-"))  # mode 0700
+        several = config.ranks.size > 1
+        self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-ranks-")) if several else None  # mode 0700
         self._sockets = [socket.socketpair() for _ in range(config.ranks.size - 1)]  # rank 0's end first
         self._processes = [RankProcess(self._config_of(rank)) for rank in range(config.ranks.size)]
-        self._error = ""
+        self._error = self._lost = ""
+        self._ended: list[RankProcess] = []  # in this order
         self.info = InstanceInfo(
             name=config.name,
             role=config.role,
@@ -59,39 +62,42 @@ class Ranks:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
         first = self._first_to_blame()
-        error = self._error or f"exit code {first.exit_code}"
+        which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
+        lost = f"{which} (pid {first.pid}) ended with code {first.exit_code}"
+        if first.exit_code == EXIT_OTHER_RANK_LOST:  # it knows of one that still is there
+            lost = self._lost or lost
+        error = self._error or lost
         self.info = msgspec.structs.replace(self.info, state="failed", error=error)
         if self._error:
             raise ConfigError(self._error)
-        which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
-        raise InstanceLost(f"{self._config.name}: {which} (pid {first.pid}) ended with code {first.exit_code}")
+        raise InstanceLost(f"{self._config.name}: {lost}")
 
     async def stop(self) -> None:
         """Rank 0 stops after its step, and the others with it."""
         await self._processes[0].stop()
         for process in self._processes[1:]:
-            process.kill()
-            with contextlib.suppress(AssertionError):  # it was never started
-                await process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            await process.kill()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _follow(self, process: RankProcess) -> None:
         while (report := await process.read_report()) is not None:
-            self._error = self._error or report.error
+            self._error, self._lost = self._error or report.error, self._lost or report.lost
             if process.rank == 0:
-                known = {name: getattr(report, name) for name in RankReport.__struct_fields__}
+                known = {name: getattr(report, name) for name in INFO_OF_RANK}
                 self.info = msgspec.structs.replace(self.info, **known)
         await process.wait()
+        self._ended.append(process)
 
     def _first_to_blame(self) -> RankProcess:
-        """One that a signal ended, rather than one that ended because another was gone."""
-        ended = [process for process in self._processes if process.exit_code is not None]
-        return min(ended, key=lambda process: (process.exit_code or 0) >= 0)
+        """The first that ended for a reason of its own, not because another was gone."""
+        return min(self._ended, key=lambda process: process.exit_code in (0, EXIT_OTHER_RANK_LOST))
 
     def _config_of(self, rank: int) -> WorkerConfig:
         if rank == 0:
             fds = tuple(ours.fileno() for ours, _ in self._sockets)
         else:
             fds = (self._sockets[rank - 1][1].fileno(),)
-        place = RankPlace(rank=rank, size=self._config.ranks.size, store=str(self._folder / "ranks"), fds=fds)
+        store = str(self._folder / "ranks") if self._folder is not None else ""
+        place = RankPlace(rank=rank, size=self._config.ranks.size, store=store, fds=fds)
         return msgspec.structs.replace(self._config, ranks=place)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
-from functools import partial
 
 from pd_cluster import wire
 from pd_cluster.config import EngineConfig, WorkerConfig
@@ -13,7 +12,7 @@ from pd_cluster.engine.channel import Channel
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
 from pd_cluster.engine.follower import Follower, send_to_rank_0
-from pd_cluster.engine.lead import LeadRunner
+from pd_cluster.engine.lead import LeadRunner, Watch
 from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import LaneEnds, LocalLanes, Side
 from pd_cluster.engine.remote_lanes import RankLanes
@@ -126,7 +125,7 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
     layout, side = runner.pool.layout, side_of(config, runner)
     local = LocalLanes(side, Transports(config, runner.pool), mailbox.send)
     lanes: LaneEnds = local
-    if isinstance(core.runner, LeadRunner):
+    if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox)
     worker = Worker(config, core, side, Limits(runner.vocab_size, runner.max_model_len), mailbox, lanes, inbox)
     handler.worker, handler.mailbox = worker, mailbox
@@ -151,7 +150,9 @@ def _lead(
 ) -> RankLanes:
     """Listens to the followers; the loss of one ends the engine's loop."""
     lanes = RankLanes(local, followers, lambda: runner.progress, mailbox.send, inbox.put)
-    for rank, channel in enumerate(followers, start=1):
-        lost = InstanceLost(f"{config.name}: rank {rank} of {config.ranks.size} is gone")
-        channel.start(f"rank {rank}", lanes.hear, partial(inbox.put, Stop(lost)))
+
+    def lost(rank: int, why: str) -> None:
+        inbox.put(Stop(InstanceLost(f"rank {rank} of {config.ranks.size} {why}")))
+
+    Watch(followers, lanes.hear, lost, config.timeouts.collective_timeout_s).start()
     return lanes

@@ -34,7 +34,7 @@ class Channel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(types)
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self.error: Exception | None = None  # what `handle` raised
 
     def start(self, name: str, handle: Callable[[Any], None], ended: Callable[[], None]) -> None:
         """Hands every message to `handle`, on a thread of its own; `ended` when the other end is gone."""
@@ -46,11 +46,12 @@ class Channel:
                     handle(self._decoder.decode(stream.read(HEADER.unpack(header)[0])))
             except (OSError, struct.error, msgspec.DecodeError) as error:  # it died in the middle of a message
                 log.debug("%s: %s", name, error)
-            finally:
-                ended()
+            except Exception as error:  # this thread's top
+                log.exception("%s: a message could not be handled", name)
+                self.error = error
+            ended()
 
-        self._thread = threading.Thread(target=read, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=read, name=name, daemon=True).start()
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises InstanceLost."""
@@ -65,7 +66,8 @@ class Channel:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the other end closed first
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes the reader
+        self._socket.close()
 
 
 def encode(message: msgspec.Struct) -> bytes:

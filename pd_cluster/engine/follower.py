@@ -42,15 +42,15 @@ class Gate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reached = to.Progress(0, ALL_LAYERS)
-        self._jobs: deque[tuple[to.Progress, Callable[[], None]]] = deque()
+        self._reached = to.Reached(0, ALL_LAYERS)
+        self._jobs: deque[tuple[to.Reached, Callable[[], None]]] = deque()
 
-    def add(self, after: to.Progress, job: Callable[[], None]) -> None:
+    def add(self, after: to.Reached, job: Callable[[], None]) -> None:
         with self._lock:
             self._jobs.append((after, job))
             self._run()
 
-    def reached(self, progress: to.Progress) -> None:
+    def reached(self, progress: to.Reached) -> None:
         with self._lock:
             self._reached = progress
             self._run()
@@ -83,10 +83,11 @@ class LaneHost:
             case to.Ship() | to.ShipEnd() | to.Drop() | to.CloseSend() | to.Open() | to.Settle() | to.SendProbe():
                 thread = self._sends.get(at)
                 if thread is not None:
-                    after = message.after if isinstance(message, (to.Ship, to.ShipEnd)) else to.Progress()
+                    after = message.after if isinstance(message, (to.Ship, to.ShipEnd)) else to.Reached()
                     self._gate.add(after, partial(self._do_send, thread, message))
                 if isinstance(message, to.CloseSend):
                     self._sends.pop(at, None)
+                    self._counted.pop(at, None)
             case to.StartReceive() | to.Frame() | to.Begin() | to.Forget() | to.CloseReceive():
                 receive = self._receives.get(at)
                 if receive is not None:
@@ -95,6 +96,7 @@ class LaneHost:
                     self._report(at, Drained(message.transfer_id))
                 if isinstance(message, to.CloseReceive):
                     self._receives.pop(at, None)
+                    self._counted.pop(at, None)
 
     def count(self) -> None:
         """Tells what has moved since the last time."""
@@ -191,7 +193,8 @@ class Follower:
         self._steps.put(None)
 
     def run(self) -> None:
-        """Computes until `stop`. Raises InstanceLost when another rank is gone in the middle of a step."""
+        """Computes until `stop`. Raises InstanceLost when another rank is gone in the middle of a step, and what
+        a message of rank 0 raised here."""
         while True:
             self._count()
             try:
@@ -199,6 +202,8 @@ class Follower:
             except queue.Empty:
                 continue
             if message is None:
+                if self._channel.error is not None:
+                    raise self._channel.error
                 return
             if isinstance(message, to.Moves):
                 self._runner.move(message.moves)
@@ -212,7 +217,7 @@ class Follower:
         self._advance(ALL_LAYERS)
 
     def _advance(self, num_layers: int) -> None:
-        self._gate.reached(to.Progress(self._num_steps, num_layers))
+        self._gate.reached(to.Reached(self._num_steps, num_layers))
 
     def _count(self) -> None:
         now_s = time.monotonic()
@@ -223,6 +228,8 @@ class Follower:
     def _hear(self, message: to.ToFollower) -> None:
         if isinstance(message, (to.Step, to.Moves)):
             self._steps.put(message)
+        elif isinstance(message, to.Ping):
+            self._channel.send(to.Pong())
         elif self._host is not None:
             self._host.handle(message)
 

@@ -33,7 +33,7 @@ class Gather:
                 if len(landed) < self._num_lanes:
                     return None
                 del self._landed[transfer_id]
-                if any(each.first_tokens != event.first_tokens for each in landed.values()):
+                if len({tuple(token.token_id for token in each.first_tokens) for each in landed.values()}) > 1:
                     return LandFault(transfer_id, "the lanes of the link do not agree about the first tokens")
                 nbytes = sum(each.nbytes for each in landed.values())
                 return Landed(transfer_id, landed[0].first_tokens, nbytes)

@@ -5,7 +5,11 @@ One follower is one `Channel`. Knows nothing of what the steps are for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,11 +17,59 @@ from pd_cluster.engine import rank_messages as to
 from pd_cluster.engine.channel import Channel, encode
 from pd_cluster.engine.core import OnLayer
 from pd_cluster.engine.scheduler import Move
+from pd_cluster.errors import InstanceLost
 from pd_cluster.model.batch import step_input
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Request
 
 ALL_LAYERS = 1 << 30
+
+
+class Watch:
+    """Reads what followers say, and asks them whether they are still there: also of those that compute nothing now.
+
+    `lost(rank, why)` when one is gone, or has not answered for `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        followers: Sequence[Channel],
+        hear: Callable[[Any], None],
+        lost: Callable[[int, str], None],
+        timeout_s: float,
+    ) -> None:
+        self._followers = followers
+        self._hear = hear
+        self._lost = lost
+        self._timeout_s = timeout_s
+        self._heard_s = [time.monotonic()] * len(followers)
+        self._is_over = threading.Event()
+
+    def start(self) -> None:
+        for at, channel in enumerate(self._followers):
+            channel.start(f"rank {at + 1}", partial(self._read, at), partial(self._ended, at))
+        threading.Thread(target=self._ask, name="ranks", daemon=True).start()
+
+    def _read(self, at: int, message: Any) -> None:
+        self._heard_s[at] = time.monotonic()
+        if not isinstance(message, to.Pong):
+            self._hear(message)
+
+    def _ended(self, at: int) -> None:
+        self._is_over.set()
+        self._lost(at + 1, "is gone")
+
+    def _ask(self) -> None:
+        while not self._is_over.wait(min(1.0, self._timeout_s / 4)):
+            for at, channel in enumerate(self._followers):
+                if time.monotonic() - self._heard_s[at] > self._timeout_s:
+                    self._lost(at + 1, f"has not answered for {self._timeout_s:g} s")
+                    return
+                try:
+                    channel.send(to.Ping())
+                except InstanceLost:  # it takes nothing any more
+                    self._lost(at + 1, f"has taken nothing for {self._timeout_s:g} s")
+                    return
 
 
 class LeadRunner:
@@ -28,7 +80,7 @@ class LeadRunner:
         self._followers = followers
         self.eos_token_ids = runner.eos_token_ids
         self.vocab_size = runner.vocab_size
-        self.progress = to.Progress(0, ALL_LAYERS)  # of this rank
+        self.progress = to.Reached(0, ALL_LAYERS)  # of this rank
 
     def move(self, moves: Sequence[Move]) -> None:
         self._tell(to.Moves(list(moves)))
@@ -38,15 +90,15 @@ class LeadRunner:
         step = step_input(chunks, self._runner.pool.layout.block_size)
         self._tell(to.Step(step.rows.tobytes(), step.input_ids.tobytes(), step.blocks.tobytes()))
         num_steps = self.progress.num_steps + 1
-        self.progress = to.Progress(num_steps, 0)
+        self.progress = to.Reached(num_steps, 0)
 
         def advance(num_layers: int) -> None:
-            self.progress = to.Progress(num_steps, num_layers)
+            self.progress = to.Reached(num_steps, num_layers)
             if on_layer is not None:
                 on_layer(num_layers)
 
         logits = self._runner.compute(step, advance if on_layer is not None else None)
-        self.progress = to.Progress(num_steps, ALL_LAYERS)
+        self.progress = to.Reached(num_steps, ALL_LAYERS)
         return logits
 
     def _tell(self, message: to.Message) -> None:

@@ -24,12 +24,12 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
 
 @dataclass(slots=True)
 class OutLane:
-    """`answered`: transports that D's rank has chosen so far; `transport`: the one whose probe has come through."""
+    """`answered`: transports that D's rank has chosen so far; `ready`: when its probe has come through one."""
 
     lane: Lane
     end: SendEnd
     answered: set[wire.TransportName] = field(default_factory=set)
-    transport: wire.TransportName | None = None
+    ready: wire.LinkReady | None = None
 
 
 @dataclass(slots=True)
@@ -151,12 +151,14 @@ class OutLinks:
         lane = _lane(link, ready.lane)
         if link is None or lane is None or link.state != "opening":
             return
-        lane.transport = ready.transport
+        lane.ready = ready
         lane.end.settle()
-        chosen = {lane.transport for lane in link.lanes}
-        if None not in chosen:
+        chosen = [lane.ready for lane in link.lanes if lane.ready is not None]
+        if len({each.precision for each in chosen}) > 1:  # D would not know what its blocks hold
+            self._retry(link, "some of its lanes are exact and some are not")
+        elif len(chosen) == len(link.lanes):
             link.state, link.reason = "up", ""
-            link.transport, link.precision = "+".join(sorted(filter(None, chosen))), ready.precision
+            link.transport, link.precision = "+".join(sorted({each.transport for each in chosen})), ready.precision
             link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()
             log.info("link to %s is up over %s", link.info.name, link.transport)
 

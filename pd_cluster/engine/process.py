@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+EXIT_OTHER_RANK_LOST = 3
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -51,9 +52,9 @@ def main(fd: int) -> int:
             _follow(config)
         else:
             _serve(config, channel, inbox)
-    except InstanceLost as error:  # another rank is gone: what became of it, the parent can tell
-        log.error("%s", error)
-        return 1
+    except InstanceLost as error:  # what became of the other rank, the parent can tell
+        _tell(channel, RankReport(state="failed", lost=str(error)))
+        return EXIT_OTHER_RANK_LOST
     except PdClusterError as error:
         _tell(channel, RankReport(state="failed", error=str(error)))
         return 1

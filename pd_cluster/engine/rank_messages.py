@@ -34,11 +34,15 @@ class Moves(Message, frozen=True):
     moves: Sequence[tuple[Kind, int, int]]
 
 
-class Progress(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Reached(msgspec.Struct, frozen=True, order=True, array_like=True):
     """How far an engine is: steps begun, and layers that the last of them has written."""
 
     num_steps: int = 0
     num_layers: int = 0
+
+
+class Ping(Message, frozen=True):
+    """`Pong` is the answer, whatever this rank computes."""
 
 
 # ---- rank 0 -> follower: P's ends of lanes
@@ -79,14 +83,14 @@ class Ship(Message, frozen=True):
     transfer_id: str
     index: int
     piece: wire.KVPiece
-    after: Progress
+    after: Reached
 
 
 class ShipEnd(Message, frozen=True):
     conn: str
     lane: int
     end: wire.KVEnd
-    after: Progress
+    after: Reached
 
 
 class Drop(Message, frozen=True):
@@ -144,6 +148,10 @@ class CloseReceive(Message, frozen=True):
 # ---- follower -> rank 0
 
 
+class Pong(Message, frozen=True):
+    pass
+
+
 class Offers(Message, frozen=True):
     """What this rank offers in a lane, how large its payloads may be, and what its probe block holds."""
 
@@ -179,6 +187,7 @@ class Counted(Message, frozen=True):
 ToFollower = (
     Step
     | Moves
+    | Ping
     | OpenSend
     | Open
     | Settle
@@ -194,4 +203,5 @@ ToFollower = (
     | Forget
     | CloseReceive
 )
-FromFollower = Offers | Posted | Reported | Counted
+OfLanes = Offers | Posted | Reported | Counted
+FromFollower = Pong | OfLanes

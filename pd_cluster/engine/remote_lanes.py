@@ -28,7 +28,7 @@ class RemoteSend:
         conn: str,
         index: int,
         channel: Channel,
-        progress: Callable[[], to.Progress],
+        progress: Callable[[], to.Reached],
         done: Callable[[], None],
     ) -> None:
         self._at = (conn, index)
@@ -126,7 +126,7 @@ class RankLanes:
         self,
         local: LocalLanes,
         followers: list[Channel],
-        progress: Callable[[], to.Progress],
+        progress: Callable[[], to.Reached],
         send: Callable[[str, wire.Body], None],
         tell: Callable[[Offered], None],
     ) -> None:
@@ -163,23 +163,21 @@ class RankLanes:
     def _forget(self, conn: str, index: int) -> None:
         self._ends.pop((conn, index), None)
 
-    def hear(self, message: to.FromFollower) -> None:
+    def hear(self, message: to.OfLanes) -> None:
         """On a channel's thread."""
         if isinstance(message, to.Posted):
             self._send(message.conn, message.body)
             return
-        end, report = self._ends.get((message.conn, message.lane), (None, _nobody))
+        if (known := self._ends.get((message.conn, message.lane))) is None:
+            return  # an end that has been forgotten
+        end, report = known
         match message:
             case to.Offers() if isinstance(end, RemoteSend):
                 end.offered(message)
                 self._tell(Offered(message.conn))
-            case to.Counted() if end is not None:
+            case to.Counted():
                 end.counted(message)
             case to.Reported(event=event):
                 report(event)
                 if isinstance(end, RemoteReceive):
                     end.reported(event)
-
-
-def _nobody(event: LinkEvent) -> None:
-    """An end that has been forgotten."""

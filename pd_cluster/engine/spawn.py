@@ -70,6 +70,8 @@ class Followers:
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
         parent, child = socket.socketpair()
+        self._parents.append(parent)
+        self.channels.append(Channel(ours.detach(), to.FromFollower, self._timeouts.collective_timeout_s))
         place = RankPlace(rank=rank, size=self._size, store=self._store, fds=(theirs.fileno(),))
         threads = str(self._config.num_threads)
         with theirs, child:
@@ -80,8 +82,6 @@ class Followers:
                 env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             )
         self._processes.append(process)
-        self._parents.append(parent)
-        self.channels.append(Channel(ours.detach(), to.FromFollower, self._timeouts.collective_timeout_s))
         parent.sendall(msgspec.json.encode(msgspec.structs.replace(self._config, ranks=place)) + b"\n")
 
 

@@ -232,7 +232,7 @@ class Worker:
             case wire.Heartbeat(load):
                 if load is not None and (self.in_links.is_open(conn) or self.out_links.knows(conn)):
                     self._progress.heard(conn, load)
-            case wire.LinkOpen():
+            case wire.LinkOpen() if not self.out_links.knows(conn):
                 self.in_links.on_open(conn, peer, body)
             case wire.LinkAnswer():
                 self.out_links.on_answer(conn, body)

@@ -27,7 +27,8 @@ class CausalLM(Protocol):
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [num_samples, vocab_size] of `batch.sample_rows`; writes the batch's keys and values to its pool.
 
-        On ranks other than 0 the logits are of this rank's part of the vocabulary.
+        When it returns on rank 0, every rank has written. On ranks other than 0 the logits are of this rank's part of
+        the vocabulary.
         """
 
 
@@ -116,6 +117,7 @@ class FusedCausalLM:
         attended = self._attention(last, x, delta, rope, batch)
         rows = batch.sample_rows  # nobody reads the other rows of the last layer
         if len(rows) == 0:
+            self._group.sum(x.new_zeros(1))  # when this returns, every rank has written its last layer
             return x.new_empty(0, self._vocab_size)
         if len(rows) < len(x):
             x, attended = x[rows], attended[rows]

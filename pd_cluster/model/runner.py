@@ -27,6 +27,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
         """`group`: the ranks that share the model; every one of them builds its runner at the same time."""
         self.group = group or Alone()
+        assert self.group.size == config.tensor_parallel_size
         device = resolve(config.device)
         checkpoint = Checkpoint.open(config.model)
         self.max_model_len = checkpoint.max_model_len(config.max_model_len)
@@ -42,6 +43,7 @@ class ModelRunner:
         self.pool = KVPool(layout, self.group.least(num_blocks))
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
         self.window = prove(self.model, self.pool)
+        self.group.loaded()
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
         """See `compute`."""

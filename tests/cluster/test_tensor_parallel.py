@@ -40,7 +40,7 @@ def cluster(
         model,
         num_prefill=num_prefill,
         num_decode=num_decode,
-        arguments=[*FLAGS, f"--kv-transport={transport}"],
+        arguments=[*FLAGS, f"--kv-transport={transport}", "--collective-timeout=3"],
         tp_sizes=tp_sizes,
     ) as running:
         yield running
@@ -74,16 +74,19 @@ def test_sampled_sequences_are_those_of_one_process(cluster: LiveCluster, model:
         assert cluster.complete_choices(prompt, MAX_TOKENS, **fields) == expected
 
 
-def test_a_follower_s_death_ends_its_instance(cluster: LiveCluster, model: Path) -> None:
-    """One clear line, no process left behind; started again, it serves."""
-    name = max(cluster.launch.tp_sizes, key=lambda each: cluster.launch.tp_sizes[each])
-    size = cluster.launch.tp_sizes[name]
+def test_a_follower_s_end_is_its_instance_s(cluster: LiveCluster, model: Path) -> None:
+    """One that dies, and one that stands still while nothing is computed. One clear line, no process left behind."""
+    sizes = cluster.launch.tp_sizes
+    name = max(sizes, key=lambda each: sizes[each])
+    size = sizes[name]
     ranks = children_of(cluster.processes[name].pid)
     assert len(ranks) == size
-    os.kill(ranks[-1], signal.SIGKILL)
+    stops = "prefill-0" in sizes
+    os.kill(ranks[-1], signal.SIGSTOP if stops else signal.SIGKILL)
     assert cluster.await_exit(name) == 1
     lines = cluster.log_file(name).read_text().splitlines()
-    line = f"pd-cluster: {name}: rank {size - 1} of {size} (pid {ranks[-1]}) ended with code -9"
+    how = "has not answered for 3 s" if stops else f"(pid {ranks[-1]}) ended with code -9"
+    line = f"pd-cluster: {name}: rank {size - 1} of {size} {how}"
     assert [each for each in lines if each.startswith("pd-cluster: ")] == [line]
     cluster.wait_until("no rank is left", lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
     cluster.start_member(name)

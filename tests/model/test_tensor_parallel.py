@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from pd_cluster.errors import ModelError
 from pd_cluster.types import Request, SamplingParams
@@ -42,7 +43,7 @@ def test_four_ranks_with_replicated_heads(checkpoint: Checkpoints, architecture:
 
 
 def test_norms_that_span_replicated_heads(checkpoint: Checkpoints) -> None:
-    """Three sums a layer's heads share: each replicated head must count once."""
+    """Each rank knows its heads' part of the mean square only, and a replicated head must count once."""
     folder = checkpoint("olmo2", num_key_value_heads=2)
     prompts = [random_prompt(random.Random(3), n) for n in (5, 33)]
     with ranks(folder, 4, num_blocks=64) as core:
@@ -81,6 +82,30 @@ def test_preemption_and_forks_move_blocks_on_every_rank(checkpoint: Checkpoints,
     with ranks(folder, 2, **settings) as core:
         assert run(core, requests()) == expected
         assert core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+def test_no_step_ends_before_all_ranks_have_written(
+    checkpoint: Checkpoints, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk without logits: the ranks meet once more after the last layer's keys and values, or a block that is
+    given away could still be written."""
+    folder = checkpoint(architecture)
+    with ranks(folder, 2, max_num_batched_tokens=16, num_blocks=64) as core:
+        group, events = core.runner._runner.group, []  # type: ignore[attr-defined]
+        plain_sum = group.sum
+
+        def counted(x: torch.Tensor) -> torch.Tensor:
+            events.append("sum")
+            summed: torch.Tensor = plain_sum(x)
+            return summed
+
+        monkeypatch.setattr(group, "sum", counted)
+        core.scheduler.add(Request("r", random_prompt(random.Random(5), 40), GREEDY))
+        core.run(core.plan(), lambda num_layers: events.append(f"layer {num_layers}"))
+        assert events.index("layer 3") < len(events) - 1
+        assert events[-1] == "sum"
+        core.scheduler.finish(core.scheduler.requests["r#0"])
 
 
 def test_each_rank_holds_its_share_only(checkpoint: Checkpoints) -> None:

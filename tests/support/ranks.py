@@ -33,7 +33,7 @@ def ranks(folder: Path, size: int, **settings: object) -> Iterator[EngineCore]:
     """The engine's core; its followers are gone afterwards. Raises what a rank raises while it loads."""
     config = EngineConfig(model=str(folder), tensor_parallel_size=size, **settings)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as store, ThreadPoolExecutor(size) as threads, _one_at_a_time():
-        places = [Rendezvous(f"{store}/ranks", rank, size, WAIT_S) for rank in range(size)]
+        places = [Rendezvous(f"{store}/ranks", rank, size, WAIT_S, WAIT_S) for rank in range(size)]
         pairs = [socket.socketpair() for _ in range(size - 1)]
         followers = [Channel(ours.detach(), to.FromFollower, WAIT_S) for ours, _ in pairs]
 

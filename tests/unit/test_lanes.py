@@ -144,15 +144,15 @@ def test_any_order_of_lanes(seed: int) -> None:
 
 def test_a_follower_sends_what_it_has_computed_itself() -> None:
     gate, done = Gate(), []
-    gate.reached(to.Progress(1, 0))
+    gate.reached(to.Reached(1, 0))
     for name, after in (("a", (0, 9)), ("b", (1, 2)), ("c", (0, 0)), ("d", (1, 3)), ("e", (2, 1))):
-        gate.add(to.Progress(*after), lambda name=name: done.append(name))
+        gate.add(to.Reached(*after), lambda name=name: done.append(name))
     assert done == ["a"]  # in order: what is behind b waits with it
-    gate.reached(to.Progress(1, 1))
+    gate.reached(to.Reached(1, 1))
     assert done == ["a"]
-    gate.reached(to.Progress(1, 2))
+    gate.reached(to.Reached(1, 2))
     assert done == ["a", "b", "c"]
-    gate.reached(to.Progress(2, 0))
+    gate.reached(to.Reached(2, 0))
     assert done == ["a", "b", "c", "d"]
-    gate.reached(to.Progress(2, 1))
+    gate.reached(to.Reached(2, 1))
     assert done == ["a", "b", "c", "d", "e"]

@@ -34,6 +34,9 @@ class Group(Protocol):
     def least(self, number: int) -> int:
         """The least of every rank's number."""
 
+    def loaded(self) -> None:
+        """From now on the others are waited for as long as in a step."""
+
 
 class Alone:
     """A model that is whole on one rank."""
@@ -50,6 +53,8 @@ class Alone:
     def least(self, number: int) -> int:
         return number
 
+    def loaded(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
@@ -58,7 +63,8 @@ class Rendezvous:
     path: str
     rank: int
     size: int
-    timeout_s: float
+    timeout_s: float  # how long a rank waits for the others in a step
+    load_timeout_s: float = 600.0  # until all have loaded their weights
 
 
 class GlooGroup:
@@ -67,7 +73,8 @@ class GlooGroup:
     def __init__(self, place: Rendezvous) -> None:
         self.rank, self.size = place.rank, place.size
         self.reduce_s = 0.0
-        self._timeout = timedelta(seconds=place.timeout_s)
+        self._timeout = timedelta(seconds=place.load_timeout_s)
+        self._step_timeout = timedelta(seconds=place.timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
         options._timeout = self._timeout
@@ -91,6 +98,9 @@ class GlooGroup:
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         self._wait(self._group.gather([parts] if parts else [], [x], GatherOptions()))
         return torch.cat(parts, dim=-1) if parts else x
+
+    def loaded(self) -> None:
+        self._timeout = self._step_timeout
 
     def least(self, number: int) -> int:
         x = torch.tensor([number])

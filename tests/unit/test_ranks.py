@@ -1,0 +1,198 @@
+"""Ranks of one instance: who notices that one is gone, who is blamed, and links whose lanes are not alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.cluster.ranks import Ranks
+from pd_cluster.config import Timeouts
+from pd_cluster.engine import rank_messages as to
+from pd_cluster.engine.channel import Channel
+from pd_cluster.engine.lead import Watch
+from pd_cluster.engine.links import Progress, Side
+from pd_cluster.engine.out_links import OutLinks
+from pd_cluster.errors import InstanceLost
+from pd_cluster.kv.layout import KVLayout
+
+WAIT_S = 20.0
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+
+
+@contextmanager
+def channel_pair(timeout_s: float = WAIT_S) -> Iterator[tuple[Channel, Channel]]:
+    ours, theirs = socket.socketpair()
+    pair = (
+        Channel(ours.detach(), to.FromFollower, timeout_s),
+        Channel(theirs.detach(), to.ToFollower, timeout_s),
+    )
+    try:
+        yield pair
+    finally:
+        for end in pair:
+            end.close()
+
+
+# ---- the channel
+
+
+def test_messages_arrive_whole_and_in_order() -> None:
+    with channel_pair() as (lead, follower):
+        heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        follower.start("test", heard.put, lambda: heard.put("end"))
+        sent = [to.Step(bytes(size), b"", b"x" * (size % 7)) for size in (0, 1, 70_000, 3)]
+        for message in sent:
+            lead.send(message)
+        assert [heard.get(timeout=WAIT_S) for _ in sent] == sent
+        lead.close()
+        assert heard.get(timeout=WAIT_S) == "end"
+
+
+def test_a_message_that_nobody_takes_is_an_error_in_time() -> None:
+    with channel_pair(timeout_s=0.2) as (lead, _), pytest.raises(InstanceLost, match="another rank of this instance"):
+        lead.send(to.Step(bytes(100 << 20), b"", b""))
+
+
+def test_what_a_message_raises_is_kept() -> None:
+    with channel_pair() as (lead, follower):
+        ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def handle(message: object) -> None:
+            raise ValueError("no")
+
+        follower.start("test", handle, lambda: ended.put("end"))
+        lead.send(to.Ping())
+        assert ended.get(timeout=WAIT_S) == "end"
+        assert isinstance(follower.error, ValueError)
+
+
+# ---- who is lost
+
+
+def test_a_follower_that_does_not_answer_is_lost() -> None:
+    """Also when nothing is computed; the other one answers, and is not."""
+    with channel_pair() as (silent, _), channel_pair() as (lead, follower):
+        follower.start("follower", lambda message: follower.send(to.Pong()), lambda: None)
+        lost: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        Watch([silent, lead], lambda message: None, lambda rank, why: lost.put((rank, why)), 0.5).start()
+        assert lost.get(timeout=WAIT_S) == (1, "has not answered for 0.5 s")
+
+
+def test_a_follower_whose_socket_ends_is_lost() -> None:
+    with channel_pair() as (lead, follower):
+        lost: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        Watch([lead], lambda message: None, lambda rank, why: lost.put((rank, why)), WAIT_S).start()
+        follower.close()
+        assert lost.get(timeout=WAIT_S) == (1, "is gone")
+
+
+@pytest.mark.parametrize(
+    ("ended", "blamed"),
+    [([(0, 3), (1, -9)], 1), ([(1, 1), (0, 3)], 1), ([(0, 3), (2, 0), (1, 1)], 1), ([(2, -9), (1, -6)], 2)],
+)
+def test_the_rank_that_ended_by_itself_is_blamed(ended: list[tuple[int, int]], blamed: int) -> None:
+    """(rank, exit code) in the order of their ends; 3 and 0 are of ranks that lost another."""
+    ranks = Ranks.__new__(Ranks)
+    ranks._ended = [SimpleNamespace(rank=rank, exit_code=code) for rank, code in ended]  # type: ignore[misc]
+    assert ranks._first_to_blame().rank == blamed
+
+
+# ---- a link with several lanes
+
+
+class End:
+    """A SendEnd whose thread would do as it is told."""
+
+    max_payload_nbytes = sent_nbytes = probe_seed = 0
+
+    def __init__(self, offers: list[wire.TransportOffer] | None) -> None:
+        self.offers = offers
+        self.is_closed = False
+
+    def open(self, *_: object) -> None: ...
+    def settle(self) -> None: ...
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class World:
+    """P's end of a link from one rank to two."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.Body] = []
+        self.ends = [End([]), End(None)]  # the second is on another rank, which has not told what it offers
+        side = Side("prefill-0@1", b"s", "m", LAYOUT, 8, 0, wire.KVOptions())
+        ends = iter(self.ends)
+        self.links = OutLinks(
+            side,
+            SimpleNamespace(
+                connect=lambda *_: "c", disconnect=lambda _: None, send=lambda _, body: self.sent.append(body)
+            ),  # type: ignore[arg-type]
+            SimpleNamespace(send_end=lambda *_: next(ends)),  # type: ignore[arg-type]
+            lambda event: None,
+            lambda conn, reason: None,
+            Progress(lambda: 0.0),
+            lambda: 0.0,
+            Timeouts(),
+        )
+        info = wire.PeerInfo(name="decode-0", epoch=2, role="decode", host="h", control_port=1, tp_size=2)
+        self.links.set_peers([info])
+        self.links.on_opened("c")
+
+    @property
+    def state(self) -> str:
+        return self.links.states()["decode-0@2"]
+
+    def announce(self) -> str:
+        self.ends[1].offers = []
+        self.links.on_offered("c")
+        (opened,) = self.sent
+        assert isinstance(opened, wire.LinkOpen)
+        assert [(lane.source_rank, lane.target_rank) for lane in opened.lanes] == [(0, 0), (0, 1)]
+        return opened.link_id
+
+
+def test_a_link_is_announced_when_every_rank_has_its_end() -> None:
+    world = World()
+    assert world.sent == []
+    world.announce()
+    world.links.on_offered("c")
+    assert len(world.sent) == 1
+
+
+def test_a_link_is_up_when_all_of_its_lanes_are() -> None:
+    world = World()
+    link_id = world.announce()
+    world.links.on_ready("c", wire.LinkReady(link_id, "shm", "", 0))
+    assert world.state == "opening"
+    world.links.on_ready("c", wire.LinkReady(link_id, "dist", "", 7))  # no such lane
+    assert world.state == "opening"
+    world.links.on_ready("c", wire.LinkReady(link_id, "dist", "", 1))
+    assert world.state == "up (dist+shm)"
+
+
+def test_lanes_of_unequal_precision_are_tried_again() -> None:
+    """D knows its blocks by one precision: half of the heads in int8 must not pass for exact."""
+    world = World()
+    link_id = world.announce()
+    world.links.on_ready("c", wire.LinkReady(link_id, "shm", "", 0))
+    world.links.on_ready("c", wire.LinkReady(link_id, "dist", "int8", 1))
+    assert world.state == "waiting: some of its lanes are exact and some are not"
+    assert all(end.is_closed for end in world.ends)
+
+
+@pytest.mark.parametrize(("tp_size", "tp_rank"), [(2, 0), (4, 1), (1, 0)])
+def test_an_answer_from_another_rank_is_refused(tp_size: int, tp_rank: int) -> None:
+    world = World()
+    link_id = world.announce()
+    layout = dataclasses.replace(LAYOUT, tp_size=tp_size, tp_rank=tp_rank)
+    world.links.on_answer("c", wire.LinkAnswer(link_id, "shm", layout.to_info(), 1))
+    assert world.state == f"refused: rank {tp_rank} of {tp_size} of decode-0 answered for rank 1 of 2"

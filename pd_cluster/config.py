@@ -31,6 +31,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     link_keepalive_s: float = 30.0
+    guided_timeout_s: float = 5.0
 
 
 class PortRange(msgspec.Struct, frozen=True):

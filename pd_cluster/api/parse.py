@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import ValidationError
 
+from pd_cluster.api.guide_fields import guide_of
 from pd_cluster.api.protocol import NOT_YET, ChatCompletionRequest, GenerationRequest
 from pd_cluster.errors import RequestError
 
@@ -55,6 +56,7 @@ def _check_together(request: GenerationRequest) -> None:
     """Fields that are good by themselves and not with others. Raises RequestError."""
     request.stops()
     request.biases()
+    guide_of(request)
     n, best_of = request.num_choices, request.num_sequences
     if best_of < n:
         raise RequestError(f"best_of: {best_of} is less than n, {n}; give at least n, or leave it out", param="best_of")

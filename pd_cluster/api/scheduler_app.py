@@ -97,6 +97,7 @@ async def run_scheduler(
         limit,
         engine.seed,
         max_logprobs,
+        timeouts.guided_timeout_s,
     )
     mailbox.start()
     try:
@@ -108,6 +109,7 @@ async def run_scheduler(
         failure = _first_failure(membership.run(), handler.fatal)
         await serve_until_signal(servers, failure, router.end_all, drain_s)
     finally:
+        await service.guides.close()
         mailbox.close()
 
 

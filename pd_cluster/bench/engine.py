@@ -20,7 +20,7 @@ import msgspec
 
 from pd_cluster.bench import engine_workloads as workloads
 from pd_cluster.bench.engine_child import ChildFailed, run_child, run_peer, sigterm_raises
-from pd_cluster.bench.engine_goals import FLOORS, OURS, REFERENCE, STEPS, Round
+from pd_cluster.bench.engine_goals import FLOORS, GUIDED, OURS, REFERENCE, STEPS, Round
 from pd_cluster.bench.engine_model import QUICK_SHAPE, ModelShape
 from pd_cluster.bench.engine_report import make_report, show
 from pd_cluster.bench.engine_spec import PeerResult, Spec, Workload
@@ -28,7 +28,7 @@ from pd_cluster.bench.gguf import convert
 from pd_cluster.bench.report import check_writable
 from pd_cluster.errors import ConfigError
 
-WORKLOADS = ("uniform", "mixed", "steps")
+WORKLOADS = ("uniform", "mixed", "steps", "guided")
 DEFAULT_PEERS_DIR = Path(__file__).parents[2] / ".venv-peers"
 DEADLINE_S = 900.0
 MODEL_DEADLINE_S = 120.0
@@ -188,8 +188,8 @@ def run_round(
     """Each engine once. Raises ChildFailed when our own fails."""
     found = measured.rounds[-1]
     label = f"round {number + 1} of {bench.rounds}"
-    if "steps" in bench.workloads:
-        for module in (FLOORS, STEPS):
+    for workload, modules in (("steps", (FLOORS, STEPS)), ("guided", (GUIDED,))):
+        for module in modules if workload in bench.workloads else ():
             started_s = time.monotonic()
             found[module] = run_peer(module, spec, folder, DEADLINE_S)
             print(f"{label}: {module} ({time.monotonic() - started_s:.0f} s)", flush=True)

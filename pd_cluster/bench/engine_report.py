@@ -16,12 +16,14 @@ from typing import Any
 
 from pd_cluster.bench.engine_goals import (
     FLOORS,
+    GUIDED,
     OURS,
     REFERENCE,
     STEPS,
     Goal,
     Round,
     equal_tokens,
+    guided_goals,
     lowest_median_highest,
     step_goals,
     throughput_goals,
@@ -69,7 +71,7 @@ def make_report(
     return EngineReport(
         command,
         [*_throughputs(rounds, [OURS, *peers]), *_figures(rounds)],
-        [*throughput_goals(rounds, others, why), *step_goals(rounds)],
+        [*throughput_goals(rounds, others, why), *step_goals(rounds), *guided_goals(rounds)],
         [_engine(name, rounds, why.get(name)) for name in (OURS, *peers)],
     )
 
@@ -110,7 +112,7 @@ def _throughputs(rounds: Sequence[Round], engines: Sequence[str]) -> list[Result
 def _figures(rounds: Sequence[Round]) -> list[Result]:
     found: dict[str, list[float]] = {}
     for each in rounds:
-        for module in (FLOORS, STEPS):
+        for module in (FLOORS, STEPS, GUIDED):
             for name, value in (each[module].figures if module in each else {}).items():
                 found.setdefault(name, []).append(value)
     return [_result(name, values, _unit(name)) for name, values in found.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 
 from pd_cluster import wire
+from pd_cluster.checkpoint import resolve_model
 from pd_cluster.config import EngineConfig, WorkerConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
@@ -12,8 +13,10 @@ from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import Side
 from pd_cluster.engine.scheduler import PrefixScope, Scheduler
 from pd_cluster.engine.worker import Worker
+from pd_cluster.grammar import Compiler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.mailbox import Mailbox, peer_key
+from pd_cluster.model.guided import Guides
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.reports import RankReport
 from pd_cluster.transport.factory import Transports
@@ -31,7 +34,9 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelRunner]:
         prefix,
         BlockPool(runner.swap.num_blocks),
     )
-    return EngineCore(runner, scheduler), runner
+    tokenizer_file = resolve_model(config.model) / "tokenizer.json"
+    guides = Guides(lambda: Compiler(tokenizer_file, runner.vocab_size, runner.eos_token_ids))
+    return EngineCore(runner, scheduler, guides=guides), runner
 
 
 class _Handler:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Request, SamplingParams
 
 MAX_SEQUENCES = 1024
 MAX_LOGPROB_ENTRIES = 1_000_000  # they travel in one message
@@ -31,6 +31,8 @@ class Limits:
             return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
+        if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
+            return f"a guide of {len(sampling.guide.text)} characters; at most {MAX_GUIDE_NUM_CHARS} are allowed"
         return self._sampling_problem(sampling)
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:

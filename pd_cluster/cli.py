@@ -77,6 +77,10 @@ def serve(
     collective_timeout: Annotated[float, typer.Option(help="Seconds that a rank waits for another.")] = 60.0,
     request_timeout: Annotated[float, typer.Option(help="Seconds for a whole request; 0: none.")] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.")] = 30.0,
+    guided_decoding_backend: Annotated[
+        str, typer.Option(help="auto, guidance or llguidance: names of the one library that is used.")
+    ] = "auto",
+    guided_timeout: Annotated[float, typer.Option(help="Seconds to try a request's schema, regex or grammar.")] = 5.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "INFO",
 ) -> None:
     """Run one instance; its role comes from the rank tables that the environment names.
@@ -186,7 +190,7 @@ def bench_engine(
     peers: Annotated[
         str, typer.Option(help="Engines to compare with: generate,continuous,llama.cpp,vllm; default: all.")
     ] = "",
-    workload: Annotated[str, typer.Option(help="uniform,mixed,steps; default: all.")] = "",
+    workload: Annotated[str, typer.Option(help="uniform,mixed,steps,guided; default: all.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="How often each engine runs, in turn.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Threads of each engine.")] = 2,
     peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
@@ -213,6 +217,17 @@ def bench_kv(
     from pd_cluster.bench.kv import make_bench, run
 
     run(make_bench(rounds, transports, sizes, streaming, quick), json)
+
+
+@bench.command("guided")
+def bench_guided(
+    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Guides: compiling, masks, JSON schema features and hostile input, against xgrammar if it is there."""
+    from pd_cluster.bench.guided import run
+
+    run(peers_dir, json)
 
 
 @app.command()

@@ -11,6 +11,7 @@ PdClusterError
 │   ├── InstanceLost       its worker died, stalled or was cut off
 │   ├── TransferFailed     its KV cache did not arrive
 │   └── DeadlineExceeded   HTTP 504
+├── GuideError             what an output must look like cannot be followed: a schema, a regex, a grammar
 ├── LinkError              two workers cannot exchange KV cache; `retry` tells whether later may be better
 └── OutOfBlocks            the pool has fewer free blocks than wanted; the engine's own business
 """
@@ -71,6 +72,10 @@ class TransferFailed(GenerationError):
 
 class DeadlineExceeded(GenerationError):
     pass
+
+
+class GuideError(PdClusterError):
+    """A guide that does not compile, is too large to follow, or leaves no token to choose."""
 
 
 class LinkError(PdClusterError):

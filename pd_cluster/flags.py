@@ -67,7 +67,6 @@ REFUSED: dict[str, str] = {
     "--enable-lora": "LoRA adapters are not supported",
     "--enable-prompt-adapter": "prompt adapters are not supported",
     "--fully-sharded-loras": "LoRA adapters are not supported",
-    "--guided-decoding-backend": "guided decoding is not supported yet",
     "--kv-transfer-config": "the handover is part of this project; see --kv-transport",
     "--limit-mm-per-prompt": "images, audio and video are not supported",
     "--long-lora-scaling-factors": "LoRA adapters are not supported",

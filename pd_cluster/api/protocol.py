@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pd_cluster.api.guide_fields import guide_of
 from pd_cluster.engine.limits import MAX_LENGTH_PENALTY
 from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams
@@ -31,15 +32,7 @@ INT32_MAX = 2**31 - 1
 # Parameters that exist elsewhere and not here yet -> the values that ask for nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "structured_outputs": (),
     "logits_processors": ([],),
     "extra_args": ({},),
     "vllm_xargs": ({},),
@@ -114,6 +107,14 @@ class GenerationRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], FAIL_FAST] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
     return_token_ids: bool = False
 
     @property
@@ -185,6 +186,7 @@ class GenerationRequest(BaseModel):
             beam_width=self.beam_width,
             length_penalty=1.0 if self.length_penalty is None else float(self.length_penalty),
             early_stopping=self.early_stopping or False,
+            guide=asked.guide if (asked := guide_of(self)) is not None else None,
         )
 
     def biases(self) -> dict[int, float]:

@@ -98,6 +98,7 @@ async def run_scheduler(
         engine.seed,
         max_logprobs,
         engine.max_num_seqs,
+        timeouts.guided_timeout_s,
     )
     mailbox.start()
     try:
@@ -109,6 +110,7 @@ async def run_scheduler(
         failure = _first_failure(membership.run(), handler.fatal)
         await serve_until_signal(servers, failure, router.end_all, drain_s)
     finally:
+        await service.guides.close()
         mailbox.close()
 
 

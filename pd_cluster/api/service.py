@@ -14,12 +14,14 @@ from typing import Any
 
 import msgspec
 
+from pd_cluster.api.guide_check import GuideCheck
+from pd_cluster.api.guide_fields import guide_of
 from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, truncated
 from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, GenerationRequest
 from pd_cluster.api.sequence import Piece, Sequence, joined
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router, Stream
-from pd_cluster.errors import ModelNotFound, RequestError
+from pd_cluster.errors import GuideError, ModelNotFound, RequestError
 from pd_cluster.text import StopStrings, Tokenizer
 from pd_cluster.types import Logprobs, PromptOutput, SamplingParams, TokenOutput
 
@@ -92,6 +94,7 @@ class TextService:
         seed: int | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         max_num_seqs: int = MAX_SEQUENCES,
+        guided_timeout_s: float = 5.0,
     ) -> None:
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.path)
@@ -101,6 +104,9 @@ class TextService:
         self._max_model_len = max_model_len
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
         self._limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
+        self.guides = GuideCheck(
+            checkpoint.path / "tokenizer.json", vocab_size, checkpoint.eos_token_ids, guided_timeout_s
+        )
         known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         self._sampling_defaults = {
             k: v for k, v in checkpoint.generation_config.items() if k in known and v is not None
@@ -189,6 +195,7 @@ class TextService:
         sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
         sampling = msgspec.structs.replace(sampling, bad_words=await self._bad_words(request))
         sampling = self._limits.check(request, sampling, len(token_ids))
+        await self._check_guide(request)
         include = bool(request.include_stop_str_in_output)
         stops = request.stops()
         sequences = [
@@ -213,6 +220,16 @@ class TextService:
             cache_salt=request.cache_salt or "",
             received_s=received_s,
         )
+
+    async def _check_guide(self, request: GenerationRequest) -> None:
+        """Before anybody else sees it. Raises RequestError that names the field, Unavailable."""
+        asked = guide_of(request)
+        if asked is None:
+            return
+        try:
+            await self.guides.check(asked.guide)
+        except GuideError as error:
+            raise RequestError(f"{asked.field}: {error}", param=asked.field.partition(".")[0]) from None
 
     def _max_tokens(
         self, request: GenerationRequest, token_ids: list[int], default_max_tokens: int | None, param: str

@@ -28,7 +28,7 @@ from pd_cluster.bench.gguf import convert
 from pd_cluster.bench.report import check_writable
 from pd_cluster.errors import ConfigError
 
-WORKLOADS = ("uniform", "mixed", "steps", "ranks")
+WORKLOADS = ("uniform", "mixed", *PARTS)
 DEFAULT_PEERS_DIR = Path(__file__).parents[2] / ".venv-peers"
 DEADLINE_S = 900.0
 MODEL_DEADLINE_S = 120.0

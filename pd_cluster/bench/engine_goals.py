@@ -14,8 +14,8 @@ from typing import Any
 from pd_cluster.bench.engine_spec import PeerResult, Run
 from pd_cluster.bench.report import Better
 
-OURS, REFERENCE, FLOORS, STEPS = "ours", "generate", "floors", "steps"
-PARTS = {"steps": (FLOORS, STEPS), "ranks": ("ranks",)}  # workloads that take an engine apart: what runs for each
+OURS, REFERENCE, FLOORS, STEPS, GUIDED = "ours", "generate", "floors", "steps", "guided"
+PARTS = {"steps": (FLOORS, STEPS), "guided": (GUIDED,), "ranks": ("ranks",)}  # what takes an engine apart, by workload
 Round = Mapping[str, PeerResult]  # what ran in one round, by engine
 
 
@@ -151,6 +151,24 @@ def step_goals(rounds: Sequence[Round]) -> list[Goal]:
         Goal(name=name, goal=goal, better="lower", unit=unit, values=[value_of(each) for each in figures])
         for name, goal, unit, value_of in STEP_GOALS
     ]
+
+
+def guided_goals(rounds: Sequence[Round]) -> list[Goal]:
+    """What a guide adds to a step, beside the same step without."""
+    figures = [each[GUIDED].figures for each in rounds if GUIDED in each]
+    goals = []
+    for name in ("greedy", "drawn") if figures else ():
+        values = [100 * (each[f"guided_{name}_16_over_unguided"] - 1) for each in figures]
+        goals.append(
+            Goal(
+                name=f"guided decode of 16, {name}: more than unguided",
+                goal=10.0,
+                better="lower",
+                unit="%",
+                values=values,
+            )
+        )
+    return goals
 
 
 # ---- tokens

@@ -21,6 +21,7 @@ from pd_cluster.bench.engine_goals import (
     Goal,
     Round,
     equal_tokens,
+    guided_goals,
     lowest_median_highest,
     step_goals,
     throughput_goals,
@@ -68,7 +69,7 @@ def make_report(
     return EngineReport(
         command,
         [*_throughputs(rounds, [OURS, *peers]), *_figures(rounds)],
-        [*throughput_goals(rounds, others, why), *step_goals(rounds)],
+        [*throughput_goals(rounds, others, why), *step_goals(rounds), *guided_goals(rounds)],
         [_engine(name, rounds, why.get(name)) for name in (OURS, *peers)],
     )
 

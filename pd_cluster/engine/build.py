@@ -6,6 +6,7 @@ import queue
 from collections.abc import Sequence
 
 from pd_cluster import wire
+from pd_cluster.checkpoint import resolve_model
 from pd_cluster.config import EngineConfig, WorkerConfig
 from pd_cluster.engine import rank_messages as to
 from pd_cluster.engine.channel import Channel
@@ -19,8 +20,10 @@ from pd_cluster.engine.remote_lanes import RankLanes
 from pd_cluster.engine.scheduler import PrefixScope, Scheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.errors import InstanceLost
+from pd_cluster.grammar import Compiler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.mailbox import Mailbox, peer_key
+from pd_cluster.model.guided import Guides
 from pd_cluster.model.parallel.group import Group, Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.reports import RankReport
@@ -42,7 +45,9 @@ def build_core(
         BlockPool(runner.swap.num_blocks),
         runner.window,
     )
-    return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler), runner
+    tokenizer_file = resolve_model(config.model) / "tokenizer.json"
+    guides = Guides(lambda: Compiler(tokenizer_file, runner.vocab_size, runner.eos_token_ids))
+    return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides), runner
 
 
 def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:

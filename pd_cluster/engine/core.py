@@ -16,7 +16,8 @@ import torch
 from pd_cluster.engine import beam_groups
 from pd_cluster.engine.beams import BeamSearch, answer, first_tokens_of
 from pd_cluster.engine.scheduler import Move, Scheduler, StepPlan
-from pd_cluster.model.sampler import Row, Sampled, Sampler
+from pd_cluster.model.guided import Guides, no_guides
+from pd_cluster.model.sampler import NO_TOKEN, Row, Sampled, Sampler
 from pd_cluster.types import Candidate, PromptOutput, Request, TokenOutput
 
 OnLayer = Callable[[int], None]
@@ -55,6 +56,7 @@ class StepResult:
     A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` come once a request.
     A beam search gives nothing before its end, and then every token of its answer, paired with any of its beams;
     `candidates` are for who takes it over, `ended` are beams that are no more.
+    `failed` pairs each sequence that can have no next token with the reason; it holds nothing any more either.
     """
 
     plan: StepPlan
@@ -63,11 +65,19 @@ class StepResult:
     prompts: list[tuple[Request, PromptOutput]] = field(default_factory=list)
     candidates: list[tuple[Request, TokenOutput]] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, str]] = field(default_factory=list)
 
 
 class EngineCore:
-    def __init__(self, runner: Runner, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.perf_counter,
+        guides: Guides | None = None,
+    ) -> None:
         self.runner = runner
+        self.guides = guides or no_guides()
         self.scheduler = scheduler
         self.sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
         self.times = StepTimes()
@@ -77,6 +87,7 @@ class EngineCore:
     def plan(self) -> StepPlan:
         start_s = self._clock()
         plan = self.scheduler.plan()
+        plan.chunks = self.guides.without_unready(plan.chunks)
         self.times.plan_s += self._clock() - start_s
         return plan
 
@@ -88,13 +99,15 @@ class EngineCore:
             self.runner.move(plan.moves)
         if not plan.chunks:
             return result
+        guided = self.guides.begin(plan.chunks)  # masks are made while the model runs
         logits = self.runner.forward(plan.chunks, on_layer)  # [num_rows, vocab_size]
         computed_s = self._clock()
         times.forward_s += computed_s - start_s
         if any(request.wants_prompt_logprobs for request, _ in plan.chunks):
             logits = self._prompt_logprobs(plan, logits)
         ready = self.scheduler.computed(plan)  # one row of logits each
-        rows = [Row(r, index, len(r.output_token_ids)) for r in ready for index in _indices(r)]
+        masks = guided.wait()
+        rows = [Row(r, index, len(r.output_token_ids), masks.get(r.key)) for r in ready for index in _indices(r)]
         at = [i for i, request in enumerate(ready) for _ in _indices(request)]
         candidates = self._candidates(logits, ready)
         sampled = self.sampler.sample(logits, rows, at if at != list(range(len(ready))) else None) if rows else []
@@ -118,12 +131,16 @@ class EngineCore:
     ) -> None:
         chosen = iter(zip(rows, sampled, strict=True))
         for request in ready:
+            pairs = [next(chosen) for _ in _indices(request)]
+            if stuck := [row for row, each in pairs if each.token_id == NO_TOKEN]:
+                self._fail(result, stuck[0])
+                continue
             if not request.output_token_ids and request.leg != "decode":
                 result.prompts.append((request, self._prompt_output(request)))
             if request.key in candidates:
                 self._grow(result, request, candidates[request.key])
                 continue
-            tokens = [self._token(*next(chosen)) for _ in _indices(request)]
+            tokens = [self._token(row, each) for row, each in pairs]
             if len(tokens) == 1 and request.leg != "prefill":
                 self._go_on(request, tokens[0])
                 result.sampled.append((request, tokens[0]))
@@ -141,6 +158,13 @@ class EngineCore:
         return TokenOutput(
             request.request_id, request.attempt, row.index, row.position, sampled.token_id, reason, sampled.logprobs
         )
+
+    def _fail(self, result: StepResult, row: Row) -> None:
+        """Its guide, or its guide and its other masks together, left no token to choose."""
+        problem = row.mask.problem if row.mask is not None else ""
+        why = problem or "its guide and its other constraints leave no token to choose"
+        self.scheduler.finish(row.request)
+        result.failed.append((row.request, why))
 
     def _go_on(self, request: Request, token: TokenOutput) -> None:
         request.output_token_ids.append(token.token_id)

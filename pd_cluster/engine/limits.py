@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Request, SamplingParams
 
 MAX_SEQUENCES = 1024
 MAX_LOGPROB_ENTRIES = 1_000_000  # they travel in one message
@@ -34,6 +34,8 @@ class Limits:
             return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
+        if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
+            return f"a guide of {len(sampling.guide.text)} characters; at most {MAX_GUIDE_NUM_CHARS} are allowed"
         return self._sampling_problem(sampling) or _beam_problem(sampling)
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
@@ -75,6 +77,8 @@ def _beam_problem(sampling: SamplingParams) -> str | None:
         return f"beam_width {sampling.beam_width} must be in 2 to {MAX_BEAM_WIDTH}, and not less than n, {sampling.n}"
     if not sampling.greedy:
         return f"a beam search has temperature 0, not {sampling.temperature}"
+    if sampling.guide is not None:
+        return "a beam search cannot follow a guide"
     if not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:  # nor is it NaN
         return f"length_penalty {sampling.length_penalty} must be in -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
     if sampling.n * sampling.max_tokens > MAX_ANSWER_TOKENS:

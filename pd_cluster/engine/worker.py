@@ -141,6 +141,9 @@ class Worker:
         for request, _ in plan.chunks:
             if request.leg == "prefill":
                 self.exports.computed(request, first_tokens[request.key])
+        for request, error in result.failed:
+            if request.leg_key in self._legs:  # not ended with another of its sequences already
+                self._end(request.leg_key, error)
         return bool(plan.chunks)
 
     def _layers_done(self, num_layers: int) -> None:
@@ -304,6 +307,7 @@ class Worker:
         self._legs[request.key] = [request]
         if submit.deadline_s:
             self._deadlines[request.key] = request.arrival_s + submit.deadline_s
+        self.core.guides.prepare(request)
         if request.leg == "decode":
             self.imports.submit(request)
         else:

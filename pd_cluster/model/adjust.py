@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pd_cluster.model.passes import Floats, Ints
@@ -128,6 +129,27 @@ class Edit(NamedTuple):
     row: int
     adjustment: Adjustment
     banned: Ints  # token ids; may hold doubles
+
+
+# Of each byte of a mask, what to add to eight logits: 0 where the bit is set, -inf where not. [256, 8]
+_ADDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+_ADDED_OF_BYTE = _ADDED.astype(np.float32)
+
+
+def restrict(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.uint32]]]) -> None:
+    """Forbids, in rows of logits [num_rows, vocab_size], each token t whose bit t % 32 of words[t // 32] is not set.
+
+    Tokens beyond the last word are forbidden. No logit may be NaN or +inf.
+    """
+    known = [(row, words) for row, words in masks if len(words)]
+    for row, words in masks:
+        logits[row, 32 * len(words) :] = -math.inf
+    if not known:
+        return
+    codes = np.stack([words for _, words in known]).view(np.uint8)  # [num_known, num_bytes]
+    added = _ADDED_OF_BYTE.take(codes, axis=0).reshape(len(known), -1)[:, : logits.shape[1]]
+    for (row, _), line in zip(known, torch.from_numpy(added).to(logits.device), strict=True):
+        logits[row, : len(line)].add_(line)
 
 
 def apply(logits: Tensor, edits: Sequence[Edit]) -> None:

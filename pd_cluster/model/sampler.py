@@ -5,6 +5,8 @@ the same numbers alone, in a batch, after a retry and on every device. Knows not
 
     logits ─ argmax ─┬─ rows that are greedy and nothing else ────────────────────────────┬─ token ids ─ logprobs
                      └─ the others ─ copy, masks and penalties (adjust) ─ argmax or draw ─┘  of the raw logits
+
+Masks of guides come with the rows; see guided.py.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pd_cluster.model.adjust import Edit, adjustment_of, adjusts, apply
+from pd_cluster.model.adjust import Edit, adjustment_of, adjusts, apply, restrict
 from pd_cluster.model.candidates import candidates_of, ends_of, told_of
 from pd_cluster.model.draw import Knobs, draw
+from pd_cluster.model.guided import Mask
 from pd_cluster.model.logprobs import logprobs_of
 from pd_cluster.model.passes import Floats, Ints, copy_of_rows, peaks, rows_of
 from pd_cluster.types import Candidate, Logprobs, Request, SamplingParams
 
 MASK = (1 << 64) - 1
+NO_TOKEN = -1  # nothing may follow
 MAX_LOGITS_AT_ONCE = 6 << 20  # 24 MiB of float32: glibc maps memory anew, and slowly, for temporaries from 32 MiB on
 
 
@@ -63,10 +67,17 @@ class Row(NamedTuple):
     request: Request
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody wants of a row
     position: int  # among the output tokens of the sequence
+    mask: Mask | None = None  # of its guide
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether the request's own masks and penalties apply: not where its guide lets it only end."""
+        is_complete = self.mask is not None and self.mask.is_complete
+        return not is_complete and adjusts(self.request.sampling, self.position)
 
 
 class Sampled(NamedTuple):
-    token_id: int
+    token_id: int  # or NO_TOKEN
     logprobs: Logprobs | None
 
 
@@ -83,7 +94,7 @@ class Sampler:
         `at` says which row of logits each is chosen from, when several are from the same one.
 
         Never raises for what the logits or the parameters are. Where masks forbid every token, the most likely of the
-        allowed_token_ids is chosen, or of all when there are none.
+        allowed_token_ids is chosen, or of all when there are none; and NO_TOKEN where one of the masks is a guide's.
         """
         num_rows = len(rows) if at is None else len(logits)
         assert logits.shape == (num_rows, self.vocab_size), f"{tuple(logits.shape)} for {num_rows} rows"
@@ -117,7 +128,7 @@ class Sampler:
         _, best = peaks(logits)
         work = logits.clone()
         self._adjust(work, rows)
-        _, best_left = peaks(work, lambda i: self._fallback(logits[i], rows[i]))
+        _, best_left = peaks(work, lambda i: self._likeliest_allowed(logits[i], rows[i]))
         ends = [ends_of(p, self.eos_token_ids, self.vocab_size) for p in params]
         found = candidates_of(work, best_left, ends, [p.beam_width for p in params])
         if told := [i for i, p in enumerate(params) if p.logprobs is not None]:
@@ -138,7 +149,8 @@ class Sampler:
         params = [row.request.sampling for row in rows]
         token_ids, best = peaks(logits)
         drawn = [i for i, p in enumerate(params) if not p.greedy]
-        adjusted = [i for i, (p, row) in enumerate(zip(params, rows, strict=True)) if adjusts(p, row.position)]
+        adjusted = [i for i, row in enumerate(rows) if row.mask is not None or row.is_adjusted]
+        stuck: set[int] = set()
         if drawn or adjusted:
             # Drawn rows first: then they are a view of the copy, and a batch of nothing else needs no copy.
             at = np.array(drawn + [i for i in adjusted if params[i].greedy])
@@ -146,7 +158,7 @@ class Sampler:
             if adjusted:
                 work = copy_of_rows(logits, at)
                 self._adjust(work, others)
-                chosen, best_left = peaks(work, lambda i: self._fallback(logits[at[i]], others[i]))
+                chosen, best_left = peaks(work, lambda i: self._fallback(logits[at[i]], others[i], stuck, int(at[i])))
             else:
                 work, chosen, best_left = rows_of(logits, at), token_ids[at], best[at]
             if num_drawn := len(drawn):
@@ -154,19 +166,32 @@ class Sampler:
                 chosen[:num_drawn] = draw(work[:num_drawn], best_left[:num_drawn], knobs)
             token_ids[at] = chosen
         told = self._logprobs(logits, best, token_ids, params)
-        return [Sampled(token_id, told.get(i)) for i, token_id in enumerate(token_ids.tolist())]
+        found = [Sampled(token_id, told.get(i)) for i, token_id in enumerate(token_ids.tolist())]
+        for i in stuck:
+            found[i] = Sampled(NO_TOKEN, None)
+        return found
 
     def _adjust(self, logits: Tensor, rows: Sequence[Row]) -> None:
         """Masks, biases and penalties, in place."""
+        restrict(logits, [(i, row.mask.words) for i, row in enumerate(rows) if row.mask is not None])
         edits = []
         for i, row in enumerate(rows):
-            if adjusts(row.request.sampling, row.position):
+            if row.is_adjusted:
                 adjustment = adjustment_of(row.request, self.vocab_size, self.eos_token_ids)
                 edits.append(Edit(i, adjustment, adjustment.banned(row.request, row.position)))
         apply(logits, edits)
 
-    def _fallback(self, line: Tensor, row: Row) -> int:
-        """What is chosen where every token is masked; `line` [vocab_size] is as the model made it."""
+    def _fallback(self, line: Tensor, row: Row, stuck: set[int], at: int) -> int:
+        """What is chosen where every token is masked; `line` [vocab_size] is as the model made it.
+
+        With a guide nothing may be: row `at` is added to the `stuck`, and what is returned is of no interest.
+        """
+        if row.mask is not None:
+            stuck.add(at)
+            return 0
+        return self._likeliest_allowed(line, row)
+
+    def _likeliest_allowed(self, line: Tensor, row: Row) -> int:
         allowed = adjustment_of(row.request, self.vocab_size, self.eos_token_ids).allowed.tolist()
         return int(allowed[int(line[allowed].argmax())] if allowed else line.argmax())
 

@@ -13,7 +13,15 @@ import pytest
 from pd_cluster.bench import engine, engine_workloads
 from pd_cluster.bench.engine import PEERS, EngineBench, absent_peers, check_lengths, make_bench
 from pd_cluster.bench.engine_child import ChildFailed, run_child
-from pd_cluster.bench.engine_goals import Goal, equal_tokens, ratios, step_goals, throughput_goals, tokens_per_s
+from pd_cluster.bench.engine_goals import (
+    Goal,
+    equal_tokens,
+    guided_goals,
+    ratios,
+    step_goals,
+    throughput_goals,
+    tokens_per_s,
+)
 from pd_cluster.bench.engine_model import ModelShape
 from pd_cluster.bench.engine_report import make_report
 from pd_cluster.bench.engine_spec import PeerResult, Run, Spec
@@ -219,3 +227,12 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_what_a_guide_adds_is_judged_by_round() -> None:
+    figures = {"guided_greedy_16_over_unguided": 1.05, "guided_drawn_16_over_unguided": 1.2}
+    rounds = [{"guided": PeerResult(figures=figures)}, {}]
+    greedy, drawn = guided_goals(rounds)
+    assert [round(value) for value in (*greedy.values, *drawn.values)] == [5, 20]
+    assert (greedy.met, drawn.met) == (True, False)
+    assert guided_goals([{}]) == []

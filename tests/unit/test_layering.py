@@ -18,7 +18,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors", "types"),
     ("wire", "reports"),
     ("config", "device", "checkpoint"),
-    ("sockets", "mailbox", "text", "kv"),
+    ("sockets", "mailbox", "text", "grammar", "kv"),
     ("transport", "model"),
     ("engine",),
     ("cluster",),
@@ -32,12 +32,14 @@ ONLY_IN = {
     "transformers": ("model", "bench.peers"),
     "torch": ("kv", "transport", "model", "engine", "device", "bench.peers"),
     "zmq": ("mailbox", "sockets"),
+    "llguidance": ("grammar",),
     "jinja2": ("text",),
     "tokenizers": ("text", "bench.peers"),
     "typer": ("cli", "quickstart"),
     "matplotlib": ("trace.png",),
 }
 TORCH_FREE = [
+    "pd_cluster.api.guide_child",
     "pd_cluster.api.scheduler_app",
     "pd_cluster.api.worker_app",
     "pd_cluster.bench.engine",
@@ -93,6 +95,11 @@ def test_rank_table_tools_import_nothing_of_the_cluster() -> None:
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_scheduler_and_parents_never_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_the_scheduler_leaves_guides_to_its_children() -> None:
+    code = "import sys, pd_cluster.api.scheduler_app; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

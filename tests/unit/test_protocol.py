@@ -193,6 +193,9 @@ WRONG: list[tuple[str, Any]] = [
     ("return_tokens_as_token_ids", 1),
     *(("cache_salt", value) for value in ("", 5, "x" * (MAX_SALT_NUM_CHARS + 1))),
     *(("truncate_prompt_tokens", value) for value in (0, -2, 1.5, "5", True)),
+    *(("guided_json", value) for value in (5, True, ["a"])),
+    *(("guided_choice", value) for value in ("a", [1])),
+    *(("response_format", value) for value in ("json", [], {"type": "xml"})),
 ]
 
 
@@ -421,6 +424,7 @@ def test_logprobs_is_a_field_of_every_kind(kind: type[GenerationRequest]) -> Non
 
 
 def test_a_huge_refused_value_is_not_repeated() -> None:
+    assert len(str(refused(json.dumps({"prompt": "a", "documents": ["x" * 100_000]}).encode()))) < 200
     assert len(str(refused(json.dumps({"prompt": "a", "guided_json": "x" * 100_000}).encode()))) < 200
 
 

@@ -21,6 +21,7 @@ GOOD = {
     "request_timeout": 600.0,
     "drain_timeout": 30.0,
     "link_keepalive": 30.0,
+    "guided_timeout": 5.0,
 }
 
 

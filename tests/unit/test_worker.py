@@ -23,7 +23,7 @@ from pd_cluster.engine.scheduler import PrefixScope, Scheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.types import LegEnd, Request, SamplingParams
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, LegEnd, Request, SamplingParams
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
@@ -256,6 +256,21 @@ def test_a_deadline_ends_all_sequences_once(num_steps: int) -> None:
     world.submit("r", PROMPT, sampling(), deadline_s=0.1 + 0.2 * num_steps)
     world.run()
     assert [(e.request_id, e.error) for e in world.post.ended] == [("r", "the request's deadline has passed")]
+    world.assert_home()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_guide_that_cannot_be_followed_ends_its_request_only(n: int) -> None:
+    world = World()
+    world.submit("r", PROMPT, sampling())
+    world.submit("guided", PROMPT, sampling(n=n, guide=Guide("regex", "a+")))
+    world.submit("too long", PROMPT, sampling(n=n, guide=Guide("regex", "a" * (MAX_GUIDE_NUM_CHARS + 1))))
+    world.run()
+    why = "its guide cannot be followed: this engine has no tokenizer to follow a guide with"
+    ended = {each.request_id: each.error for each in world.post.ended}
+    assert ended == {"guided": why, "too long": "a guide of 262145 characters; at most 262144 are allowed"}
+    assert len(world.post.ended) == 2
+    assert found(world, "r") == generate_alone(PROMPT, sampling())
     world.assert_home()
 
 

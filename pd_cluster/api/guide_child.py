@@ -1,0 +1,99 @@
+"""Tries guides: `python -m pd_cluster.api.guide_child FD`. A child process, because only a process can be stopped.
+
+FD is one end of a socket pair: down come its settings, then a guide a line; up goes a line when it is ready, and one a
+guide. End of file there ends it, and so does its parent's death. Its address space is limited: a guide that wants more
+ends it, and the parent knows whose fault it was. A guide is good when it compiles and some outputs can be begun.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pd_cluster.api.guide_check import CheckAnswer, CheckSettings
+from pd_cluster.engine.process import die_with_parent
+from pd_cluster.errors import GuideError
+from pd_cluster.grammar import Compiler, Matcher, Words
+from pd_cluster.types import Guide
+
+MAX_NBYTES = 2 << 30  # of address space, beyond what the process has when it is ready
+STACK_NBYTES = 4 << 20  # less than the engine's threads have: what overflows a stack does it here
+NICENESS = 10  # whoever is generating comes first
+NUM_WALKS = 3
+NUM_WALK_TOKENS = 24
+
+
+def check(compiler: Compiler, guide: Guide) -> None:
+    """Raises GuideError."""
+    matcher = compiler.compile(guide)
+    for seed in range(NUM_WALKS):
+        _walk(matcher.copy(), compiler, random.Random(seed))
+
+
+def _walk(matcher: Matcher, compiler: Compiler, rng: random.Random) -> None:
+    """Some tokens that may follow each other. Raises GuideError."""
+    words = np.zeros(compiler.num_words, dtype=np.uint32)
+    for _ in range(NUM_WALK_TOKENS):
+        matcher.write_mask(words)
+        going_on = token_ids_of(words & ~compiler.end_words)
+        if not len(going_on):
+            return
+        matcher.take([int(going_on[rng.randrange(len(going_on))])])
+
+
+def token_ids_of(words: Words) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Ascending."""
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+
+
+def main(fd: int) -> int:
+    die_with_parent()
+    os.nice(NICENESS)
+    channel = socket.socket(fileno=fd)
+    lines = channel.makefile("rb")
+    settings = msgspec.json.decode(lines.readline(), type=CheckSettings)
+    try:
+        compiler = Compiler(Path(settings.tokenizer_file), settings.vocab_size, settings.eos_token_ids)
+    except GuideError as error:
+        _tell(channel, CheckAnswer(str(error)))
+        return 1
+    _limit_memory()
+    _tell(channel, CheckAnswer())
+    threading.stack_size(STACK_NBYTES)
+    thread = threading.Thread(target=_serve, args=(channel, lines, compiler), name="check")
+    thread.start()
+    thread.join()
+    return 0
+
+
+def _serve(channel: socket.socket, lines: socket.SocketIO, compiler: Compiler) -> None:
+    while line := lines.readline():
+        try:
+            check(compiler, msgspec.json.decode(line, type=Guide))
+        except GuideError as error:
+            _tell(channel, CheckAnswer(str(error)))
+        except MemoryError:
+            _tell(channel, CheckAnswer("it takes too much memory"))
+        else:
+            _tell(channel, CheckAnswer())
+
+
+def _limit_memory() -> None:
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MAX_NBYTES, in_use + MAX_NBYTES))
+
+
+def _tell(channel: socket.socket, answer: CheckAnswer) -> None:
+    channel.sendall(msgspec.json.encode(answer) + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

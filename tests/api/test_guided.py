@@ -1,0 +1,233 @@
+"""Guided outputs over HTTP, across a real prefill and decode process: every spelling, streams, hostile guides."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from pd_cluster.text import Tokenizer
+from pd_cluster.types import Guide, Request, SamplingParams
+from tests.support.checkpoints import EOS_ID
+from tests.support.cluster import LiveCluster, children_of
+from tests.support.engines import make_core, run
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "size": {"enum": [1, 22, 333]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+PROMPT = "Please provide details for this character"
+CHAT = [{"role": "user", "content": "hello"}]
+REGEX = "[a-z]{3,5}[0-9]"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
+    epochs = [instance["epoch"] for instance in cluster.instances()]
+    yield
+    cluster.assert_home()
+    assert [instance["epoch"] for instance in cluster.instances()] == epochs
+    for name in cluster.processes:
+        log = cluster.log_file(name).read_text(errors="replace")
+        assert "Traceback" not in log, log[-3000:]
+
+
+def post(cluster: LiveCluster, route: str = "completions", **fields: Any) -> httpx.Response:
+    prompt = {"messages": CHAT} if route == "chat/completions" else {"prompt": PROMPT}
+    body = {**prompt, "temperature": 0, "max_tokens": 120, **fields}
+    return cluster.client.post(f"{cluster.url}/v1/{route}", json=body)
+
+
+def texts(answer: httpx.Response) -> list[str]:
+    """Of the choices, each of which came to its end."""
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}, choices
+    return [choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices]
+
+
+def valid(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "auto"},
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": ""},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+    ],
+    ids=lambda fields: "+".join(fields),
+)
+def test_json(cluster: LiveCluster, route: str, fields: dict[str, Any]) -> None:
+    (text,) = texts(post(cluster, route, **fields))
+    assert valid(text)
+    if "guided_whitespace_pattern" in fields:
+        assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_other_kinds(cluster: LiveCluster, route: str, temperature: float) -> None:
+    fields = {"temperature": temperature, "seed": 3}
+    (text,) = texts(post(cluster, route, guided_regex=REGEX, **fields))
+    assert re.fullmatch(REGEX, text)
+    (text,) = texts(post(cluster, route, guided_choice=["positive", "negative"], **fields))
+    assert text in ("positive", "negative")
+    grammar = 'root ::= "SELECT " col " FROM t"\ncol ::= "a" | "b"'
+    assert texts(post(cluster, route, guided_grammar=grammar, **fields))[0] in ("SELECT a FROM t", "SELECT b FROM t")
+    lark = '?start: "SELECT " COL\nCOL: "a" | "b"'
+    assert texts(post(cluster, route, structured_outputs={"grammar": lark}, **fields))[0] in ("SELECT a", "SELECT b")
+    bias = {"34": 20, "125": 100}  # of these bytes' tokens: it closes what it opens
+    answer = post(cluster, route, response_format={"type": "json_object"}, logit_bias=bias, **fields)
+    (choice,) = answer.json()["choices"]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    assert text.startswith("{")
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+class Pet(pydantic.BaseModel, extra="forbid"):
+    name: str = pydantic.Field(max_length=4)
+    kind: str = pydantic.Field(pattern="^(cat|dog)$")
+
+
+def test_openais_client_parses_into_a_model(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        response_format=Pet,
+        temperature=0,
+        max_tokens=120,
+    )
+    assert answer.choices[0].message.parsed is not None
+    assert answer.choices[0].message.parsed.kind in ("cat", "dog")
+    again = client.completions.create(
+        model="tiny", prompt="a", max_tokens=120, extra_body={"guided_json": Pet.model_json_schema()}
+    )
+    Pet.model_validate_json(again.choices[0].text)
+
+
+def test_a_stream_is_the_same(cluster: LiveCluster) -> None:
+    fields = {"guided_json": SCHEMA, "temperature": 1, "seed": 8}
+    (whole,) = texts(post(cluster, **fields))
+    events = [line[6:] for line in post(cluster, stream=True, **fields).text.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(each)["choices"][0] for each in events]
+    assert "".join(chunk["text"] for chunk in chunks) == whole
+    assert chunks[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.usefixtures("one_thread")
+def test_tokens_are_those_of_one_process(cluster: LiveCluster, model: Path, temperature: float) -> None:
+    """Prefill chooses token one, decode the rest; one engine does it all by itself."""
+    core = make_core(model, num_blocks=200)
+    prompt = Tokenizer(model).encode(PROMPT)
+    schema = json.dumps(SCHEMA, separators=(",", ":"))
+    for seed in range(2):
+        sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=120, guide=Guide("json", schema))
+        request = Request("r", prompt, sampling)
+        run(core, [request])
+        answer = post(cluster, guided_json=SCHEMA, temperature=temperature, seed=seed, return_token_ids=True)
+        (choice,) = answer.json()["choices"]
+        assert choice["token_ids"] == request.output_token_ids
+        assert (choice["token_ids"][-1] == EOS_ID) == (choice["finish_reason"] == "stop")
+
+
+def test_several_answers_each_fit(cluster: LiveCluster) -> None:
+    found = texts(post(cluster, guided_regex=REGEX, n=3, temperature=1, seed=5))
+    assert all(re.fullmatch(REGEX, text) for text in found)
+    assert len(set(found)) > 1
+
+
+def test_max_tokens_cuts_it_and_ignore_eos_does_not_stretch_it(cluster: LiveCluster) -> None:
+    (choice,) = post(cluster, guided_regex=REGEX, max_tokens=2).json()["choices"]
+    assert (choice["finish_reason"], len(choice["text"])) == ("length", 2)
+    assert len(texts(post(cluster, guided_regex="a{7}", ignore_eos=True, min_tokens=50))[0]) == 7
+
+
+def test_nothing_to_choose_is_an_error_of_that_request(cluster: LiveCluster) -> None:
+    answer = post(cluster, guided_regex="a{7}", allowed_token_ids=[0, 1])
+    assert answer.status_code == 500
+    assert "its guide and its other constraints leave no token to choose" in answer.json()["error"]["message"]
+    assert texts(post(cluster, guided_regex="a{7}")) == ["aaaaaaa"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": {"type": "objec"}}, "guided_json"),
+        ({"guided_json": '{"type": "string", "format": "poem"}'}, "guided_json"),
+        ({"guided_regex": "a("}, "guided_regex"),
+        ({"guided_grammar": "root ::= nothing"}, "guided_grammar"),
+        ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs"),
+        ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
+    ],
+)
+def test_what_is_no_guide_is_refused_by_name(cluster: LiveCluster, fields: dict[str, Any], param: str) -> None:
+    answer = post(cluster, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+    assert "\n" not in error["message"]
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"guided_json": {"type": "integer", "multipleOf": 99999989}},
+    {"guided_regex": "(a{1,999}){999}(.*b){200}" + "a{1000000}"},
+    {"guided_json": {"enum": [f"v{i}" for i in range(20_000)], "title": "x" * 100_000}},
+    {"guided_json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+    {"guided_grammar": "root ::= a\na ::= b\nb ::= a"},
+    {"guided_grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000},
+    {"guided_grammar": 'root ::= root root | root "a" | "a"{1000000}'},
+]
+
+
+def test_a_canary_streams_on_while_hostile_guides_are_cut_off(cluster: LiveCluster) -> None:
+    times: list[float] = []
+    stop = threading.Event()
+
+    def canary() -> None:
+        while not stop.is_set():
+            fields = {"prompt": "canary", "max_tokens": 60, "temperature": 0, "stream": True, "ignore_eos": True}
+            with cluster.client.stream("POST", f"{cluster.url}/v1/completions", json=fields) as answer:
+                times.extend(time.monotonic() for line in answer.iter_lines() if line.startswith("data: {"))
+
+    thread = threading.Thread(target=canary, daemon=True)
+    thread.start()
+    try:
+        start_s = time.monotonic()
+        for fields in HOSTILE:
+            began_s = time.monotonic()
+            answer = post(cluster, **fields)
+            assert answer.status_code == 400, (fields, answer.text[:300])
+            assert answer.json()["error"]["param"] in fields
+            assert time.monotonic() - began_s < 10
+        end_s = time.monotonic()
+        assert texts(post(cluster, guided_regex="b{3}")) == ["bbb"]
+    finally:
+        stop.set()
+        thread.join(60)
+    during = [each for each in times if start_s < each < end_s]
+    assert len(during) > 20
+    assert max(b - a for a, b in itertools.pairwise(during)) < 3
+    assert len(children_of(cluster.processes["scheduler"].pid)) <= 2

@@ -1,0 +1,255 @@
+"""From a request's fields to a guide, and the child process that tries it: deadlines, verdicts, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.api.guide_check import GuideCheck
+from pd_cluster.api.guide_fields import BACKENDS, MAX_SCHEMA_DEPTH, guide_of
+from pd_cluster.api.parse import parse
+from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.checkpoint import SHIPPED_MODEL
+from pd_cluster.errors import GuideError, RequestError
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "integer"}}}
+TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+TAG = {"structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f="]}
+ENDLESS = Guide("json", '{"type": "integer", "multipleOf": 99999989}')
+
+
+def asked(kind: type[GenerationRequest] = CompletionRequest, **fields: Any) -> Any:
+    least: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if kind is ChatCompletionRequest else {}
+    body = {"prompt": "a", **fields} if kind is not ChatCompletionRequest else {**least, **fields}
+    return guide_of(parse(json.dumps(body).encode(), kind))
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest, GenerateRequest])
+@pytest.mark.parametrize(
+    ("fields", "guide"),
+    [
+        ({}, None),
+        ({"guided_json": SCHEMA}, Guide("json", TEXT)),
+        ({"guided_json": json.dumps(SCHEMA)}, Guide("json", TEXT)),
+        ({"guided_regex": "a+"}, Guide("regex", "a+")),
+        ({"guided_choice": ["b", "a", "b"]}, Guide("choice", '["b","a"]')),
+        ({"guided_grammar": 'root ::= "a"'}, Guide("grammar", 'root ::= "a"')),
+        ({"guided_json": SCHEMA, "guided_decoding_backend": "auto"}, Guide("json", TEXT)),
+        ({"guided_decoding_backend": "guidance"}, None),
+        ({"structured_outputs": {"json": SCHEMA}}, Guide("json", TEXT)),
+        ({"structured_outputs": {"json": TEXT, "regex": None, "json_object": False}}, Guide("json", TEXT)),
+        ({"structured_outputs": {"regex": "a", "disable_fallback": True}}, Guide("regex", "a")),
+        ({"structured_outputs": {"choice": ["a"]}}, Guide("choice", '["a"]')),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Guide("grammar", 'start: "a"')),
+        ({"structured_outputs": {"json_object": True}}, Guide("json_object")),
+        (
+            {"structured_outputs": {"structural_tag": TAG}},
+            Guide("structural_tag", json.dumps(TAG, separators=(",", ":"))),
+        ),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Guide("json_object")),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Guide("json", TEXT)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            Guide("json", TEXT),
+        ),
+        (
+            {"response_format": {"type": "structural_tag", **TAG}},
+            Guide("structural_tag", json.dumps(TAG, separators=(",", ":"))),
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "guided_whitespace_pattern": "[ ]?"},
+            Guide("json", '{"type":"object","x-guidance":{"whitespace_pattern":"[ ]?"}}'),
+        ),
+    ],
+)
+def test_every_spelling(kind: type[GenerationRequest], fields: dict[str, Any], guide: Guide | None) -> None:
+    found = asked(kind, **fields)
+    assert (found.guide if found else None) == guide
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_json": "{"}, "guided_json", "no JSON"),
+        ({"guided_json": "[]"}, "guided_json", "must be a JSON object"),
+        ({"guided_json": nested(MAX_SCHEMA_DEPTH + 1)}, "guided_json", "more than 64 deep"),
+        ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json", "x-guidance"),
+        ({"guided_json": {"title": "x" * MAX_GUIDE_NUM_CHARS}}, "guided_json", "at most 262144"),
+        ({"guided_regex": ""}, "guided_regex", "not empty"),
+        ({"guided_regex": "a" * (MAX_GUIDE_NUM_CHARS + 1)}, "guided_regex", "at most 262144"),
+        ({"guided_choice": []}, "guided_choice", "not empty"),
+        ({"guided_choice": ["v" * 10] * 3 + [str(i) for i in range(100_000)]}, "guided_choice", "at most 262144"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "auto, guidance, llguidance"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex constrains the output too"),
+        ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "response_format", "guided_json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "structured_outputs.regex"),
+        ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "regexp"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs", "not supported"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs", "must be true"),
+        ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structured_outputs", "structures"),
+        ({"structured_outputs": {"structural_tag": {**TAG, "triggers": ["x"]}}}, "structured_outputs", "triggers"),
+        ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern", "guided_json"),
+        ({"guided_whitespace_pattern": "a" * 999, "guided_json": {}}, "guided_whitespace_pattern", "256"),
+        ({"response_format": {}}, "response_format", "expected text"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs a schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format", "schema"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        asked(**fields)
+    assert caught.value.param == param
+    assert str(caught.value).startswith(param)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_the_depth_allowed_is_allowed() -> None:
+    assert asked(guided_json=nested(MAX_SCHEMA_DEPTH)) is not None
+
+
+def test_the_flag_and_the_field_know_the_same_names() -> None:
+    from pd_cluster.serve import GUIDED_BACKENDS
+
+    assert GUIDED_BACKENDS == BACKENDS
+
+
+# ---- the child
+
+
+def with_check(use: Callable[[GuideCheck], Awaitable[None]], timeout_s: float = 20.0) -> None:
+    async def main() -> None:
+        check = GuideCheck(SHIPPED_MODEL / "tokenizer.json", 1024, frozenset({0}), timeout_s)
+        try:
+            await use(check)
+        finally:
+            await check.close()
+        assert not check._idle
+        assert not check._running
+
+    asyncio.run(main())
+
+
+async def verdict(check: GuideCheck, guide: Guide) -> str:
+    try:
+        await check.check(guide)
+    except GuideError as error:
+        return str(error)
+    return ""
+
+
+def test_a_verdict_is_found_once() -> None:
+    async def use(check: GuideCheck) -> None:
+        good, bad = Guide("regex", "a+"), Guide("regex", "a(")
+        assert await asyncio.gather(*(verdict(check, good) for _ in range(5))) == [""] * 5
+        assert "unclosed group" in await verdict(check, bad)
+        assert "unclosed group" in await verdict(check, bad)
+        assert (check.num_checked, check.num_killed) == (2, 0)
+        (child,) = check._idle  # one process did it all
+        assert child._process.returncode is None
+
+    with_check(use)
+
+
+def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
+    async def use(check: GuideCheck) -> None:
+        await check.check(Guide("regex", "warm"))
+        start_s = time.monotonic()
+        endless = asyncio.create_task(verdict(check, ENDLESS))
+        await asyncio.sleep(0)
+        assert await verdict(check, Guide("choice", '["yes", "no"]')) == ""
+        assert not endless.done()
+        assert "not ready after 1 s (--guided-timeout)" in await endless
+        assert time.monotonic() - start_s < 8
+        assert check.num_killed == 1
+        assert "not ready" in await verdict(check, ENDLESS)  # at once
+        assert check.num_checked == 3
+
+    with_check(use, timeout_s=1.0)
+
+
+def test_a_child_that_broke_is_replaced_and_nobody_blamed() -> None:
+    async def use(check: GuideCheck) -> None:
+        await check.check(Guide("regex", "a"))
+        (child,) = check._idle
+        os.kill(child._process.pid, signal.SIGKILL)
+        await child._process.wait()
+        assert await verdict(check, Guide("regex", "b")) == ""
+
+    with_check(use)
+
+
+def test_the_child_ends_with_its_parent() -> None:
+    code = f"""
+import asyncio, os
+from pathlib import Path
+from pd_cluster.api.guide_check import GuideCheck
+from pd_cluster.types import Guide
+async def main():
+    check = GuideCheck(Path({str(SHIPPED_MODEL / "tokenizer.json")!r}), 1024, frozenset({{0}}))
+    await check.check(Guide("regex", "a"))
+    print(check._idle[0]._process.pid, flush=True)
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    child = Path(f"/proc/{int(parent.stdout)}/stat")
+    for _ in range(200):
+        if not child.exists() or child.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.02)
+    raise AssertionError("the child outlives its parent")
+
+
+def test_hostile_guides_have_a_verdict_in_time() -> None:
+    """Each is refused, or small enough to follow; none takes the process down or keeps it."""
+    links = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i - 1}"}, {"items": {"$ref": f"#/$defs/d{i - 1}"}}]}
+             for i in range(1, 300)}  # fmt: skip
+    hostile = [
+        Guide("regex", "a{1000000}"),
+        Guide("regex", "((a{1,100}){1,100}){1,100}"),
+        Guide("regex", "(a|a)*(a|aa)+b{1,1000}"),
+        Guide("regex", "(.*a){200}.{500}b"),
+        Guide("regex", "(" * 5000 + "a" + ")" * 5000),
+        Guide("json", json.dumps({"enum": [f"v{i}" for i in range(100_000)]})),
+        Guide("json", '{"$ref": "#"}'),
+        Guide("json", json.dumps({"$defs": {"d0": {"type": "integer"}, **links}, "$ref": "#/$defs/d299"})),
+        Guide("json", json.dumps({"properties": {f"p{i}": {} for i in range(2000)}, "type": "object"})),
+        Guide("json", json.dumps({"allOf": [{"pattern": f"^({'.' * i})*$"} for i in (3, 5, 7, 11, 13, 17, 19)]})),
+        Guide("grammar", 'root ::= root root | "a"'),
+        Guide("grammar", "root ::= a\na ::= b\nb ::= a"),
+        Guide("grammar", 'root ::= "a"{1000000}'),
+        Guide("grammar", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000),
+        Guide("choice", json.dumps([f"choice {i}" for i in range(20_000)])),
+    ]
+
+    async def use(check: GuideCheck) -> None:
+        verdicts = [await verdict(check, guide) for guide in hostile]
+        assert check.num_checked == len(hostile)
+        assert "too many expressions" in verdicts[0]
+        assert sum(bool(each) for each in verdicts) >= 8, verdicts
+        assert all("\n" not in each and len(each) < 350 for each in verdicts)
+        assert await verdict(check, Guide("regex", "a+")) == ""
+
+    with_check(use)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pd_cluster.engine.beams import BeamSearch, Growth, answer, candidates_of
-from pd_cluster.engine.scheduler import Scheduler, arrival_order
+from pd_cluster.engine.plan import arrival_order
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.types import Candidate, Request, Status, TokenOutput
 
 

@@ -17,11 +17,12 @@ from pd_cluster.engine.lead import LeadRunner, Watch
 from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import LaneEnds, LocalLanes, Side
 from pd_cluster.engine.remote_lanes import RankLanes
-from pd_cluster.engine.scheduler import PrefixScope, Scheduler
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.errors import InstanceLost
 from pd_cluster.grammar import Compiler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.mailbox import Mailbox, peer_key
 from pd_cluster.model.guided import Guides
 from pd_cluster.model.parallel.group import Group, Rendezvous, join

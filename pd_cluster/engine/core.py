@@ -15,7 +15,8 @@ import torch
 
 from pd_cluster.engine import beam_groups
 from pd_cluster.engine.beams import BeamSearch, answer, first_tokens_of
-from pd_cluster.engine.scheduler import Move, Scheduler, StepPlan
+from pd_cluster.engine.plan import Move, StepPlan
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.model.guided import Guides, no_guides
 from pd_cluster.model.sampler import NO_TOKEN, Row, Sampled, Sampler
 from pd_cluster.types import Candidate, PromptOutput, Request, TokenOutput

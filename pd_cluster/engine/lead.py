@@ -16,7 +16,7 @@ import torch
 from pd_cluster.engine import rank_messages as to
 from pd_cluster.engine.channel import Channel, encode
 from pd_cluster.engine.core import OnLayer
-from pd_cluster.engine.scheduler import Move
+from pd_cluster.engine.plan import Move
 from pd_cluster.errors import InstanceLost
 from pd_cluster.model.batch import step_input
 from pd_cluster.model.runner import ModelRunner

@@ -9,62 +9,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
+from pd_cluster.engine.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, arrival_order
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.prefix import chain_hashes, root_hash
+from pd_cluster.kv.prefix import PrefixScope, chain_hashes
 from pd_cluster.types import Request, Status, TokenOutput
-
-MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step: each of them costs a row of logits
-
-
-def arrival_order(request: Request) -> tuple[float, str, int]:
-    return request.arrival_s, request.request_id, request.index
-
-
-class Move(NamedTuple):
-    """A block's content to copy before the step computes: within the pool, or between it and host memory."""
-
-    kind: Literal["copy", "out", "in"]
-    source: int
-    target: int
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """`chunks` holds (request, tokens to compute now); `moves` come first, in this order.
-
-    `preempted` and `admitted` changed place while planning.
-    """
-
-    chunks: list[tuple[Request, int]] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    num_prompt_rows: int = 0  # tokens among them whose logits are wanted for prompt_logprobs
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        self.chunks.append((request, num_tokens))
-        if request.wants_prompt_logprobs:
-            self.num_prompt_rows += num_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixScope:
-    """Whose KV may be shared: requests of the same model, precision (the pool's, and on the way to it) and salt."""
-
-    model_identity: str
-    dtype: str
-
-    def root(self, salt: str, kv_precision: str = "") -> bytes:
-        dtype = f"{self.dtype} through {kv_precision}" if kv_precision else self.dtype
-        return root_hash(self.model_identity, dtype, salt)
 
 
 class Scheduler:

@@ -10,12 +10,25 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 def root_hash(model_identity: str, dtype: str, salt: str = "") -> bytes:
     """The parent of every first block. KV of another model, precision or salt never matches."""
     parts = (model_identity, dtype, salt)
     return hashlib.sha256(b"".join(len(p.encode()).to_bytes(4, "big") + p.encode() for p in parts)).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixScope:
+    """Whose KV may be shared: requests of the same model, precision (the pool's, and on the way to it) and salt."""
+
+    model_identity: str
+    dtype: str
+
+    def root(self, salt: str, kv_precision: str = "") -> bytes:
+        dtype = f"{self.dtype} through {kv_precision}" if kv_precision else self.dtype
+        return root_hash(self.model_identity, dtype, salt)
 
 
 def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.scheduler import Move
+from pd_cluster.engine.plan import Move
 from pd_cluster.types import Request, SamplingParams, TokenOutput
 from tests.support.checkpoints import CONFIGS, EOS_ID, reference_model
 from tests.support.engines import make_core, random_prompt, run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.scheduler import Move
+from pd_cluster.engine.plan import Move
 from pd_cluster.types import Request, SamplingParams
 from tests.support.checkpoints import CONFIGS, reference_model
 from tests.support.engines import assert_same, generate, make_core, random_prompt, run

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pd_cluster import wire
 from pd_cluster.engine import beam_groups
 from pd_cluster.engine.beams import BeamSearch, candidates_of, first_tokens_of
-from pd_cluster.engine.scheduler import PrefixScope, Scheduler, StepPlan
+from pd_cluster.engine.plan import StepPlan
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import Candidate, Request, SamplingParams, Status, TokenOutput
 
 NUM_LAYERS = 3

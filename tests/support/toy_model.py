@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pd_cluster.engine.scheduler import Move
+from pd_cluster.engine.plan import Move
 from pd_cluster.model.sampler import Row, Sampler
 from pd_cluster.types import Request, SamplingParams
 from tests.support.reference_beams import search_everything

@@ -13,8 +13,10 @@ import pytest
 from pd_cluster.engine import beam_groups
 from pd_cluster.engine.beams import BeamSearch, Growth, are_first_tokens, first_tokens_of
 from pd_cluster.engine.limits import Limits
-from pd_cluster.engine.scheduler import PrefixScope, Scheduler, StepPlan
+from pd_cluster.engine.plan import StepPlan
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import Candidate, Request, SamplingParams, Status, TokenOutput
 from tests.support.reference_beams import search_everything
 

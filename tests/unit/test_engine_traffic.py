@@ -13,8 +13,9 @@ import pytest
 
 from pd_cluster.engine.beams import Growth
 from pd_cluster.engine.core import EngineCore, StepResult
-from pd_cluster.engine.scheduler import PrefixScope, Scheduler
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import PromptOutput, Request, SamplingParams, Status
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 

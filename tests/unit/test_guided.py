@@ -15,10 +15,11 @@ import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.scheduler import PrefixScope, Scheduler
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.errors import GuideError
 from pd_cluster.grammar import Compiler, without_anchors, words_of
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.model.guided import MAX_GUIDES, Guides, Mask
 from pd_cluster.model.sampler import NO_TOKEN, Row, Sampler
 from pd_cluster.types import Guide, Request, SamplingParams

@@ -6,9 +6,11 @@ import random
 
 import pytest
 
-from pd_cluster.engine.scheduler import PrefixScope, Scheduler, StepPlan
+from pd_cluster.engine.plan import StepPlan
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import Request, SamplingParams, Status
 
 

@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
-from pd_cluster.engine.scheduler import PrefixScope, Scheduler
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import Request, SamplingParams, Status, TokenOutput
 from tests.support.reference_scheduler import Job, Reference
 

@@ -19,10 +19,11 @@ from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened
 from pd_cluster.engine.exports import ShipLimits
 from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import ReceiveEnd, SendEnd, Side
-from pd_cluster.engine.scheduler import PrefixScope, Scheduler
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, LegEnd, Request, SamplingParams
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 

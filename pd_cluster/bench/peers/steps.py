@@ -18,7 +18,7 @@ from pd_cluster.bench.engine_workloads import random_prompt
 from pd_cluster.config import EngineConfig
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.core import EngineCore, StepResult
-from pd_cluster.engine.scheduler import StepPlan
+from pd_cluster.engine.plan import StepPlan
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Request, SamplingParams

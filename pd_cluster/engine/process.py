@@ -113,4 +113,8 @@ def _watch_parent(lines: socket.SocketIO, inbox: queue.SimpleQueue[Event]) -> No
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    code = main(int(sys.argv[1]))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # torch's process groups do not survive an interpreter that takes itself down

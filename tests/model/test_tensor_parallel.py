@@ -42,6 +42,15 @@ def test_four_ranks_with_replicated_heads(checkpoint: Checkpoints, architecture:
             assert_same(folder, prompt, output, GREEDY.max_tokens)
 
 
+def test_three_ranks(checkpoint: Checkpoints) -> None:
+    """Neither heads nor ranks are powers of two."""
+    folder = checkpoint("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    prompts = [random_prompt(random.Random(6), n) for n in (1, 20)]
+    with ranks(folder, 3, num_blocks=64) as core:
+        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+            assert_same(folder, prompt, output, GREEDY.max_tokens)
+
+
 def test_norms_that_span_replicated_heads(checkpoint: Checkpoints) -> None:
     """Each rank knows its heads' part of the mean square only, and a replicated head must count once."""
     folder = checkpoint("olmo2", num_key_value_heads=2)

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import AllreduceOptions, FileStore, GatherOption
 
 from pd_cluster.errors import InstanceLost
 
+TAG = 1  # messages between two ranks come in order
 HOST = "127.0.0.1"  # all devices of an instance are on one host
 
 
@@ -89,9 +90,32 @@ class GlooGroup:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         started_s = time.perf_counter()
         x = x.contiguous()
-        self._wait(self._group.allreduce([x], AllreduceOptions()))
+        if self.size & (self.size - 1):
+            self._wait(self._group.allreduce([x], AllreduceOptions()))
+        else:
+            self._double(x)
         self.reduce_s += time.perf_counter() - started_s
         return x
+
+    def _double(self, x: torch.Tensor) -> None:
+        """Recursive doubling: pairs, then pairs of pairs. Several times as fast as gloo's own for what a step sums.
+
+        Addition commutes, and all ranks add the same pairs, so that they get the same bits.
+        """
+        distance = 1
+        while distance < self.size:
+            other, theirs = self.rank ^ distance, torch.empty_like(x)
+            received = self._start(self._group.recv, theirs, other)
+            self._wait(self._start(self._group.send, x, other))
+            self._wait(received)
+            x += theirs
+            distance *= 2
+
+    def _start(self, operation: Any, x: torch.Tensor, other: int) -> Any:
+        try:
+            return operation([x], other, TAG)
+        except RuntimeError as error:  # its connection is closed
+            raise self._lost(error) from error
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -113,7 +137,10 @@ class GlooGroup:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise InstanceLost(f"rank {self.rank} of {self.size} lost another rank: {error}") from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> InstanceLost:
+        return InstanceLost(f"rank {self.rank} of {self.size} lost another rank: {error}")
 
 
 def join(place: Rendezvous | None) -> Group:

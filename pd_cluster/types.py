@@ -6,7 +6,7 @@ Knows nothing of devices, sockets or HTTP. Units are in the names; `_s` is secon
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -134,11 +134,22 @@ class PromptOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LegEnd(msgspec.Struct, frozen=True, array_like=True):
-    """A leg that ended otherwise than with a finishing token. `error` is None for a prefill leg handed over."""
+    """A leg that ended otherwise than with a finishing token. `error` is None for a prefill leg handed over.
+
+    `is_fault`: the error is not the request's own doing, and other instances may do better.
+    """
 
     request_id: str
     attempt: int
     error: str | None = None
+    is_fault: bool = False
+
+
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that goes on elsewhere after these output tokens."""
+
+    index: int
+    output_token_ids: list[int]
 
 
 class Status(enum.Enum):
@@ -181,6 +192,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     num_hashed_blocks: int = 0  # blocks of its table that are known to the prefix cache
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+    is_resumed: bool = False  # its siblings came with it, and are not forked from it
     dropped: set[int] = field(default_factory=set)  # sequences not wanted any more before they were forked
     sampler_state: object = None  # the sampler's own; made again from the token ids when it is absent
     beams: object = None  # the beam search that it is a beam of; see engine/beam_groups.py
@@ -235,3 +247,9 @@ class Request:
         if token_id in eos_token_ids and (not self.sampling.ignore_eos or self.sampling.guide is not None):
             return "stop"  # a guide lets it come when nothing else may
         return "length" if num_output_tokens >= self.sampling.max_tokens else None
+
+
+def resume(request: Request, resumed: Resumed) -> Request:
+    """That sequence of the request, as far as it had come elsewhere."""
+    output_token_ids = list(resumed.output_token_ids)
+    return replace(request, index=resumed.index, output_token_ids=output_token_ids, is_resumed=True, dropped=set())

@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from pd_cluster.types import Leg, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
+from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_NBYTES = 64 << 20
 TransportName = Literal["local", "shm", "dist"]
 KVWireDtype = Literal["auto", "int8"]
@@ -96,6 +96,7 @@ class Submit(Message, frozen=True):
     sampling: SamplingParams
     deadline_s: float  # seconds from now; 0: none
     cache_salt: str = ""
+    resumed: list[Resumed] = []  # of a hybrid leg: the sequences that go on; empty: all, from the beginning
 
 
 class Abort(Message, frozen=True):

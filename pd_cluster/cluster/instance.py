@@ -28,6 +28,7 @@ class Instance:
     conn: str = ""
     load: Load = field(default_factory=Load)
     num_heartbeats: int = 0
+    was_linked: bool = False  # it has been part of a pair, in this or an earlier life
     outstanding_tokens: int = 0  # that this scheduler has sent and not seen finished
     num_outstanding: int = 0
 

@@ -59,6 +59,7 @@ class Membership:
         self._model_identity = model_identity
         self._lost = lost
         self._by_conn: dict[str, Instance] = {}
+        self._changed = asyncio.Event()
         self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
 
     async def run(self) -> None:
@@ -139,6 +140,8 @@ class Membership:
         if instance is not None:
             instance.load = load
             instance.num_heartbeats += 1
+            self._note_links(instance)
+            self._wake()
 
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)
@@ -151,6 +154,20 @@ class Membership:
         if was_ready:
             self._lost(instance, reason)
             self._tell_peers()
+
+    def _note_links(self, prefill: Instance) -> None:
+        for decode in self.instances:
+            if decode.role == "decode" and prefill.linked_to(decode):
+                prefill.was_linked = decode.was_linked = True
+
+    async def change(self) -> None:
+        """Until anything is heard of any worker."""
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        """Whoever waits goes on; who waits from now on waits for the next time."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def instance_of(self, conn: str) -> Instance | None:
         return self._by_conn.get(conn)
@@ -166,6 +183,7 @@ class Membership:
             level = logging.WARNING if state in ("failed", "misplaced") else logging.INFO
             log.log(level, "%s is %s%s", instance.name, state, f": {reason}" if reason else "")
         instance.state, instance.reason = state, reason
+        self._wake()
 
 
 def _role(is_prefill: bool) -> Role:

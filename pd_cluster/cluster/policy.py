@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.errors import Unavailable
 
+Pair = tuple[Instance, Instance]
 
-def least_loaded(instances: Sequence[Instance]) -> tuple[Instance, Instance]:
-    """The linked pair with the fewest outstanding tokens, decode's before prefill's; ties go to the table's order.
 
-    Raises Unavailable that says what is missing.
+def least_loaded(instances: Sequence[Instance], avoid: Collection[tuple[str, str]] = ()) -> Pair:
+    """Who prefills and who decodes: the linked pair with the fewest outstanding tokens, decode's before prefill's.
+
+    Ties go to the table's order. Where there is no pair (any more) but those to `avoid`, by their keys, one instance
+    does both. Raises Unavailable that says what is missing.
     """
-    pairs = [
+    pairs = [pair for pair in linked_pairs(instances) if (pair[0].key, pair[1].key) not in avoid]
+    if not pairs:
+        return alone(instances)
+    return min(pairs, key=lambda pair: (pair[1].outstanding_tokens, pair[0].outstanding_tokens))
+
+
+def alone(instances: Sequence[Instance]) -> Pair:
+    """One instance that does both: of those that decode if any is there, with the fewest outstanding tokens.
+
+    Only one that has been part of a pair: what never could be is a fault that shall be seen. Raises Unavailable.
+    """
+    found = [i for i in instances if i.is_ready and i.was_linked]
+    if not found:
+        raise Unavailable(why_unavailable(instances))
+    chosen = min(found, key=lambda i: (i.role != "decode", i.outstanding_tokens))
+    return chosen, chosen
+
+
+def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:
+    return [
         (prefill, decode)
         for prefill in instances
         if prefill.role == "prefill" and prefill.is_ready
         for decode in instances
         if decode.role == "decode" and decode.is_ready and prefill.linked_to(decode)
     ]
-    if not pairs:
-        raise Unavailable(why_unavailable(instances))
-    return min(pairs, key=lambda pair: (pair[1].outstanding_tokens, pair[0].outstanding_tokens))
 
 
 def why_unavailable(instances: Sequence[Instance]) -> str:

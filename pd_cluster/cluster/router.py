@@ -7,30 +7,70 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership
+from pd_cluster.cluster.policy import alone
 from pd_cluster.cluster.timeline import Timelines
-from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, PdClusterError
+from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, PdClusterError, Unavailable
 from pd_cluster.mailbox import Mailbox
-from pd_cluster.types import LegEnd, PromptOutput, SamplingParams, TokenOutput
+from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, SamplingParams, TokenOutput
 
-Choose = Callable[[list[Instance]], tuple[Instance, Instance]]
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 6
+MAX_DEATHS = 2  # of instances that a request was on: then it may be what they died of
+REPLAY_WAIT_S = 30.0  # for an instance that can go on
+
+
+class Choose(Protocol):
+    """Who prefills and who decodes; see policy.py."""
+
+    def __call__(self, instances: list[Instance], avoid: Collection[tuple[str, str]] = ()) -> tuple[Instance, Instance]:
+        """Raises Unavailable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a request asks for, as every attempt at it is told."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """What it counts as, for routing."""
+        return len(self.prompt_token_ids) + self.sampling.n * min(self.sampling.max_tokens, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """An attempt has ended before its request. `error` is what the reader gets when there is no other."""
+
+    error: GenerationError
 
 
 @dataclass(slots=True)
 class Sequence:
     """One of a request's n sequences. `arrived` holds tokens that came before an earlier one."""
 
-    num_delivered: int = 0
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)  # delivered
     arrived: dict[int, TokenOutput] = field(default_factory=dict)
     is_finished: bool = False  # its last token has come, perhaps before others; or it was stopped
     is_over: bool = False  # its last token has been read, or it was stopped
+
+    @property
+    def num_delivered(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(slots=True)
@@ -40,7 +80,7 @@ class Stream:
     request_id: str
     attempt: int
     legs: dict[str, Instance]  # conn -> instance, of the legs that have not ended
-    num_tokens: int  # what it counts as, for routing
+    request: Request
     prefill: Instance
     decode: Instance
     sequences: list[Sequence]
@@ -48,7 +88,9 @@ class Stream:
     prompted: Callable[[PromptOutput], None] = lambda prompt: None
     is_prompted: bool = False
     has_prefill_spoken: bool = False  # and so has told of the prompt, which the first token must not come before
-    queue: asyncio.Queue[TokenOutput | Exception | None] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[TokenOutput | Exception | Setback | None] = field(default_factory=asyncio.Queue)
+    num_deaths: int = 0  # of instances that it was on
+    failed_pairs: set[tuple[str, str]] = field(default_factory=set)
 
     def put(self, token: TokenOutput) -> None:
         """Takes a token, of whatever leg and in whatever order; what was delivered already is dropped."""
@@ -68,7 +110,7 @@ class Stream:
             return
         for sequence in sequences:
             while (token := sequence.arrived.pop(sequence.num_delivered, None)) is not None:
-                sequence.num_delivered += 1
+                sequence.token_ids.append(token.token_id)
                 self.queue.put_nowait(token)
 
     def put_prompt(self, prompt: PromptOutput) -> None:
@@ -96,6 +138,22 @@ class Stream:
             return
         for conn in self.legs:
             self.send(conn, wire.Abort(self.request_id, self.attempt, index))
+
+    def retreat(self, error: GenerationError) -> None:
+        """This attempt is over, and the next goes on after what was delivered; nothing that it still says counts."""
+        for sequence in self.sequences:
+            if any(token.finish_reason is not None for token in sequence.arrived.values()):
+                sequence.is_finished = False  # its last token was not delivered, and comes again
+            sequence.arrived.clear()
+        if not self.is_finished:
+            self.attempt += 1
+            self.queue.put_nowait(Setback(error))
+
+    def resumed(self) -> list[Resumed]:
+        """The sequences that another instance goes on with; empty when nothing is known of any yet."""
+        if not any(sequence.token_ids or sequence.is_finished for sequence in self.sequences):
+            return []
+        return [Resumed(each.index, list(each.token_ids)) for each in self.sequences if not each.is_finished]
 
     @property
     def transfer_id(self) -> str:
@@ -137,24 +195,33 @@ class Router:
     ) -> AsyncIterator[TokenOutput]:
         """A request's whole life across the cluster. Every token of its n sequences once, each sequence in order.
 
+        When an instance or a link that it needs is lost, the request goes on elsewhere, after the tokens that were
+        delivered: which token comes next depends on nothing else.
+
         A sequence ends with a token that has a finish_reason, or when the reader calls `stop` of the stream that
         `routed` was given; the iterator ends when all have. `prompted` is called before the first token. Raises
         Unavailable before the first token, GenerationError after it. Closing the iterator aborts both legs.
         `client_id` and `received_s` are how the request is known outside and since when, for its timeline.
         """
-        prefill, decode = self._choose(self.membership.instances)
-        stream = self._open(prefill, decode, len(prompt_token_ids), sampling)
-        self._open_timeline(stream, client_id, received_s, len(prompt_token_ids))
-        self._submit(stream, prompt_token_ids, sampling, cache_salt)
+        loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
+        deadline_s = loop.time() + timeout_s if timeout_s else None
+        request = Request(prompt_token_ids, sampling, cache_salt)
+        stream = self._open(request, self._choose(self.membership.instances))
         stream.prompted = prompted
+        prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
+        self.timelines.routed(
+            stream.request_id, stream.transfer_id, client_id, received_s, len(prompt_token_ids), prefill, decode
+        )
+        self._submit(stream, timeout_s)
         routed(stream)
-        timeout_s = self._request_timeout_s
-        deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
         is_first = True
         try:
             while not stream.is_over:
                 async with asyncio.timeout_at(deadline_s):
                     item = await stream.queue.get()
+                    if isinstance(item, Setback):
+                        await self._replay(stream, item, deadline_s)
+                        continue
                 if isinstance(item, Exception):
                     raise item
                 if item is not None and stream.take(item):
@@ -168,37 +235,61 @@ class Router:
             self._finish(stream)
             self.timelines.ended(stream.request_id, "" if stream.is_over else _why(sys.exception()))
 
-    def _open_timeline(self, stream: Stream, client_id: str, received_s: float | None, num_prompt_tokens: int) -> None:
-        prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
-        self.timelines.routed(
-            stream.request_id, stream.transfer_id, client_id, received_s, num_prompt_tokens, prefill, decode
-        )
+    async def _replay(self, stream: Stream, setback: Setback, deadline_s: float | None) -> None:
+        """Another attempt, elsewhere, after what was delivered. Raises the setback's error when there shall be none."""
+        if stream.is_finished:
+            return
+        if stream.num_deaths >= MAX_DEATHS:
+            raise InstanceLost(f"{setback.error}; it is the second instance that this request was on, and the last")
+        if stream.attempt >= MAX_ATTEMPTS:
+            raise setback.error
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + REPLAY_WAIT_S
+        while True:
+            try:
+                stream.prefill, stream.decode = self._choose(self.membership.instances, stream.failed_pairs)
+                if stream.resumed():
+                    stream.prefill = stream.decode = alone(self.membership.instances)[0]
+                break
+            except Unavailable:
+                try:
+                    async with asyncio.timeout_at(until_s):
+                        await self.membership.change()
+                except TimeoutError:
+                    raise setback.error from None
+        log.info("request %s goes on at %s: %s", stream.request_id, stream.decode.name, setback.error)
+        self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, stream.decode.name)
+        self._submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
-    def _open(self, prefill: Instance, decode: Instance, num_prompt_tokens: int, sampling: SamplingParams) -> Stream:
+    def _open(self, request: Request, pair: tuple[Instance, Instance]) -> Stream:
         request_id = f"{self._life}-{next(self._counter)}"
-        attempt = 0
-        num_tokens = num_prompt_tokens + sampling.num_sequences * min(sampling.max_tokens, 256)
-        legs = {prefill.conn: prefill, decode.conn: decode}
-        sequences = [Sequence() for _ in range(sampling.n)]
-        stream = Stream(request_id, attempt, legs, num_tokens, prefill, decode, sequences, self._mailbox.send)
+        sequences = [Sequence(index) for index in range(request.sampling.n)]
+        stream = Stream(request_id, 0, {}, request, *pair, sequences, self._mailbox.send)
         self._streams[request_id] = stream
         return stream
 
-    def _submit(self, stream: Stream, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str) -> None:
-        """Both legs out, each with the other's place."""
-        for instance, peer in ((stream.prefill, stream.decode), (stream.decode, stream.prefill)):
+    def _submit(self, stream: Stream, deadline_s: float) -> None:
+        """Both legs out, each with the other's place; or one that does both."""
+        request, prefill, decode = stream.request, stream.prefill, stream.decode
+        stream.has_prefill_spoken = False
+        legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
+        if prefill is decode:
+            legs = [(decode, "hybrid", "")]
+        for instance, leg, peer in legs:
+            stream.legs[instance.conn] = instance
             instance.num_outstanding += 1
-            instance.outstanding_tokens += stream.num_tokens
+            instance.outstanding_tokens += request.num_tokens
             submit = wire.Submit(
                 stream.request_id,
                 stream.attempt,
                 stream.transfer_id,
-                instance.role,
-                peer.key,
-                prompt_token_ids,
-                sampling,
-                self._request_timeout_s,
-                cache_salt,
+                leg,
+                peer,
+                request.prompt_token_ids,
+                request.sampling,
+                deadline_s,
+                request.cache_salt,
+                stream.resumed(),
             )
             self._mailbox.send(instance.conn, submit)
 
@@ -206,15 +297,23 @@ class Router:
         """Aborts the legs that have not ended by themselves, and forgets the request."""
         if self._streams.pop(stream.request_id, None) is None:
             return
+        self._abort_legs(stream)
+
+    def _abort_legs(self, stream: Stream) -> None:
         for conn in list(stream.legs):
             self._mailbox.send(conn, wire.Abort(stream.request_id, stream.attempt))
             self._leg_ended(stream, conn)
+
+    def _retreat(self, stream: Stream, error: GenerationError) -> None:
+        """The attempt has failed, whatever its other leg still does."""
+        self._abort_legs(stream)
+        stream.retreat(error)
 
     def _leg_ended(self, stream: Stream, conn: str) -> None:
         instance = stream.legs.pop(conn, None)
         if instance is not None:
             instance.num_outstanding -= 1
-            instance.outstanding_tokens -= stream.num_tokens
+            instance.outstanding_tokens -= stream.request.num_tokens
 
     # ---- events from the workers
 
@@ -237,8 +336,10 @@ class Router:
         stream = self._streams.get(output.request_id)
         if stream is None or output.attempt != stream.attempt or conn not in stream.legs:
             return None
-        if stream.legs[conn] is stream.prefill:
+        if stream.legs[conn] is stream.prefill and not stream.has_prefill_spoken:
             stream.has_prefill_spoken = True
+            if not isinstance(output, PromptOutput):
+                stream.release(stream.sequences)  # what decode was faster with
         return stream
 
     def _on_leg_end(self, conn: str, ended: LegEnd) -> None:
@@ -248,7 +349,12 @@ class Router:
         self._leg_ended(stream, conn)
         stream.release(stream.sequences)
         if ended.error is not None:
-            stream.queue.put_nowait(GenerationError(f"{name}: {ended.error}"))
+            error = GenerationError(f"{name}: {ended.error}")
+            if ended.is_fault:
+                stream.failed_pairs.add((stream.prefill.key, stream.decode.key))
+                self._retreat(stream, error)
+            else:
+                stream.queue.put_nowait(error)
 
     def end_all(self) -> None:
         """This process stops: whatever still runs ends with an error in its stream."""
@@ -256,12 +362,12 @@ class Router:
             stream.queue.put_nowait(GenerationError("the server is shutting down"))
 
     def on_lost(self, instance: Instance, reason: str) -> None:
-        """Every request with a leg there ends with an error that names the instance."""
+        """Every request with a leg there goes on elsewhere, if it can."""
         for stream in list(self._streams.values()):
             for conn in [conn for conn, member in stream.legs.items() if member is instance]:
                 self._leg_ended(stream, conn)
-                error = InstanceLost(f"{instance.name} was lost while it served this request: {reason}")
-                stream.queue.put_nowait(error)
+                stream.num_deaths += 1
+                self._retreat(stream, InstanceLost(f"{instance.name} was lost while it served this request: {reason}"))
 
 
 def _why(error: BaseException | None) -> str:

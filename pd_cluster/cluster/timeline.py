@@ -143,6 +143,14 @@ class Timelines:
         while len(self._kept) > self.max_requests:
             self._drop_oldest()
 
+    def replayed(self, request_id: str, transfer_id: str, conn: str, name: str) -> None:
+        """The request goes on at that instance."""
+        if timeline := self._kept.get(request_id):
+            timeline.own.append((self._clock(), "replayed"))
+            timeline.ids.append(transfer_id)
+            timeline.members = {**timeline.members, conn: name}
+            self._by_id[transfer_id] = timeline
+
     def first_token(self, request_id: str) -> None:
         if timeline := self._kept.get(request_id):
             timeline.own.append((self._clock(), "first token"))

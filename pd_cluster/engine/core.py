@@ -245,4 +245,5 @@ def _indices(request: Request) -> range:
     if request.sampling.beam_width:
         return range(0)
     is_first = request.sampling.n > 1 and request.index == 0 and not request.output_token_ids
+    is_first = is_first and not request.is_resumed
     return range(request.sampling.n) if is_first else range(request.index, request.index + 1)

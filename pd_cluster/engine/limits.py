@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Request, SamplingParams
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Request, Resumed, SamplingParams
 
 MAX_SEQUENCES = 1024
 MAX_LOGPROB_ENTRIES = 1_000_000  # they travel in one message
@@ -20,7 +20,7 @@ class Limits:
     vocab_size: int
     max_model_len: int
 
-    def problem(self, request: Request) -> str | None:
+    def problem(self, request: Request, resumed: Sequence[Resumed] = ()) -> str | None:
         """Why this engine cannot take it, in one line."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         if not prompt or sampling.max_tokens < 1:
@@ -36,7 +36,20 @@ class Limits:
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
         if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
             return f"a guide of {len(sampling.guide.text)} characters; at most {MAX_GUIDE_NUM_CHARS} are allowed"
-        return self._sampling_problem(sampling) or _beam_problem(sampling)
+        return self._sampling_problem(sampling) or _beam_problem(sampling) or self._resumed_problem(request, resumed)
+
+    def _resumed_problem(self, request: Request, resumed: Sequence[Resumed]) -> str | None:
+        if not resumed:
+            return None
+        if request.leg != "hybrid" or request.sampling.beam_width:
+            return "only a hybrid leg without a beam search can be resumed"
+        indices = [each.index for each in resumed]
+        if len(set(indices)) < len(indices) or not all(0 <= index < request.sampling.n for index in indices):
+            return f"sequences {indices} of {request.sampling.n} cannot be resumed"
+        for each in resumed:
+            if len(each.output_token_ids) >= request.sampling.max_tokens or not self._are_tokens(each.output_token_ids):
+                return f"sequence {each.index} cannot be resumed: it has ended, or has tokens that the model lacks"
+        return None
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
         if not 1 <= sampling.n <= MAX_SEQUENCES:

@@ -26,7 +26,7 @@ from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.trace import LegNotes, Tracer
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
-from pd_cluster.types import LegEnd, Request, Status, TokenOutput
+from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
 
 log = logging.getLogger(__name__)
 
@@ -295,23 +295,25 @@ class Worker:
             client=conn,
             cache_salt=submit.cache_salt,
         )
-        problem = self._limits.problem(request)
-        if request.key in self._legs:
+        key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
+        if key in self._legs:
             return
-        if problem is None and request.key in self.core.scheduler.requests:
+        sequences = [resume(request, resumed) for resumed in submit.resumed] or [request]
+        if problem is None and any(each.key in self.core.scheduler.requests for each in sequences):
             problem = "an earlier leg of this attempt is still ending here"
         self._notes.submitted(request, problem)
         if problem is not None:
             self._outbox.add_end(conn, LegEnd(request.request_id, request.attempt, problem))
             return
-        self._legs[request.key] = [request]
+        self._legs[key] = sequences
         if submit.deadline_s:
-            self._deadlines[request.key] = request.arrival_s + submit.deadline_s
-        self.core.guides.prepare(request)
-        if request.leg == "decode":
-            self.imports.submit(request)
-        else:
-            self.core.scheduler.add(request)
+            self._deadlines[key] = request.arrival_s + submit.deadline_s
+        for each in sequences:
+            self.core.guides.prepare(each)
+            if each.leg == "decode":
+                self.imports.submit(each)
+            else:
+                self.core.scheduler.add(each)
 
     def _joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
         if not request.sampling.beam_width:
@@ -323,13 +325,13 @@ class Worker:
             self._forget(request)
 
     def _export_ended(self, request: Request, error: str | None) -> None:
-        self._report(request, error)
+        self._report(request, error, is_fault=error is not None)
         self._forget(request)
         self.core.scheduler.finish(request)
 
     def _import_ended(self, request: Request, error: str | None) -> None:
         if error is not None:
-            self._report(request, error)
+            self._report(request, error, is_fault=True)
         self._forget(request)
 
     def _end(self, key: str, error: str) -> None:
@@ -346,7 +348,7 @@ class Worker:
             self._drop(key)
         elif leader.sampling.beam_width:
             return  # hypotheses leave all at once
-        elif not leader.output_token_ids:  # its sequences are not told apart yet
+        elif not leader.output_token_ids and not leader.is_resumed:  # its sequences are not told apart yet
             leader.dropped.add(index)
         elif leader.leg != "prefill":
             for request in [r for r in sequences if r.index == index]:
@@ -362,10 +364,10 @@ class Worker:
             if request.key in self.core.scheduler.requests and request.status is not Status.LANDING:
                 self.core.scheduler.finish(request)
 
-    def _report(self, request: Request, error: str | None) -> None:
+    def _report(self, request: Request, error: str | None, is_fault: bool = False) -> None:
         if error is not None:
             self._notes.failed(request)
-        self._outbox.add_end(request.client, LegEnd(request.request_id, request.attempt, error))
+        self._outbox.add_end(request.client, LegEnd(request.request_id, request.attempt, error, is_fault))
 
     def _forget(self, request: Request) -> None:
         """A sequence has ended; with the last one of its leg, the leg has."""

@@ -6,106 +6,17 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, cast
+from collections.abc import AsyncGenerator
+from typing import cast
 
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.membership import Membership
-from pd_cluster.cluster.policy import least_loaded
-from pd_cluster.cluster.router import Router, Sequence, Stream
+from pd_cluster.cluster.router import Request, Sequence, Stream
 from pd_cluster.cluster.timeline import Timeline
-from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Unavailable
-from pd_cluster.mailbox import Mailbox
-from pd_cluster.types import FinishReason, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
-
-PROMPT = [1, 2, 3]
-SAMPLING = SamplingParams(max_tokens=4)
-WAIT_S = 5.0
-
-
-class FakeMailbox:
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, wire.Body]] = []
-
-    def send(self, conn: str, body: wire.Body) -> None:
-        self.sent.append((conn, body))
-
-    def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
-        return [(conn, body) for conn, body in self.sent if isinstance(body, kind)]
-
-
-class FakeMembership:
-    def __init__(self, instances: list[Instance]) -> None:
-        self.instances = instances
-
-
-class World:
-    """A router over two prefill and two decode instances, all linked."""
-
-    def __init__(self, request_timeout_s: float = 0.0) -> None:
-        self.instances = [ready(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
-        links = {i.key: "up (shm)" for i in self.instances if i.role == "decode"}
-        for prefill in self.instances[:2]:
-            prefill.load = wire.Load(links=links)
-        self.mailbox = FakeMailbox()
-        self.router = Router(cast(Mailbox, self.mailbox), least_loaded, request_timeout_s)
-        self.router.membership = cast(Membership, FakeMembership(self.instances))
-
-    def serve(self, sampling: SamplingParams = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
-        return cast("AsyncGenerator[TokenOutput, None]", self.router.serve(PROMPT, sampling, **more))
-
-    async def begin(
-        self, sampling: SamplingParams = SAMPLING, **more: Any
-    ) -> tuple[AsyncGenerator[TokenOutput, None], asyncio.Task[TokenOutput], str]:
-        """The iterator, its first token to come, and the request's id."""
-        serving = self.serve(sampling, **more)
-        num_before = len(self.mailbox.of(wire.Submit))
-        first = asyncio.ensure_future(anext(serving))
-        while len(self.mailbox.of(wire.Submit)) < num_before + 2 and not first.done():
-            await asyncio.sleep(0)
-        return serving, first, self.mailbox.of(wire.Submit)[-1][1].request_id
-
-    def outputs(
-        self, conn: str, *tokens: TokenOutput, ended: LegEnd | None = None, prompt: PromptOutput | None = None
-    ) -> None:
-        prompts = [prompt] if prompt is not None else []
-        self.router.on_outputs(conn, wire.Outputs(list(tokens), [ended] if ended is not None else [], prompts))
-
-    def aborted(self, index: int = -1) -> list[str]:
-        """Where one sequence, or the whole request, was aborted."""
-        return sorted(conn for conn, body in self.mailbox.of(wire.Abort) if body.index == index)
-
-    def assert_home(self) -> None:
-        assert self.router.num_streams == 0
-        assert [(i.num_outstanding, i.outstanding_tokens) for i in self.instances] == [(0, 0)] * 4
-
-
-def ready(name: str) -> Instance:
-    role: Role = "prefill" if name.startswith("prefill") else "decode"
-    return Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", conn=f"to-{name}")
-
-
-def token(
-    request_id: str,
-    position: int,
-    token_id: int = 7,
-    finish: FinishReason | None = None,
-    attempt: int = 0,
-    index: int = 0,
-) -> TokenOutput:
-    return TokenOutput(request_id, attempt, index, position, token_id, finish)
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, WAIT_S))
-
-
-async def rest_of(serving: AsyncGenerator[TokenOutput, None]) -> list[int]:
-    return [item.position async for item in serving]
-
+from pd_cluster.errors import DeadlineExceeded, GenerationError, Unavailable
+from pd_cluster.types import LegEnd, PromptOutput, SamplingParams, TokenOutput
+from tests.support.router_world import PROMPT, SAMPLING, World, ready, rest_of, run, token
 
 # ---- Stream.put
 
@@ -116,7 +27,9 @@ def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
     for seed in range(300):
         rng = random.Random(seed)
         n = rng.randrange(1, 4)
-        stream = Stream("r", 1, {}, 1, instance, instance, [Sequence() for _ in range(n)], lambda conn, body: None)
+        request = Request(PROMPT, SAMPLING)
+        sequences = [Sequence(index) for index in range(n)]
+        stream = Stream("r", 1, {}, request, instance, instance, sequences, lambda conn, body: None)
         num_tokens = rng.randrange(1, 9)
         offered = [
             token("r", p, 1000 * i + 100 * a + p, attempt=a, index=i)
@@ -238,27 +151,6 @@ def test_an_error_of_a_leg_ends_the_request_and_names_the_instance(conn: str) ->
             await anext(serving)
         other = {"to-prefill-0": "to-decode-0", "to-decode-0": "to-prefill-0"}[conn]
         assert world.aborted() == [other]
-        world.assert_home()
-
-    run(test())
-
-
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_lost_instance_ends_its_requests_and_no_others(index: int) -> None:
-    async def test() -> None:
-        world = World()
-        serving, first, _ = await world.begin()
-        other, other_first, other_rid = await world.begin()
-        lost = world.instances[index]
-        world.router.on_lost(lost, "the connection was closed")
-        with pytest.raises(InstanceLost, match=f"{lost.name} was lost .* the connection was closed"):
-            await first
-        assert lost.conn not in world.aborted()
-        assert len(world.aborted()) == 1
-        world.outputs("to-prefill-1", token(other_rid, 0, finish="length"))
-        assert (await other_first).position == 0
-        assert await rest_of(other) == []
-        await serving.aclose()
         world.assert_home()
 
     run(test())

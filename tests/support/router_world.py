@@ -1,0 +1,112 @@
+"""A router over two prefill and two decode instances, with a mailbox that only remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, cast
+
+from pd_cluster import wire
+from pd_cluster.cluster.instance import Instance
+from pd_cluster.cluster.membership import Membership
+from pd_cluster.cluster.policy import least_loaded
+from pd_cluster.cluster.router import Router
+from pd_cluster.mailbox import Mailbox
+from pd_cluster.types import FinishReason, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
+
+PROMPT = [1, 2, 3]
+SAMPLING = SamplingParams(max_tokens=4)
+WAIT_S = 5.0
+
+
+class FakeMailbox:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, wire.Body]] = []
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        self.sent.append((conn, body))
+
+    def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
+        return [(conn, body) for conn, body in self.sent if isinstance(body, kind)]
+
+
+class FakeMembership:
+    def __init__(self, instances: list[Instance]) -> None:
+        self.instances = instances
+        self.changed = asyncio.Event()
+
+    async def change(self) -> None:
+        await self.changed.wait()
+        self.changed.clear()
+
+
+class World:
+    """A router over two prefill and two decode instances, all linked."""
+
+    def __init__(self, request_timeout_s: float = 0.0) -> None:
+        self.instances = [ready(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
+        links = {i.key: "up (shm)" for i in self.instances if i.role == "decode"}
+        for prefill in self.instances[:2]:
+            prefill.load = wire.Load(links=links)
+        self.mailbox = FakeMailbox()
+        self.router = Router(cast(Mailbox, self.mailbox), least_loaded, request_timeout_s)
+        self.membership = FakeMembership(self.instances)
+        self.router.membership = cast(Membership, self.membership)
+
+    def serve(self, sampling: SamplingParams = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
+        return cast("AsyncGenerator[TokenOutput, None]", self.router.serve(PROMPT, sampling, **more))
+
+    async def begin(
+        self, sampling: SamplingParams = SAMPLING, **more: Any
+    ) -> tuple[AsyncGenerator[TokenOutput, None], asyncio.Task[TokenOutput], str]:
+        """The iterator, its first token to come, and the request's id."""
+        serving = self.serve(sampling, **more)
+        num_before = len(self.mailbox.of(wire.Submit))
+        first = asyncio.ensure_future(anext(serving))
+        while len(self.mailbox.of(wire.Submit)) < num_before + 2 and not first.done():
+            await asyncio.sleep(0)
+        return serving, first, self.mailbox.of(wire.Submit)[-1][1].request_id
+
+    def outputs(
+        self, conn: str, *tokens: TokenOutput, ended: LegEnd | None = None, prompt: PromptOutput | None = None
+    ) -> None:
+        prompts = [prompt] if prompt is not None else []
+        self.router.on_outputs(conn, wire.Outputs(list(tokens), [ended] if ended is not None else [], prompts))
+
+    def lose(self, name: str, reason: str = "the connection was closed") -> None:
+        """As the membership does it."""
+        instance = next(i for i in self.instances if i.name == name)
+        instance.state = "unreachable"
+        self.router.on_lost(instance, reason)
+
+    def aborted(self, index: int = -1) -> list[str]:
+        """Where one sequence, or the whole request, was aborted."""
+        return sorted(conn for conn, body in self.mailbox.of(wire.Abort) if body.index == index)
+
+    def assert_home(self) -> None:
+        assert self.router.num_streams == 0
+        assert [(i.num_outstanding, i.outstanding_tokens) for i in self.instances] == [(0, 0)] * 4
+
+
+def ready(name: str) -> Instance:
+    role: Role = "prefill" if name.startswith("prefill") else "decode"
+    return Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", conn=f"to-{name}", was_linked=True)
+
+
+def token(
+    request_id: str,
+    position: int,
+    token_id: int = 7,
+    finish: FinishReason | None = None,
+    attempt: int = 0,
+    index: int = 0,
+) -> TokenOutput:
+    return TokenOutput(request_id, attempt, index, position, token_id, finish)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, WAIT_S))
+
+
+async def rest_of(serving: AsyncGenerator[TokenOutput, None]) -> list[int]:
+    return [item.position async for item in serving]

@@ -1,0 +1,290 @@
+"""A request whose instance or link is lost goes on elsewhere: every token once, none different."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.cluster import router
+from pd_cluster.errors import GenerationError, InstanceLost
+from pd_cluster.types import LegEnd, Resumed, SamplingParams, TokenOutput
+from tests.support.router_world import World, rest_of, run, token
+
+
+def last_submits(world: World) -> dict[str, wire.Submit]:
+    """Of the latest attempt: connection -> what it was told."""
+    submits = world.mailbox.of(wire.Submit)
+    attempt = submits[-1][1].attempt
+    return {conn: submit for conn, submit in submits if submit.attempt == attempt}
+
+
+async def next_attempt(world: World, attempt: int) -> dict[str, wire.Submit]:
+    while world.mailbox.of(wire.Submit)[-1][1].attempt < attempt:
+        await asyncio.sleep(0)
+    return last_submits(world)
+
+
+@pytest.mark.parametrize("lost", ["prefill-0", "decode-0"])
+def test_before_the_first_token_another_pair_begins_anew(lost: str) -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        world.lose(lost)
+        submits = await next_attempt(world, 1)
+        assert f"to-{lost}" not in submits
+        assert {submit.leg for submit in submits.values()} == {"prefill", "decode"}
+        assert all(not submit.resumed and submit.transfer_id.endswith("-1") for submit in submits.values())
+        world.outputs("to-decode-0", token(rid, 0, 99))  # of the attempt before
+        for conn, submit in submits.items():
+            if submit.leg == "prefill":
+                world.outputs(conn, token(rid, 0, 5, attempt=1), ended=LegEnd(rid, 1))
+            else:
+                decode = conn
+        world.outputs(decode, token(rid, 0, 5, attempt=1), token(rid, 1, 6, "length", attempt=1))
+        assert (await first).token_id == 5
+        assert await rest_of(serving) == [1]
+        world.assert_home()
+
+    run(test())
+
+
+def test_in_mid_stream_one_instance_goes_on_after_what_was_delivered() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+        world.outputs("to-decode-0", token(rid, 0, 5), token(rid, 1, 6), token(rid, 3, 8))  # 2 is still to come
+        world.lose("decode-0")
+        assert (await first).position == 0
+        assert (await anext(serving)).position == 1
+        rest = asyncio.ensure_future(rest_of(serving))
+        ((conn, submit),) = (await next_attempt(world, 1)).items()
+        assert (conn, submit.leg, submit.peer) == ("to-decode-1", "hybrid", "")
+        assert submit.resumed == [Resumed(0, [5, 6])]
+        world.outputs(conn, token(rid, 2, 7, attempt=1), token(rid, 3, 8, "length", attempt=1))
+        assert await rest == [2, 3]
+        world.assert_home()
+
+    run(test())
+
+
+def test_of_several_sequences_those_that_have_not_ended_go_on() -> None:
+    """0 has ended, 1 was stopped, 2 is under way, and of 3 the end has come before what is before it."""
+
+    async def test() -> None:
+        world = World()
+        handle: list[router.Stream] = []
+        serving, first, rid = await world.begin(SamplingParams(n=4, max_tokens=4), routed=handle.append)
+        firsts = [token(rid, 0, 10 + i, "stop" if i == 0 else None, index=i) for i in range(4)]
+        world.outputs("to-prefill-0", *firsts, ended=LegEnd(rid, 0))
+        assert (await first).index == 0
+        for _ in range(3):
+            await anext(serving)
+        handle[0].stop(1)
+        world.outputs("to-decode-0", token(rid, 1, 22, index=2), token(rid, 2, 33, "stop", index=3))
+        assert (await anext(serving)).token_id == 22
+        rest = asyncio.ensure_future(rest_of(serving))
+        world.lose("decode-0")
+        (submit,) = (await next_attempt(world, 1)).values()
+        assert submit.resumed == [Resumed(2, [12, 22]), Resumed(3, [13])]
+        more = [token(rid, 2, 1, "stop", 1, index=2), token(rid, 1, 2, None, 1, index=3)]
+        world.outputs("to-decode-1", *more, token(rid, 2, 33, "stop", 1, index=3))
+        assert await rest == [2, 1, 2]
+        world.assert_home()
+
+    run(test())
+
+
+def test_a_fault_of_the_pair_avoids_the_pair() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin()
+        world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "the link is down", is_fault=True))
+        submits = await next_attempt(world, 1)
+        assert set(submits) != {"to-prefill-0", "to-decode-0"}
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_without_any_prefill_instance_decode_instances_prefill() -> None:
+    async def test() -> None:
+        world = World()
+        for name in ("prefill-0", "prefill-1"):
+            world.lose(name)
+        serving = world.serve()
+        first = asyncio.ensure_future(anext(serving))
+        while not world.mailbox.of(wire.Submit):
+            await asyncio.sleep(0)
+        ((conn, submit),) = world.mailbox.of(wire.Submit)
+        assert (conn, submit.leg) == ("to-decode-0", "hybrid")
+        world.outputs(conn, token(submit.request_id, 0, 3, "length"))
+        assert (await first).token_id == 3
+        assert await rest_of(serving) == []
+        world.assert_home()
+
+    run(test())
+
+
+def test_a_request_that_was_on_two_instances_that_died_is_not_tried_again() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, _ = await world.begin()
+        world.lose("decode-0")
+        await next_attempt(world, 1)
+        world.lose("decode-1")
+        with pytest.raises(InstanceLost, match=r"decode-1 was lost .* second instance that this request was on"):
+            await first
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_it_waits_for_somebody_to_come_back() -> None:
+    async def test() -> None:
+        world = World()
+        for name in ("prefill-1", "decode-1", "prefill-0"):
+            world.instances[[i.name for i in world.instances].index(name)].state = "unreachable"
+        serving = world.serve()
+        first = asyncio.ensure_future(anext(serving))
+        while not world.mailbox.of(wire.Submit):
+            await asyncio.sleep(0)
+        rid = world.mailbox.of(wire.Submit)[0][1].request_id
+        world.lose("decode-0")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not first.done()
+        world.instances[0].state = "ready"
+        world.membership.changed.set()
+        ((conn, submit),) = (await next_attempt(world, 1)).items()
+        assert (conn, submit.leg) == ("to-prefill-0", "hybrid")
+        world.outputs(conn, token(rid, 0, 3, "length", attempt=1))
+        assert (await first).token_id == 3
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "REPLAY_WAIT_S", 0.01)
+
+    async def test() -> None:
+        world = World()
+        serving, first, _ = await world.begin()
+        for instance in world.instances[1:]:
+            instance.state = "unreachable"
+        world.lose("prefill-0")
+        with pytest.raises(GenerationError, match="prefill-0 was lost"):
+            await first
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+# ---- a cluster that is made up
+
+
+def made_up(index: int, position: int) -> int:
+    return 1000 * index + position
+
+
+class Workers:
+    """Every leg makes the tokens that follow from sequence and position, in random portions, until it dies."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.rng = world, random.Random(seed)
+        self.seen = 0
+        self.legs: dict[tuple[str, int], tuple[str, wire.Submit, dict[int, int]]] = {}
+
+    def look(self) -> None:
+        for conn, body in self.world.mailbox.sent[self.seen :]:
+            if isinstance(body, wire.Submit):
+                known = {each.index: len(each.output_token_ids) for each in body.resumed}
+                positions = known or dict.fromkeys(range(body.sampling.n), 0)
+                for each in body.resumed:
+                    expected = [made_up(each.index, p) for p in range(len(each.output_token_ids))]
+                    assert each.output_token_ids == expected
+                self.legs[conn, body.attempt] = conn, body, positions
+            elif isinstance(body, wire.Abort) and body.index == -1:
+                self.legs.pop((conn, body.attempt), None)
+        self.seen = len(self.world.mailbox.sent)
+
+    def step(self) -> None:
+        self.look()
+        if not self.legs:
+            return
+        key = self.rng.choice(sorted(self.legs))
+        conn, submit, positions = self.legs[key]
+        tokens: list[TokenOutput] = []
+        for index in sorted(positions):
+            if submit.leg == "prefill" or self.rng.random() < 0.7:
+                position = positions[index]
+                last = position + 1 >= submit.sampling.max_tokens
+                finish: Any = "length" if last else None
+                token_id = made_up(index, position)
+                tokens.append(token(submit.request_id, position, token_id, finish, submit.attempt, index))
+                positions[index] += 1
+        self.legs[key] = conn, submit, {i: p for i, p in positions.items() if p < submit.sampling.max_tokens}
+        ended = LegEnd(submit.request_id, submit.attempt) if submit.leg == "prefill" else None
+        if submit.leg == "prefill" or not self.legs[key][2]:
+            del self.legs[key]
+        self.world.outputs(conn, *tokens, ended=ended)
+
+    def fault(self) -> None:
+        """A process dies and is there again, or a link breaks."""
+        self.look()
+        name = self.rng.choice(["prefill-0", "prefill-1", "decode-0", "decode-1"])
+        if self.rng.random() < 0.5:
+            self.legs = {key: leg for key, leg in self.legs.items() if leg[0] != f"to-{name}"}
+            self.world.lose(name)
+            next(i for i in self.world.instances if i.name == name).state = "ready"
+        elif self.legs:
+            key = self.rng.choice(sorted(self.legs))
+            conn, submit, _ = self.legs.pop(key)
+            self.world.outputs(conn, ended=LegEnd(submit.request_id, submit.attempt, "the link is down", is_fault=True))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_faults_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "MAX_DEATHS", 1000)
+    monkeypatch.setattr(router, "MAX_ATTEMPTS", 1000)
+
+    async def test() -> None:
+        world = World()
+        workers = Workers(world, seed)
+        rng = workers.rng
+        sampling = SamplingParams(n=rng.randrange(1, 4), max_tokens=rng.randrange(1, 9))
+        got: defaultdict[int, list[int]] = defaultdict(list)
+
+        async def read() -> None:
+            async for item in world.serve(sampling):
+                assert item.position == len(got[item.index])
+                got[item.index].append(item.token_id)
+
+        reading = asyncio.ensure_future(read())
+        num_faults = rng.randrange(6)
+        while not reading.done():
+            await asyncio.sleep(0)
+            if num_faults and rng.random() < 0.2:
+                num_faults -= 1
+                workers.fault()
+            else:
+                workers.step()
+        reading.result()
+        expected = [made_up(0, p) for p in range(sampling.max_tokens)]
+        assert got[0] == expected
+        assert {i: len(ids) for i, ids in got.items()} == dict.fromkeys(range(sampling.n), sampling.max_tokens)
+        world.assert_home()
+
+    run(test())

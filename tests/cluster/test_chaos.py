@@ -1,5 +1,5 @@
-"""Instances die, stand still and are cut off under load: no wrong token, every request ends in time with its answer or
-with an error that names an instance, and afterwards the cluster is whole and empty without anybody's help.
+"""Instances die, stand still and are cut off under load: requests go on elsewhere, no token is wrong, what ends
+otherwise ends in time with an error that names an instance, and afterwards the cluster is whole and empty without anybody's help.
 """
 
 from __future__ import annotations
@@ -129,25 +129,21 @@ def assert_every_pair_serves(cluster: LiveCluster, model: Path, enter: Callable[
     cluster.wait_until("every pair has served", complete)
 
 
-def assert_named(outcomes: list[Outcome], *names: str) -> None:
-    """Each of these faults has ended requests, and they say so."""
-    for name in names:
-        assert any(name in outcome.error for outcome in outcomes), f"no request failed because of {name}"
-
-
 def assert_good_end(
     cluster: LiveCluster,
     model: Path,
     judge: Judge,
     outcomes: list[Outcome],
     enter: Callable[[], None] = lambda: None,
+    share: float = 0.99,
 ) -> None:
     """After traffic and faults: what the requests got is right, and the cluster is empty, whole and exact."""
     cluster.await_ready()
     cluster.assert_home()
     counts = judge.check(outcomes)
     print(f"{len(outcomes)} requests:", dict(counts.most_common()))
-    assert counts["answered"] >= len(outcomes) / 2, counts
+    assert counts["answered"] >= share * len(outcomes), counts
+    assert "goes on at" in cluster.log_file("scheduler").read_text(), "no request had to go on elsewhere"
     assert_every_pair_serves(cluster, model, enter)
     cluster.assert_home()
 
@@ -163,7 +159,6 @@ def test_kill_9_of_a_prefill_and_a_decode_instance_under_load(model: Path, tmp_p
             trouble.restart("prefill-0", "decode-1")
             traffic.finish()
         assert_good_end(cluster, model, judge, traffic.outcomes)
-        assert_named(traffic.outcomes, "prefill-0", "decode-1")
 
 
 @pytest.mark.slow
@@ -182,7 +177,6 @@ def test_500_requests_while_instances_die_and_stand_still(model: Path, tmp_path:
             trouble.stand_still("decode-1", STANDSTILL_S)
             traffic.finish()
         assert_good_end(cluster, model, judge, traffic.outcomes)
-        assert_named(traffic.outcomes, "prefill-1", "decode-0", "decode-1")
 
 
 @pytest.mark.slow
@@ -229,14 +223,12 @@ def test_hosts_are_cut_off_under_load(model: Path, tmp_path: Path, network: Netw
             trouble.go_on_for(CUT_S)
             network.plug("far")
             trouble.await_whole()
-            num_before_parting = len(traffic.outcomes)
             trouble.await_busy("decode-1")
             network.part("left", "far")
             trouble.go_on_until("the links are down", lambda: not cluster.is_whole())
             trouble.go_on_for(CUT_S)
             network.join("left", "far")
             trouble.await_whole()
-            num_before_silence = len(traffic.outcomes)
             trouble.await_busy("prefill-0")
             network.pull("left")
             trouble.await_lost("prefill-0", "prefill-1")
@@ -244,7 +236,4 @@ def test_hosts_are_cut_off_under_load(model: Path, tmp_path: Path, network: Netw
             network.plug("left")
             trouble.await_whole()
             traffic.finish()
-        assert_good_end(cluster, model, judge, traffic.outcomes, network.enter)
-        assert_named(traffic.outcomes[:num_before_parting], "decode-1")
-        assert_named(traffic.outcomes[num_before_parting:num_before_silence], "decode-1")
-        assert_named(traffic.outcomes[num_before_silence:], "prefill-0")
+        assert_good_end(cluster, model, judge, traffic.outcomes, network.enter, share=0.9)

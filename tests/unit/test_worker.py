@@ -24,7 +24,7 @@ from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, LegEnd, Request, SamplingParams
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, LegEnd, Request, Resumed, SamplingParams
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
@@ -180,6 +180,58 @@ def test_one_sequence_is_aborted_and_the_others_go_on(index: int, num_steps: int
     expected = generate_alone(PROMPT, sampling())
     for at, tokens in enumerate(found(world, "r")):
         assert tokens == (expected[at][: max(1, num_steps)] if at == index else expected[at])
+    world.assert_home()
+
+
+@pytest.mark.parametrize("lens", [{0: 3}, {0: 0, 1: 2, 2: 7}, {1: 1, 2: 1}, {0: 0, 2: 0}])
+def test_sequences_go_on_after_what_was_told_elsewhere(lens: dict[int, int]) -> None:
+    """Some have ended elsewhere and do not come; of some nothing was told yet."""
+    world = World()
+    expected = generate_alone(PROMPT, sampling())
+    resumed = [Resumed(index, expected[index][:num_told]) for index, num_told in lens.items()]
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", PROMPT, sampling(), 0.0, "", resumed))
+    for index, num_told in lens.items():
+        world.post.tokens["r"][index] = list(expected[index][:num_told])
+    world.run()
+    assert dict(world.post.tokens["r"]) == {index: expected[index] for index in lens}
+    world.assert_home()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_one_of_the_sequences_that_go_on_is_aborted(num_steps: int) -> None:
+    world = World()
+    expected = generate_alone(PROMPT, sampling())
+    resumed = [Resumed(index, expected[index][:2]) for index in range(3)]
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", PROMPT, sampling(), 0.0, "", resumed))
+    for index in range(3):
+        world.post.tokens["r"][index] = list(expected[index][:2])
+    for _ in range(num_steps):
+        world.step()
+    world.mail(wire.Abort("r", 1, 1))
+    world.run()
+    tokens = found(world, "r")
+    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
+    assert len(tokens[1]) < len(expected[1])
+    world.assert_home()
+
+
+@pytest.mark.parametrize(
+    ("leg", "resumed"),
+    [
+        ("prefill", [Resumed(0, [1])]),
+        ("hybrid", [Resumed(0, [1]), Resumed(0, [2])]),
+        ("hybrid", [Resumed(3, [1])]),
+        ("hybrid", [Resumed(0, [1] * 8)]),
+        ("hybrid", [Resumed(0, [VOCAB_SIZE])]),
+    ],
+)
+def test_what_cannot_go_on_is_refused(leg: Leg, resumed: list[Resumed]) -> None:
+    world = World()
+    world.mail(wire.Submit("r", 1, "r-1", leg, "decode-0@2", PROMPT, sampling(), 0.0, "", resumed))
+    world.step()
+    (end,) = [ended for _, outputs in world.post.messages for ended in outputs.ended]
+    assert "resumed" in (end.error or "")
+    assert not end.is_fault
     world.assert_home()
 
 

@@ -1,5 +1,7 @@
-"""Instances die, stand still and are cut off under load: requests go on elsewhere, no token is wrong, what ends
-otherwise ends in time with an error that names an instance, and afterwards the cluster is whole and empty without anybody's help.
+"""Instances die, stand still and are cut off under load: requests go on elsewhere, no token is wrong.
+
+What ends otherwise ends in time with an error that names an instance, and afterwards the cluster is whole and empty
+without anybody's help.
 """
 
 from __future__ import annotations

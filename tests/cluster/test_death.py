@@ -122,10 +122,10 @@ def test_kill_9_of_the_decode_instance(cluster: LiveCluster, model: Path, expect
     else:
         cluster.kill(victim)
     assert cluster.await_exit(victim) != 0
-    status, health = cluster.health()
-    assert (status, health["status"]) == (200, "degraded")
     (rest,) = stream.to_the_end()
     assert begun + rest == expected
+    status, health = cluster.health()
+    assert (status, health["status"]) == (200, "degraded")
     assert f"goes on at {other}: {victim} was lost" in cluster.log_file("scheduler").read_text()
     assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)  # the other one serves
     cluster.assert_home()

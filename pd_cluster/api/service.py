@@ -20,7 +20,8 @@ from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, truncated
 from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, GenerationRequest
 from pd_cluster.api.sequence import Piece, Sequence, joined
 from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.router import Router, Stream
+from pd_cluster.cluster.router import Router
+from pd_cluster.cluster.stream import Stream
 from pd_cluster.errors import GuideError, ModelNotFound, RequestError
 from pd_cluster.text import StopStrings, Tokenizer
 from pd_cluster.types import Logprobs, PromptOutput, SamplingParams, TokenOutput

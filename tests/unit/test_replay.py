@@ -11,6 +11,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster import router
+from pd_cluster.cluster.stream import Stream
 from pd_cluster.errors import GenerationError, InstanceLost
 from pd_cluster.types import LegEnd, Resumed, SamplingParams, TokenOutput
 from tests.support.router_world import World, rest_of, run, token
@@ -78,7 +79,7 @@ def test_of_several_sequences_those_that_have_not_ended_go_on() -> None:
 
     async def test() -> None:
         world = World()
-        handle: list[router.Stream] = []
+        handle: list[Stream] = []
         serving, first, rid = await world.begin(SamplingParams(n=4, max_tokens=4), routed=handle.append)
         firsts = [token(rid, 0, 10 + i, "stop" if i == 0 else None, index=i) for i in range(4)]
         world.outputs("to-prefill-0", *firsts, ended=LegEnd(rid, 0))

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.router import Request, Sequence, Stream
+from pd_cluster.cluster.stream import Request, Sequence, Stream
 from pd_cluster.cluster.timeline import Timeline
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Unavailable
 from pd_cluster.types import LegEnd, PromptOutput, SamplingParams, TokenOutput

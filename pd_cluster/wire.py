@@ -43,6 +43,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     kv_sent_nbytes: int = 0
     kv_received_nbytes: int = 0
     num_dropped_kv_frames: int = 0  # replayed, forged, foreign, out of order or not decodable
+    is_draining: bool = False  # it takes no new requests
     links: dict[str, str] = {}  # peer's name@epoch -> "up (shm)", "opening", "refused: …"
 
     @property

@@ -160,14 +160,14 @@ def health_of(instances: list[Instance]) -> tuple[int, dict[str, Any]]:
     """200 when a request can be served, with `degraded` when not everybody is there; 503 otherwise."""
     body: dict[str, Any] = {
         "status": "ok",
-        "instances": {i.name: i.state if not i.reason else f"{i.state}: {i.reason}" for i in instances},
+        "instances": {i.name: i.shown_state if not i.reason else f"{i.state}: {i.reason}" for i in instances},
         "links": refused_links(instances),
     }
     try:
         least_loaded(instances)
     except Unavailable:
         return 503, {**body, "status": "unavailable", "reason": why_unavailable(instances)}
-    if body["links"] or not all(instance.is_ready for instance in instances):
+    if body["links"] or not all(instance.takes_requests for instance in instances):
         body["status"] = "degraded"
     return 200, body
 
@@ -178,7 +178,7 @@ def describe(instance: Instance) -> dict[str, Any]:
     return {
         "instance_id": instance.name,
         "role": instance.role,
-        "state": instance.state,
+        "state": instance.shown_state,
         "reason": instance.reason or None,
         "pid": info.pid if info is not None else None,
         "host": instance.host,

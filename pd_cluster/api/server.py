@@ -60,11 +60,12 @@ async def serve_until_signal(
     until: Awaitable[None] | None = None,
     drained: Callable[[], None] = lambda: None,
     drain_timeout_s: float = 0.0,
+    signalled: Callable[[], None] = lambda: None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests end; a second signal ends at once.
 
-    `drained` is called when the drain's time is up: it must end what still runs. `until` ends all of it at once, and
-    may raise.
+    `signalled` is called at the first signal, `drained` when the drain's time is up: it must end what still runs.
+    `until` ends all of it at once, and may raise.
     """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -72,6 +73,8 @@ async def serve_until_signal(
     def stop(now: bool = False) -> None:
         if not stopping.is_set():
             loop.call_later(drain_timeout_s, drained)
+            if not now:
+                signalled()
         for server, _ in servers:
             server.force_exit = now or stopping.is_set()
             server.should_exit = True

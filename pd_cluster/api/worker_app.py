@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
 
 import msgspec
@@ -39,6 +41,18 @@ async def run_worker(config: WorkerConfig, listener: socket.socket, cluster_tag:
     try:
         await ranks.start()
         server = make_server(make_app(ranks), drain_timeout_s=1)
-        await serve_until_signal([(server, listener)], until=ranks.watch())
+        await serve_until_signal([(server, listener)], until=ranks.watch(), signalled=ranks.drain)
+        await _until_drained(ranks, config.timeouts.drain_timeout_s)
     finally:
         await ranks.stop()
+
+
+async def _until_drained(ranks: Ranks, timeout_s: float) -> None:
+    """Until what ran has ended, the time is over, or a second signal."""
+    impatient = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, impatient.set)
+    waiting = [asyncio.ensure_future(ranks.ended()), asyncio.ensure_future(impatient.wait())]
+    await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()

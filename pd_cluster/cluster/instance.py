@@ -44,6 +44,14 @@ class Instance:
     def is_ready(self) -> bool:
         return self.state == "ready"
 
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_ready and not self.load.is_draining
+
+    @property
+    def shown_state(self) -> str:
+        return "draining" if self.is_ready and self.load.is_draining else self.state
+
     def linked_to(self, other: Instance) -> bool:
         """Whether KV cache can go from this prefill instance to that decode instance."""
         return self.load.links.get(other.key, "").startswith("up")

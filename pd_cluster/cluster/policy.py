@@ -27,7 +27,7 @@ def alone(instances: Sequence[Instance]) -> Pair:
 
     Only one that has been part of a pair: what never could be is a fault that shall be seen. Raises Unavailable.
     """
-    found = [i for i in instances if i.is_ready and i.was_linked]
+    found = [i for i in instances if i.takes_requests and i.was_linked]
     if not found:
         raise Unavailable(why_unavailable(instances))
     chosen = min(found, key=lambda i: (i.role != "decode", i.outstanding_tokens))
@@ -38,16 +38,20 @@ def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:
     return [
         (prefill, decode)
         for prefill in instances
-        if prefill.role == "prefill" and prefill.is_ready
+        if prefill.role == "prefill" and prefill.takes_requests
         for decode in instances
-        if decode.role == "decode" and decode.is_ready and prefill.linked_to(decode)
+        if decode.role == "decode" and decode.takes_requests and prefill.linked_to(decode)
     ]
 
 
 def why_unavailable(instances: Sequence[Instance]) -> str:
     """One line: the instances that are not ready, or the links that are not up."""
-    missing = [role for role in ("prefill", "decode") if not any(i.role == role and i.is_ready for i in instances)]
-    down = [f"{i.name} is {i.state}{f' ({i.reason})' if i.reason else ''}" for i in instances if i.role in missing]
+    missing = [
+        role for role in ("prefill", "decode") if not any(i.role == role and i.takes_requests for i in instances)
+    ]
+    down = [
+        f"{i.name} is {i.shown_state}{f' ({i.reason})' if i.reason else ''}" for i in instances if i.role in missing
+    ]
     if missing:
         return f"no {' and no '.join(missing)} instance is ready: {'; '.join(down)}"
     return f"no prefill instance has a link to a decode instance: {'; '.join(refused_links(instances))}"

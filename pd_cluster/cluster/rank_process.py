@@ -69,14 +69,15 @@ class RankProcess:
         assert self._process is not None
         return await self._process.wait()
 
+    def ask(self, what: str) -> None:
+        if self._writer is not None and self.exit_code is None:
+            self._writer.write(f"{what}\n".encode())
+
     async def stop(self) -> None:
         """Asks it to stop after its step; kills it when it does not."""
         if self._process is None or self._process.returncode is not None:
             return
-        with contextlib.suppress(ConnectionError):
-            if self._writer is not None:
-                self._writer.write(b"stop\n")
-                await self._writer.drain()
+        self.ask("stop")
         try:
             await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
         except TimeoutError:

@@ -72,6 +72,14 @@ class Ranks:
             raise ConfigError(self._error)
         raise InstanceLost(f"{self._config.name}: {lost}")
 
+    def drain(self) -> None:
+        """Rank 0 takes nothing more, and ends when what it has has ended."""
+        self._processes[0].ask("drain")
+
+    async def ended(self) -> None:
+        """Until rank 0 has."""
+        await self._processes[0].wait()
+
     async def stop(self) -> None:
         """Rank 0 stops after its step, and the others with it."""
         await self._processes[0].stop()

@@ -59,4 +59,9 @@ class Offered:
     conn: str
 
 
-Event = Opened | Closed | Mail | HandedOver | Stop | OfLane | Offered | LinkEvent
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take nothing more, and stop when what is here has ended."""
+
+
+Event = Opened | Closed | Mail | HandedOver | Stop | Drain | OfLane | Offered | LinkEvent

@@ -10,7 +10,7 @@ from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.types import Status
 
 
-def load_of(core: EngineCore, imports: Imports, out_links: OutLinks, in_links: InLinks) -> wire.Load:
+def load_of(core: EngineCore, imports: Imports, out_links: OutLinks, in_links: InLinks, is_draining: bool) -> wire.Load:
     scheduler = core.scheduler
     blocks = scheduler.blocks
     statuses = [request.status for request in scheduler.requests.values()]
@@ -34,4 +34,5 @@ def load_of(core: EngineCore, imports: Imports, out_links: OutLinks, in_links: I
         kv_received_nbytes=in_links.received_nbytes,
         num_dropped_kv_frames=in_links.num_dropped,
         links=out_links.states(),
+        is_draining=is_draining,
     )

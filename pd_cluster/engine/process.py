@@ -1,8 +1,8 @@
 """A rank process: `python -m pd_cluster.engine.process FD`. Loads the model, then works until told to stop.
 
-FD is one end of a socket pair whose other end the worker's parent holds: down come the configuration and `stop`, up
-go a line when the engine is ready or has failed. End of file there, or the parent's death, ends this process. Rank 0
-runs the worker; the others compute their share of its steps.
+FD is one end of a socket pair whose other end the worker's parent holds: down come the configuration, `drain` and
+`stop`, up go a line when the engine is ready or has failed. End of file there, or the parent's death, ends this
+process. Rank 0 runs the worker; the others compute their share of its steps.
 """
 
 from __future__ import annotations
@@ -101,12 +101,16 @@ def _tell(channel: socket.socket, report: RankReport) -> None:
 
 
 def _watch_parent(lines: socket.SocketIO, inbox: queue.SimpleQueue[Event]) -> None:
-    """`stop` ends the loop after its step; end of file means that the parent is dead, and nothing can wait."""
-    line = lines.readline()
-    if line.strip() != b"stop":
-        os._exit(1)
-    from pd_cluster.engine.events import Stop
+    """`drain` lets what runs end first, `stop` ends the loop after its step.
 
+    End of file means that the parent is dead, and nothing can wait.
+    """
+    from pd_cluster.engine.events import Drain, Stop
+
+    while (line := lines.readline().strip()) != b"stop":
+        if line != b"drain":
+            os._exit(1)
+        inbox.put(Drain())
     inbox.put(Stop())
     lines.readline()
     os._exit(0)

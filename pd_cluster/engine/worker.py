@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pd_cluster import wire
 from pd_cluster.config import WorkerConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Offered, OfLane, Opened, Stop
+from pd_cluster.engine.events import Closed, Drain, Event, HandedOver, Mail, Offered, OfLane, Opened, Stop
 from pd_cluster.engine.exports import Exports
 from pd_cluster.engine.imports import Imports
 from pd_cluster.engine.in_links import InLinks
@@ -59,6 +59,7 @@ class Worker:
         self._deadlines: dict[str, float] = {}
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
         self._next_tick_s = 0.0
+        self._is_draining = False
         self.tracer = Tracer(clock)
         self._outbox = Outbox(post, self.tracer, clock)
         self._notes = LegNotes(self.tracer.note, clock)
@@ -99,13 +100,15 @@ class Worker:
         )
 
     def run(self) -> None:
-        """Until `Stop`. Raises what the mailbox or a step raised."""
+        """Until `Stop`, or until nothing is left after `Drain`. Raises what the mailbox or a step raised."""
         busy = False
         while self._read_inbox(wait_s=0.0 if busy else IDLE_WAIT_S):
             self._tick()
             busy = self._step()
             self._publish_load()
             self._outbox.flush()
+            if self._is_draining and not self._legs and not self.core.scheduler.requests:
+                return
 
     # ---- a step
 
@@ -164,8 +167,8 @@ class Worker:
             self.exports.on_credit(*self.credits.get_nowait())
 
     def _publish_load(self) -> None:
-        load = load_of(self.core, self.imports, self.out_links, self.in_links)
-        has_news = load.links != self.load.links
+        load = load_of(self.core, self.imports, self.out_links, self.in_links, self._is_draining)
+        has_news = (load.links, load.is_draining) != (self.load.links, self.load.is_draining)
         self.load = load
         if has_news:
             self._post.beat()
@@ -210,6 +213,8 @@ class Worker:
                 self.imports.on_drained(transfer_id)
             case HandedOver(conn, transfer_id):
                 self.exports.on_handed_over(conn, transfer_id)
+            case Drain():
+                self._is_draining = True
             case OfLane(gather, lane, of_lane):
                 whole = gather.add(lane, of_lane)
                 if whole is not None:
@@ -301,9 +306,11 @@ class Worker:
         sequences = [resume(request, resumed) for resumed in submit.resumed] or [request]
         if problem is None and any(each.key in self.core.scheduler.requests for each in sequences):
             problem = "an earlier leg of this attempt is still ending here"
+        if is_fault := problem is None and self._is_draining:
+            problem = "this instance takes nothing more, because it stops"
         self._notes.submitted(request, problem)
         if problem is not None:
-            self._outbox.add_end(conn, LegEnd(request.request_id, request.attempt, problem))
+            self._outbox.add_end(conn, LegEnd(request.request_id, request.attempt, problem, is_fault))
             return
         self._legs[key] = sequences
         if submit.deadline_s:

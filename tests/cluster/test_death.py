@@ -237,6 +237,48 @@ def test_a_drain_that_takes_too_long_ends_the_stream_in_band(cluster: LiveCluste
     assert cluster.await_exit("scheduler") == 0
 
 
-def test_sigterm_ends_a_worker_with_exit_code_0(cluster: LiveCluster) -> None:
-    cluster.kill("decode-1", signal.SIGTERM)
-    assert cluster.await_exit("decode-1") == 0
+def num_replays(cluster: LiveCluster) -> int:
+    return cluster.log_file("scheduler").read_text().count("goes on at")
+
+
+def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: list[int]) -> None:
+    """What runs there ends there, what comes goes elsewhere, and the worker ends with exit code 0."""
+    stream = Streaming(cluster.url)
+    begun = first_tokens(stream)
+    victim, before = busy_decode(cluster), num_replays(cluster)
+    cluster.kill(victim, signal.SIGTERM)
+    cluster.wait_until("it is draining", lambda: cluster.health()[1]["instances"][victim] == "draining")
+    assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
+    (rest,) = stream.to_the_end()
+    assert begun + rest == expected
+    assert cluster.await_exit(victim) == 0
+    assert num_replays(cluster) == before
+
+
+def test_every_worker_is_restarted_under_load(cluster: LiveCluster, model: Path) -> None:
+    """One after the other, with SIGTERM: nobody notices."""
+    rng = random.Random(7)
+    prompts = [random_prompt(rng, rng.randrange(2, 60)) for _ in range(12)]
+    done, wrong = threading.Event(), []
+
+    def work() -> None:
+        while not done.is_set():
+            prompt = rng.choice(prompts)
+            try:
+                assert_same(model, prompt, cluster.complete(prompt, 24), 24)
+            except AssertionError as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        cluster.kill(name, signal.SIGTERM)
+        assert cluster.await_exit(name) == 0
+        cluster.start_member(name)
+        cluster.await_ready()
+    done.set()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong, wrong[0]
+    cluster.assert_home()

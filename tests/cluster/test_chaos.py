@@ -81,9 +81,14 @@ class Trouble:
         """kill -9 of a worker in the middle of its work."""
         self.await_busy(name)
         self.cluster.kill(name)
-        assert self.traffic.num_in_flight > 0
+        num_met = self.traffic.num_in_flight
+        assert num_met > 0
         self.cluster.await_exit(name)
         self.await_lost(name)
+        num_ended = len(self.traffic.outcomes) + 2 * num_met
+        self.traffic.more(2 * num_met)
+        # A request that is on two instances that die is not tried again: the next fault waits for these to end.
+        self.go_on_until("those that met the fault have ended", lambda: len(self.traffic.outcomes) >= num_ended)
 
     def await_lost(self, *names: str) -> None:
         def lost() -> bool:

@@ -255,6 +255,7 @@ def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: li
     assert num_replays(cluster) == before
 
 
+@pytest.mark.slow
 def test_every_worker_is_restarted_under_load(cluster: LiveCluster, model: Path) -> None:
     """One after the other, with SIGTERM: nobody notices."""
     rng = random.Random(7)

@@ -39,13 +39,25 @@ class Mask(NamedTuple):
 class Masks:
     """Those of one step's requests, by their keys; `wait` for them once the model has run."""
 
-    def __init__(self, made: Future[dict[str, Mask]] | None = None) -> None:
-        self._made = made
+    def __init__(
+        self,
+        made: Future[dict[str, Mask]] | None = None,
+        keys: Sequence[str] = (),
+        late: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`late` is called when they are given up."""
+        self._made, self._keys, self._late = made, keys, late
 
     def wait(self) -> dict[str, Mask]:
-        return self._made.result() if self._made is not None else {}
+        """A library that does not come back costs these requests, and not the engine."""
+        try:
+            return self._made.result(MASKS_TIMEOUT_S) if self._made is not None else {}
+        except TimeoutError:
+            self._late()
+            return dict.fromkeys(self._keys, _no_mask(f"the masks of a step took more than {MASKS_TIMEOUT_S:g} s"))
 
 
+MASKS_TIMEOUT_S = 10.0  # for those of one step; the library's own limits end them long before
 NO_MASKS = Masks()
 NO_WORDS: Words = np.zeros(0, dtype=np.uint32)
 
@@ -119,7 +131,13 @@ class Guides:
             self.prepare(request)
         if self._masking is None:
             self._masking = _one_thread("masks")
-        return Masks(self._masking.submit(self._make, requests))
+        return Masks(self._masking.submit(self._make, requests), [r.key for r in requests], self._give_up)
+
+    def _give_up(self) -> None:
+        """The masks' thread does not come back; the next step has another."""
+        if self._masking is not None:
+            self._masking.shutdown(wait=False)
+        self._masking = None
 
     def _future(self, guide: Guide) -> Future[Matcher]:
         future = self._compiled.get(guide)

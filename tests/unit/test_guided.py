@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,31 @@ def test_others_do_not_wait_for_a_guide_that_compiles(compiler: Compiler) -> Non
     pending.set_result(compiler.compile(GUIDES[2]))
     assert run(core, []) == {}
     assert regex.fullmatch("[abc]{3,9}", text_of(waiting.output_token_ids))
+
+
+def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that makes them stands still; the next step has another."""
+    monkeypatch.setattr("pd_cluster.model.guided.MASKS_TIMEOUT_S", 0.1)
+    write, stuck, free = compiler.write_masks, [True], threading.Event()
+
+    def write_masks(*arguments: Any) -> Any:
+        if stuck:
+            stuck.clear()
+            free.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(compiler, "write_masks", write_masks)
+    guides = Guides(lambda: compiler)
+    try:
+        mask = mask_of(guides, guided(Guide("regex", "a")))
+        assert mask.problem.endswith(": the masks of a step took more than 0.1 s")
+        assert ids_of(mask) == []
+        monkeypatch.setattr("pd_cluster.model.guided.MASKS_TIMEOUT_S", 60.0)
+        assert ids_of(mask_of(guides, guided(Guide("regex", "a")))) == [4]
+    finally:
+        free.set()
 
 
 def test_an_engine_without_a_tokenizer_says_so() -> None:

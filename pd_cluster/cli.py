@@ -81,6 +81,14 @@ def serve(
         str, typer.Option(help="auto, guidance or llguidance: names of the one library that is used.")
     ] = "auto",
     guided_timeout: Annotated[float, typer.Option(help="Seconds to try a request's schema, regex or grammar.")] = 5.0,
+    routing_policy: Annotated[
+        str, typer.Option(help="least-loaded, prefix-aware, predicted-ttft or session: which workers get a request.")
+    ] = "prefix-aware",
+    scheduling_policy: Annotated[
+        str, typer.Option(help="fcfs, or priority: requests may have one, lower numbers come first.")
+    ] = "fcfs",
+    slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token, else 429; 0: no promise.")] = 0.0,
+    slo_tpot: Annotated[float, typer.Option(help="Seconds for each further token, else 429; 0: no promise.")] = 0.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "INFO",
 ) -> None:
     """Run one instance; its role comes from the rank tables that the environment names.

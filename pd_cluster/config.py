@@ -36,6 +36,20 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     guided_timeout_s: float = 5.0
 
 
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the scheduler chooses, and what it promises; 0: no promise."""
+
+    policy: str = "prefix-aware"
+    has_priorities: bool = False
+    slo_ttft_s: float = 0.0
+    slo_tpot_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--slo-ttft", self.slo_ttft_s), ("--slo-tpot", self.slo_tpot_s)):
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{flag} {value:g}: must be a number of seconds, 0 for no promise")
+
+
 class PortRange(msgspec.Struct, frozen=True):
     """Ports [first, last] to bind one of; 0-0 lets the system choose."""
 

@@ -7,6 +7,7 @@ PdClusterError
 │   ├── ModelNotFound      404
 │   └── RequestNotFound    404: of the requests that are kept for their timelines
 ├── Unavailable            nobody can serve it right now: HTTP 503 with Retry-After
+├── Overloaded             what is promised can't be met right now: HTTP 429 with Retry-After
 ├── GenerationError        a request that had begun and cannot be finished
 │   ├── InstanceLost       its worker died, stalled or was cut off
 │   ├── TransferFailed     its KV cache did not arrive
@@ -52,6 +53,14 @@ class RequestNotFound(RequestError):
 
 class Unavailable(PdClusterError):
     """No instance can take the request now; `retry_after_s` is a hint for the client."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(PdClusterError):
+    """It would be served too late; after `retry_after_s` it may not."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)

@@ -15,7 +15,7 @@ import msgspec
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT
 from pd_cluster.cluster.place import Place, find_place, node_ports, resolve_host, use_openai
-from pd_cluster.config import EngineConfig, PortRange, RankPlace, Timeouts, WorkerConfig
+from pd_cluster.config import EngineConfig, PortRange, RankPlace, RoutingConfig, Timeouts, WorkerConfig
 from pd_cluster.device import num_threads_for, resolve
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
@@ -23,6 +23,7 @@ from pd_cluster.wire import KVOptions
 
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance")  # vLLM calls the library by the first of its two names
 MOST_GUIDED_TIMEOUT_S = 60.0
+SCHEDULING_POLICIES = ("fcfs", "priority")
 MOST_LOGPROBS = 1000  # all tokens of a step travel in one message
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,10 @@ class ServeOptions:
     drain_timeout: float
     guided_decoding_backend: str
     guided_timeout: float
+    routing_policy: str
+    scheduling_policy: str
+    slo_ttft: float
+    slo_tpot: float
     log_level: str
 
     def engine(self) -> EngineConfig:
@@ -92,6 +97,23 @@ class ServeOptions:
             device=self.device,
             tensor_parallel_size=1 if self.tensor_parallel_size is None else self.tensor_parallel_size,
             seed=self.seed,
+        )
+
+    def routing(self) -> RoutingConfig:
+        """Raises ConfigError."""
+        from pd_cluster.cluster.policy import POLICIES
+
+        for flag, value, known in (
+            ("--routing-policy", self.routing_policy, tuple(POLICIES)),
+            ("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES),
+        ):
+            if value not in known:
+                raise ConfigError(f"{flag} {value!r}: expected {', '.join(known)}")
+        return RoutingConfig(
+            policy=self.routing_policy,
+            has_priorities=self.scheduling_policy == "priority",
+            slo_ttft_s=self.slo_ttft,
+            slo_tpot_s=self.slo_tpot,
         )
 
     def timeouts(self) -> Timeouts:
@@ -145,7 +167,7 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
         )
     if not 0 <= options.kv_rate_limit < float("inf"):
         raise ConfigError(f"--kv-rate-limit {options.kv_rate_limit:g}: must be a number of MB/s, 0 for no limit")
-    engine, timeouts = options.engine(), options.timeouts()
+    engine, timeouts, routing = options.engine(), options.timeouts(), options.routing()
     place = find_place(env, options.secret_file)
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -157,13 +179,18 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
             "give every instance the same --secret-file"
         )
     if place.role == "scheduler":
-        _run_scheduler(options, engine, timeouts, place, env)
+        _run_scheduler(options, engine, timeouts, routing, place, env)
     else:
         _run_worker(options, engine, timeouts, place)
 
 
 def _run_scheduler(
-    options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place, env: Mapping[str, str]
+    options: ServeOptions,
+    engine: EngineConfig,
+    timeouts: Timeouts,
+    routing: RoutingConfig,
+    place: Place,
+    env: Mapping[str, str],
 ) -> None:
     ports = node_ports(env, place)
     openai = use_openai(env)
@@ -180,7 +207,11 @@ def _run_scheduler(
     log.info("serving at %s:%d, admin at %s:%d", options.host, options.port, options.admin_host, admin_port)
     names, max_logprobs = options.served_model_name or [], options.max_logprobs
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run_scheduler(place, ports, engine, names, openai, timeouts, listener, admin_listener, max_logprobs))
+        runner.run(
+            run_scheduler(
+                place, ports, engine, names, openai, timeouts, routing, listener, admin_listener, max_logprobs
+            )
+        )
 
 
 def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place) -> None:

@@ -179,6 +179,7 @@ class Request:
     cache_salt: str = ""  # requests share cached KV only with those of the same salt
     kv_precision: str = ""  # what its landed KV was on its way, when that is not what the pool holds
 
+    priority: int = 0  # lower ones come first
     arrival_s: float = 0.0
     leg: Leg = "hybrid"
     transfer_id: str = ""

@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_NBYTES = 64 << 20
 TransportName = Literal["local", "shm", "dist"]
 KVWireDtype = Literal["auto", "int8"]
@@ -38,6 +38,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_free_swap_blocks: int = 0
     num_prefix_query_tokens: int = 0  # prompt tokens of admitted requests
     num_prefix_hit_tokens: int = 0  # those of them that were in the prefix cache
+    num_queued_tokens: int = 0  # of prompts that are here and not computed yet
+    num_resident_tokens: int = 0  # prompt and output tokens of all sequences that are here
+    prefill_tokens_per_s: float = 0.0  # of late, in steps that computed prompts; 0: none yet
+    decode_step_s: float = 0.0  # of late, a step that gave running sequences their next token; 0: none yet
     num_steps: int = 0
     num_landings: int = 0
     kv_sent_nbytes: int = 0
@@ -98,6 +102,7 @@ class Submit(Message, frozen=True):
     deadline_s: float  # seconds from now; 0: none
     cache_salt: str = ""
     resumed: list[Resumed] = []  # of a hybrid leg: the sequences that go on; empty: all, from the beginning
+    priority: int = 0  # lower ones come first
 
 
 class Abort(Message, frozen=True):
@@ -123,6 +128,18 @@ class Outputs(Message, frozen=True):
     prompts: list[PromptOutput] = []
     events: list[TraceEvent] = []
     now_s: float = 0.0
+
+
+class CacheKeys(Message, frozen=True):
+    """Which full blocks a worker can share now (`added`) and which not any more, the last word for each.
+
+    A key is the first 8 bytes of a block's hash (kv/prefix.py); keys are simply put together. With `is_whole` nothing
+    that was said before counts.
+    """
+
+    added: bytes = b""
+    removed: bytes = b""
+    is_whole: bool = False
 
 
 # ---- prefill -> decode and back: the link
@@ -300,6 +317,7 @@ Body = (
     | Submit
     | Abort
     | Outputs
+    | CacheKeys
     | LinkOpen
     | LinkAnswer
     | LinkReady

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from pd_cluster.errors import DeadlineExceeded, GenerationError, PdClusterError, RequestError, Unavailable
+from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, PdClusterError, RequestError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ def error_body(error: Exception) -> dict[str, Any]:
         kind, param, code = "invalid_request_error", error.param, error.code
     elif isinstance(error, Unavailable):
         kind, code = "service_unavailable", "no_instance"
+    elif isinstance(error, Overloaded):
+        kind, code = "rate_limit_error", "overloaded"
     elif isinstance(error, DeadlineExceeded):
         kind, code = "timeout_error", "deadline_exceeded"
     elif isinstance(error, GenerationError):
@@ -71,6 +73,8 @@ def error_response(error: Exception) -> JSONResponse:
         status = error.status
     elif isinstance(error, Unavailable):
         status, headers = 503, {"Retry-After": str(error.retry_after_s)}
+    elif isinstance(error, Overloaded):
+        status, headers = 429, {"Retry-After": str(error.retry_after_s)}
     elif isinstance(error, DeadlineExceeded):
         status = 504
     return JSONResponse(error_body(error), status, headers)

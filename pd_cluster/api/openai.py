@@ -31,6 +31,8 @@ from pd_cluster.api.service import Generation, TextService
 from pd_cluster.errors import PdClusterError, RequestError
 from pd_cluster.text import Tokenizer
 
+SESSION_HEADER = "x-session-id"
+
 
 def openai_routes(service: TextService) -> APIRouter:
     routes = APIRouter()
@@ -225,6 +227,7 @@ class CompletionAnswer(Answer):
 
 async def _answer(http: Request, service: TextService, answer: Answer, generation: Generation) -> Response:
     generation.client_id = answer.id
+    generation.session = generation.session or http.headers.get(SESSION_HEADER, "")
     if not answer.request.stream:
         pieces = await unless_disconnected(http, service.complete(generation))
         if pieces is None:

@@ -46,7 +46,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "continue_final_message": (False,),
     "reasoning_effort": (),
-    "priority": (0,),
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
@@ -102,6 +101,8 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool = False
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     skip_special_tokens: bool = True
     stream: bool = False

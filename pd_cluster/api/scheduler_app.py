@@ -24,10 +24,11 @@ from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
-from pd_cluster.cluster.policy import least_loaded, refused_links, why_unavailable
+from pd_cluster.cluster.policy import POLICIES, check_served, refused_links, why_unavailable
+from pd_cluster.cluster.predict import Goals
 from pd_cluster.cluster.router import Router
 from pd_cluster.cluster.timeline import Timelines
-from pd_cluster.config import EngineConfig, Timeouts
+from pd_cluster.config import EngineConfig, RoutingConfig, Timeouts
 from pd_cluster.errors import Unavailable
 from pd_cluster.mailbox import Mailbox
 
@@ -52,6 +53,8 @@ class _Handler:
             self._call(self.router.on_outputs, conn, body)
         elif isinstance(body, wire.Heartbeat) and body.load is not None:
             self._call(self.membership.on_heartbeat, conn, body.load)
+        elif isinstance(body, wire.CacheKeys):
+            self._call(self.membership.on_cache_keys, conn, body)
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
         self._call(self.membership.on_closed, conn, reason)
@@ -75,6 +78,7 @@ async def run_scheduler(
     served_model_names: list[str],
     openai: bool,
     timeouts: Timeouts,
+    routing: RoutingConfig,
     listener: socket.socket,
     admin_listener: socket.socket,
     max_logprobs: int,
@@ -83,7 +87,8 @@ async def run_scheduler(
     checkpoint = Checkpoint.open(engine.model)
     handler = _Handler(asyncio.get_running_loop())
     mailbox = Mailbox("scheduler", secrets.randbits(62), "scheduler", place.secret, timeouts, handler)
-    router = Router(mailbox, least_loaded, timeouts.request_timeout_s)
+    goals = Goals(routing.slo_ttft_s, routing.slo_tpot_s)
+    router = Router(mailbox, POLICIES[routing.policy], timeouts.request_timeout_s, goals)
     instances = instances_of(place, ports)
     membership = Membership(place, instances, mailbox, timeouts, checkpoint.identity, router.on_lost)
     router.membership = handler.membership = membership
@@ -99,6 +104,7 @@ async def run_scheduler(
         max_logprobs,
         engine.max_num_seqs,
         timeouts.guided_timeout_s,
+        routing.has_priorities,
     )
     mailbox.start()
     try:
@@ -164,7 +170,7 @@ def health_of(instances: list[Instance]) -> tuple[int, dict[str, Any]]:
         "links": refused_links(instances),
     }
     try:
-        least_loaded(instances)
+        check_served(instances)
     except Unavailable:
         return 503, {**body, "status": "unavailable", "reason": why_unavailable(instances)}
     if body["links"] or not all(instance.takes_requests for instance in instances):

@@ -47,6 +47,8 @@ class Generation:
     every_token: bool = False  # a piece for each token, even when there is no text yet
     is_prompt_only: bool = False  # max_tokens 0, with echo
     cache_salt: str = ""
+    session: str = ""  # requests of one session like to meet the same caches
+    priority: int = 0
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)
     stop: Callable[[int], None] = _stop_nothing
@@ -96,6 +98,7 @@ class TextService:
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         max_num_seqs: int = MAX_SEQUENCES,
         guided_timeout_s: float = 5.0,
+        has_priorities: bool = False,
     ) -> None:
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.path)
@@ -103,6 +106,7 @@ class TextService:
         self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.served_model_names = served_model_names or [model]
         self._max_model_len = max_model_len
+        self._has_priorities = has_priorities
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
         self._limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
         self.guides = GuideCheck(
@@ -196,6 +200,11 @@ class TextService:
         sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
         sampling = msgspec.structs.replace(sampling, bad_words=await self._bad_words(request))
         sampling = self._limits.check(request, sampling, len(token_ids))
+        if request.priority and not self._has_priorities:
+            raise RequestError(
+                f"priority: {request.priority}; this server takes requests as they come (--scheduling-policy fcfs)",
+                param="priority",
+            )
         await self._check_guide(request)
         include = bool(request.include_stop_str_in_output)
         stops = request.stops()
@@ -219,6 +228,8 @@ class TextService:
             every_token=request.return_token_ids,
             is_prompt_only=wanted == 0,
             cache_salt=request.cache_salt or "",
+            session=request.prompt_cache_key or "",
+            priority=request.priority or 0,
             received_s=received_s,
         )
 
@@ -298,6 +309,8 @@ class TextService:
             generation.cache_salt,
             client_id=generation.client_id,
             received_s=generation.received_s,
+            session=generation.session,
+            priority=generation.priority,
         )
 
     async def _learn_of_prompt(self, generation: Generation) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pd_cluster.cluster.prefixes import KnownBlocks, Prompt
 from pd_cluster.mailbox import peer_key
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import Role
@@ -29,8 +30,10 @@ class Instance:
     load: Load = field(default_factory=Load)
     num_heartbeats: int = 0
     was_linked: bool = False  # it has been part of a pair, in this or an earlier life
-    outstanding_tokens: int = 0  # that this scheduler has sent and not seen finished
+    outstanding_tokens: int = 0  # of work that this scheduler has sent and not seen finished
+    others_tokens: int = 0  # that other API processes have sent, as far as a heartbeat tells
     num_outstanding: int = 0
+    known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # of its prefix cache
 
     @property
     def epoch(self) -> int:
@@ -51,6 +54,14 @@ class Instance:
     @property
     def shown_state(self) -> str:
         return "draining" if self.is_ready and self.load.is_draining else self.state
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Of work that a new request finds there: what this process has sent, and others."""
+        return self.outstanding_tokens + self.others_tokens
+
+    def num_cached(self, prompt: Prompt) -> int:
+        return prompt.num_cached(self.info, self.known_blocks)
 
     def linked_to(self, other: Instance) -> bool:
         """Whether KV cache can go from this prefill instance to that decode instance."""

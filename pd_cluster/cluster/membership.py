@@ -16,6 +16,7 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance, InstanceState
 from pd_cluster.cluster.place import Place, resolve_host
+from pd_cluster.cluster.prefixes import KnownBlocks
 from pd_cluster.config import Timeouts
 from pd_cluster.errors import ConfigError
 from pd_cluster.mailbox import Mailbox
@@ -143,6 +144,11 @@ class Membership:
             self._note_links(instance)
             self._wake()
 
+    def on_cache_keys(self, conn: str, news: wire.CacheKeys) -> None:
+        instance = self._by_conn.get(conn)
+        if instance is not None:
+            instance.known_blocks.hear(news)
+
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)
         if instance is None:
@@ -151,6 +157,7 @@ class Membership:
         self._set(instance, "unreachable", reason)
         instance.conn = ""
         instance.load = wire.Load()
+        instance.known_blocks = KnownBlocks()
         if was_ready:
             self._lost(instance, reason)
             self._tell_peers()

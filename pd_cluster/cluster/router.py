@@ -10,14 +10,14 @@ import itertools
 import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Collection
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable
 
 from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership
-from pd_cluster.cluster.policy import alone
-from pd_cluster.cluster.stream import Request, Sequence, Setback, Stream
+from pd_cluster.cluster.policy import Ask, Pair, Policy, alone
+from pd_cluster.cluster.predict import Goals, check_goals, within_tpot
+from pd_cluster.cluster.stream import Request, Sequence, Setback, Stream, ask_of
 from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, PdClusterError, Unavailable
 from pd_cluster.mailbox import Mailbox
@@ -28,19 +28,16 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 6
 MAX_DEATHS = 2  # of instances that a request was on: then it may be what they died of
 REPLAY_WAIT_S = 30.0  # for an instance that can go on
-
-
-class Choose(Protocol):
-    """Who prefills and who decodes; see policy.py."""
-
-    def __call__(self, instances: list[Instance], avoid: Collection[tuple[str, str]] = ()) -> tuple[Instance, Instance]:
-        """Raises Unavailable."""
+NO_GOALS = Goals()
 
 
 class Router:
-    def __init__(self, mailbox: Mailbox, choose: Choose, request_timeout_s: float) -> None:
+    """`goals`: what would miss them is refused, before anything is done for it."""
+
+    def __init__(self, mailbox: Mailbox, choose: Policy, request_timeout_s: float, goals: Goals = NO_GOALS) -> None:
         self._mailbox = mailbox
         self._choose = choose
+        self._goals = goals
         self._request_timeout_s = request_timeout_s
         self._streams: dict[str, Stream] = {}
         self._counter = itertools.count()
@@ -61,6 +58,8 @@ class Router:
         cache_salt: str = "",
         client_id: str = "",
         received_s: float | None = None,
+        session: str = "",
+        priority: int = 0,
     ) -> AsyncIterator[TokenOutput]:
         """A request's whole life across the cluster. Every token of its n sequences once, each sequence in order.
 
@@ -69,13 +68,12 @@ class Router:
 
         A sequence ends with a token that has a finish_reason, or when the reader calls `stop` of the stream that
         `routed` was given; the iterator ends when all have. `prompted` is called before the first token. Raises
-        Unavailable before the first token, GenerationError after it. Closing the iterator aborts both legs.
+        Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts all.
         `client_id` and `received_s` are how the request is known outside and since when, for its timeline.
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
         deadline_s = loop.time() + timeout_s if timeout_s else None
-        request = Request(prompt_token_ids, sampling, cache_salt)
-        stream = self._open(request, self._choose(self.membership.instances))
+        stream = self._open(Request(prompt_token_ids, sampling, cache_salt, session, priority))
         stream.prompted = prompted
         prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
         self.timelines.routed(
@@ -116,7 +114,7 @@ class Router:
         until_s = loop.time() + REPLAY_WAIT_S
         while True:
             try:
-                stream.prefill, stream.decode = self._choose(self.membership.instances, stream.failed_pairs)
+                stream.prefill, stream.decode = self._choose(self.membership.instances, stream.ask)
                 if stream.resumed():
                     stream.prefill = stream.decode = alone(self.membership.instances)[0]
                 break
@@ -130,12 +128,21 @@ class Router:
         self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, stream.decode.name)
         self._submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
-    def _open(self, request: Request, pair: tuple[Instance, Instance]) -> Stream:
+    def _open(self, request: Request) -> Stream:
+        """Raises Unavailable, Overloaded."""
+        ask = ask_of(request)
+        prefill, decode = self._admit(ask)
         request_id = f"{self._life}-{next(self._counter)}"
         sequences = [Sequence(index) for index in range(request.sampling.n)]
-        stream = Stream(request_id, 0, {}, request, *pair, sequences, self._mailbox.send)
+        stream = Stream(request_id, 0, {}, request, ask, prefill, decode, sequences, self._mailbox.send)
         self._streams[request_id] = stream
         return stream
+
+    def _admit(self, ask: Ask) -> Pair:
+        instances = within_tpot(self._goals, self.membership.instances)
+        prefill, decode = self._choose(instances, ask)
+        check_goals(self._goals, instances, prefill, decode, ask.num_uncached(prefill))
+        return prefill, decode
 
     def _submit(self, stream: Stream, deadline_s: float) -> None:
         """Both legs out, each with the other's place; or one that does both."""
@@ -146,8 +153,9 @@ class Router:
             legs = [(decode, "hybrid", "")]
         for instance, leg, peer in legs:
             stream.legs[instance.conn] = instance
+            stream.weights[instance.conn] = weight = stream.ask.weight(instance, leg)
             instance.num_outstanding += 1
-            instance.outstanding_tokens += request.num_tokens
+            instance.outstanding_tokens += weight
             submit = wire.Submit(
                 stream.request_id,
                 stream.attempt,
@@ -159,6 +167,7 @@ class Router:
                 deadline_s,
                 request.cache_salt,
                 stream.resumed(),
+                request.priority,
             )
             self._mailbox.send(instance.conn, submit)
 
@@ -182,7 +191,7 @@ class Router:
         instance = stream.legs.pop(conn, None)
         if instance is not None:
             instance.num_outstanding -= 1
-            instance.outstanding_tokens -= stream.request.num_tokens
+            instance.outstanding_tokens -= stream.weights.pop(conn)
 
     # ---- events from the workers
 
@@ -220,7 +229,7 @@ class Router:
         if ended.error is not None:
             error = GenerationError(f"{name}: {ended.error}")
             if ended.is_fault:
-                stream.failed_pairs.add((stream.prefill.key, stream.decode.key))
+                stream.ask.avoid.add((stream.prefill.key, stream.decode.key))
                 self._retreat(stream, error)
             else:
                 stream.queue.put_nowait(error)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance
+from pd_cluster.cluster.policy import Ask
+from pd_cluster.cluster.prefixes import Prompt
 from pd_cluster.errors import GenerationError
 from pd_cluster.types import PromptOutput, Resumed, SamplingParams, TokenOutput
 
@@ -22,11 +24,19 @@ class Request:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    session: str = ""
+    priority: int = 0
 
     @property
-    def num_tokens(self) -> int:
-        """What it counts as, for routing."""
-        return len(self.prompt_token_ids) + self.sampling.n * min(self.sampling.max_tokens, 256)
+    def num_output_tokens(self) -> int:
+        """What its output counts as, for routing: few get as long as they may."""
+        return self.sampling.num_sequences * min(self.sampling.max_tokens, 256)
+
+
+def ask_of(request: Request) -> Ask:
+    """What routing knows of it."""
+    prompt = Prompt(request.prompt_token_ids, request.cache_salt)
+    return Ask(prompt, request.num_output_tokens, request.session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,7 @@ class Stream:
     attempt: int
     legs: dict[str, Instance]  # conn -> instance, of the legs that have not ended
     request: Request
+    ask: Ask  # what routing knows of it
     prefill: Instance
     decode: Instance
     sequences: list[Sequence]
@@ -68,7 +79,7 @@ class Stream:
     has_prefill_spoken: bool = False  # and so has told of the prompt, which the first token must not come before
     queue: asyncio.Queue[TokenOutput | Exception | Setback | None] = field(default_factory=asyncio.Queue)
     num_deaths: int = 0  # of instances that it was on
-    failed_pairs: set[tuple[str, str]] = field(default_factory=set)
+    weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
 
     def put(self, token: TokenOutput) -> None:
         """Takes a token, of whatever leg and in whatever order; what was delivered already is dropped."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pd_cluster.engine.beams import BeamSearch, Growth, answer, candidates_of
-from pd_cluster.engine.plan import arrival_order
+from pd_cluster.engine.plan import service_order
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.types import Candidate, Request, Status, TokenOutput
 
@@ -112,5 +112,5 @@ def _go_on(scheduler: Scheduler, beam: Request, child: Request, has_place: bool)
         scheduler.blocks.release(scheduler.held(beam.block_table))
         beam.block_table, beam.num_computed_tokens, beam.num_hashed_blocks = [], 0, 0
     beam.status = Status.WAITING
-    insort(scheduler.waiting, beam, key=arrival_order)
+    insort(scheduler.waiting, beam, key=service_order)
     return beam

@@ -125,8 +125,9 @@ class Imports:
         self._check_offer(offered)
 
     def credit(self) -> None:
-        """Reserves landing blocks for queued offers, in order, as far as they go."""
-        for waiting in [i for i in self._imports.values() if i.state is ImportState.QUEUED]:
+        """Reserves landing blocks for queued offers, by priority and then in order of offers, as far as they go."""
+        queued = [i for i in self._imports.values() if i.state is ImportState.QUEUED]
+        for waiting in sorted(queued, key=lambda i: i.request.priority if i.request is not None else 0):
             request = waiting.request
             assert request is not None
             request.kv_precision = self._ports.precision(waiting.conn)

@@ -7,12 +7,16 @@ from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.imports import Imports
 from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.out_links import OutLinks
+from pd_cluster.engine.pace import Pace
 from pd_cluster.types import Status
 
 
-def load_of(core: EngineCore, imports: Imports, out_links: OutLinks, in_links: InLinks, is_draining: bool) -> wire.Load:
+def load_of(
+    core: EngineCore, imports: Imports, out_links: OutLinks, in_links: InLinks, pace: Pace, is_draining: bool
+) -> wire.Load:
     scheduler = core.scheduler
     blocks = scheduler.blocks
+    to_compute = [r.num_behind for r in scheduler.requests.values() if r.status in (Status.WAITING, Status.RUNNING)]
     statuses = [request.status for request in scheduler.requests.values()]
     return wire.Load(
         num_running=statuses.count(Status.RUNNING),
@@ -28,6 +32,10 @@ def load_of(core: EngineCore, imports: Imports, out_links: OutLinks, in_links: I
         num_free_swap_blocks=scheduler.swap.num_free,
         num_prefix_query_tokens=scheduler.num_prefix_query_tokens,
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+        num_queued_tokens=sum(num_behind for num_behind in to_compute if num_behind > 1),
+        num_resident_tokens=sum(request.num_tokens for request in scheduler.requests.values()),
+        prefill_tokens_per_s=pace.prefill_tokens_per_s,
+        decode_step_s=pace.decode_step_s,
         num_steps=core.num_steps,
         num_landings=imports.num_landings,
         kv_sent_nbytes=out_links.sent_nbytes,

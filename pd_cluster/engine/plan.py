@@ -10,8 +10,9 @@ from pd_cluster.types import Request
 MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step: each of them costs a row of logits
 
 
-def arrival_order(request: Request) -> tuple[float, str, int]:
-    return request.arrival_s, request.request_id, request.index
+def service_order(request: Request) -> tuple[int, float, str, int]:
+    """Who comes first: by priority, then by arrival."""
+    return request.priority, request.arrival_s, request.request_id, request.index
 
 
 class Move(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from pd_cluster.engine.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, arrival_order
+from pd_cluster.engine.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, service_order
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes
@@ -18,7 +18,9 @@ from pd_cluster.types import Request, Status, TokenOutput
 
 
 class Scheduler:
-    """Holds every request of one engine. The oldest request always gets on: younger ones give way.
+    """Holds every request of one engine. The first in order of service always gets on: later ones give way.
+
+    That order is by priority, then by arrival; below, "older" means earlier in it.
 
     A request takes the blocks of all its known tokens when it is admitted and grows by a block when it needs one.
     When there is none, the youngest running request is preempted: its KV goes to `swap` if there is room, else it
@@ -48,7 +50,7 @@ class Scheduler:
         self._window = window
         self._nobodys = blocks.num_blocks  # the pool's block for padding
         self.requests: dict[str, Request] = {}
-        self.waiting: list[Request] = []  # by arrival
+        self.waiting: list[Request] = []  # in order of service
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
@@ -59,7 +61,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A request that will compute its tokens here."""
         self._take_in(request)
-        insort(self.waiting, request, key=arrival_order)
+        insort(self.waiting, request, key=service_order)
 
     def land(self, request: Request, num_tokens: int) -> int:
         """Takes landing blocks for `num_tokens` tokens; how many of the prompt's tokens need not land: they are cached.
@@ -98,6 +100,7 @@ class Scheduler:
             index=index,
             cache_salt=parent.cache_salt,
             kv_precision=parent.kv_precision,
+            priority=parent.priority,
             arrival_s=parent.arrival_s,
             leg=parent.leg,
             transfer_id=parent.transfer_id,
@@ -109,7 +112,7 @@ class Scheduler:
         )
         self._take_in(child)
         if not runs:
-            insort(self.waiting, child, key=arrival_order)
+            insort(self.waiting, child, key=service_order)
             return child
         child.status = Status.RUNNING
         child.num_computed_tokens = parent.num_computed_tokens
@@ -169,7 +172,7 @@ class Scheduler:
         """The next step: decodes first, so that none waits for a prompt; then prompts; then who waits, in order."""
         plan = StepPlan()
         budget = self.max_num_batched_tokens
-        for request in sorted(self.running, key=lambda r: (r.num_behind > 1, *arrival_order(r))):
+        for request in sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r))):
             if not budget:
                 break
             if request.status is not Status.RUNNING:  # preempted by one before it in this loop
@@ -244,7 +247,7 @@ class Scheduler:
             while not self._enter(request, plan):
                 if not (victims := self._parked(request)):
                     return
-                self._preempt(max(victims, key=arrival_order), plan)
+                self._preempt(max(victims, key=service_order), plan)
             self.waiting.pop(0)
             request.status = Status.RUNNING
             self.running.append(request)
@@ -286,11 +289,11 @@ class Scheduler:
             missing = max(0, self.num_blocks_for(num_tokens) - len(request.block_table))
             if missing + is_shared <= self.blocks.num_available:
                 break
-            victims = [r for r in self.running if r.leg != "prefill" and arrival_order(r) > arrival_order(request)]
+            victims = [r for r in self.running if r.leg != "prefill" and service_order(r) > service_order(request)]
             victims += self._parked(request)
             if not victims:
                 return False
-            self._preempt(max(victims, key=arrival_order), plan)
+            self._preempt(max(victims, key=service_order), plan)
         if is_shared:
             (own,) = self.blocks.take(1)
             plan.moves.append(Move("copy", request.block_table[first], own))
@@ -303,7 +306,7 @@ class Scheduler:
     def _parked(self, request: Request) -> list[Request]:
         """Beams that give their blocks to a request: those of its own search and of younger requests."""
         parked = [r for r in self.requests.values() if r.status is Status.PARKED and r.block_table]
-        return [r for r in parked if r.leg_key == request.leg_key or arrival_order(r) > arrival_order(request)]
+        return [r for r in parked if r.leg_key == request.leg_key or service_order(r) > service_order(request)]
 
     def _preempt(self, victim: Request, plan: StepPlan) -> None:
         num_blocks = self.num_blocks_for(victim.num_computed_tokens)
@@ -321,7 +324,7 @@ class Scheduler:
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
         plan.preempted.append(victim)
         victim.status = Status.WAITING
-        insort(self.waiting, victim, key=arrival_order)
+        insort(self.waiting, victim, key=service_order)
 
     # ---- the window
 

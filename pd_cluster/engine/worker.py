@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from pd_cluster import wire
 from pd_cluster.config import WorkerConfig
+from pd_cluster.engine.cache_news import CacheNews
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Drain, Event, HandedOver, Mail, Offered, OfLane, Opened, Stop
 from pd_cluster.engine.exports import Exports
@@ -24,6 +25,7 @@ from pd_cluster.engine.links import LaneEnds, Post, Progress, Side
 from pd_cluster.engine.load import load_of
 from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.engine.outbox import Outbox
+from pd_cluster.engine.pace import Pace
 from pd_cluster.engine.trace import LegNotes, Tracer
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
@@ -62,6 +64,8 @@ class Worker:
         self._is_draining = False
         self.tracer = Tracer(clock)
         self._outbox = Outbox(post, self.tracer, clock)
+        self._cache_news = CacheNews(post, core.scheduler.blocks)
+        self._pace = Pace()
         self._notes = LegNotes(self.tracer.note, clock)
         progress = Progress(clock)
         self._progress = progress
@@ -124,6 +128,7 @@ class Worker:
         hands_over = self.exports.computing(plan.chunks)
         started_s = self._clock()
         result = self.core.run(plan, self._layers_done if hands_over else None)
+        self._pace.computed(plan.chunks, self._clock() - started_s)
         if self._is_prefill:
             self._notes.computed(plan.chunks, started_s)
         for request in result.forked:
@@ -167,7 +172,7 @@ class Worker:
             self.exports.on_credit(*self.credits.get_nowait())
 
     def _publish_load(self) -> None:
-        load = load_of(self.core, self.imports, self.out_links, self.in_links, self._is_draining)
+        load = load_of(self.core, self.imports, self.out_links, self.in_links, self._pace, self._is_draining)
         has_news = (load.links, load.is_draining) != (self.load.links, self.load.is_draining)
         self.load = load
         if has_news:
@@ -179,6 +184,7 @@ class Worker:
             return
         self._next_tick_s = now_s + TICK_S
         self._outbox.tick()
+        self._cache_news.tick()
         self.out_links.tick()
         self.exports.expire()
         self.imports.expire()
@@ -272,11 +278,13 @@ class Worker:
                 self._closed(other, f"{peer} took its place")
         self._schedulers[conn] = peer
         self._outbox.opened(conn)
+        self._cache_news.opened(conn)
         log.info("scheduler %s is here", peer)
 
     def _closed(self, conn: str, reason: str) -> None:
         peer = self._schedulers.pop(conn, None)
         self._outbox.closed(conn)
+        self._cache_news.closed(conn)
         if peer is not None:
             orphans = [key for key, sequences in self._legs.items() if sequences[0].client == conn]
             log.warning("scheduler %s is gone (%s); %d requests of it end", peer, reason, len(orphans))
@@ -293,6 +301,7 @@ class Worker:
             submit.prompt_token_ids,
             submit.sampling,
             attempt=submit.attempt,
+            priority=submit.priority,
             arrival_s=self._clock(),
             leg=submit.leg,
             transfer_id=submit.transfer_id,

@@ -84,6 +84,14 @@ class BlockPool:
         """Blocks of the longest prefix whose contents are known; `share` them before anything else is taken."""
         return self._index.find(hashes)
 
+    def follow(self) -> list[bytes]:
+        """Every content that is known; from now on `changes` tells what becomes of them."""
+        return self._index.follow()
+
+    def changes(self) -> dict[bytes, bool]:
+        """Since the last call, contents that are known now (True) or not any more."""
+        return self._index.changes()
+
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of these would leave the available ones when they are shared."""
         return sum(1 for block in blocks if self._index.is_unheld(block))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -42,13 +42,32 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> li
     return hashes
 
 
+KEY_NBYTES = 8
+
+
+def keys_of(hashes: Iterable[bytes]) -> bytes:
+    """What others than the cache itself know of blocks by: the beginnings of their hashes, put together."""
+    return b"".join(each[:KEY_NBYTES] for each in hashes)
+
+
+def read_keys(keys: bytes) -> array[int]:
+    """The keys as numbers; bytes behind the last whole key are none."""
+    numbers = array("Q")
+    numbers.frombytes(keys[: len(keys) - len(keys) % KEY_NBYTES])
+    return numbers
+
+
 class PrefixIndex:
-    """Hash to block and back; blocks that nobody holds are kept in the order of their last use."""
+    """Hash to block and back; blocks that nobody holds are kept in the order of their last use.
+
+    Somebody may `follow` which contents are known.
+    """
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._unheld: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._changes: dict[bytes, bool] | None = None  # content -> known now; None: nobody follows
 
     @property
     def num_unheld(self) -> int:
@@ -69,6 +88,8 @@ class PrefixIndex:
         if content not in self._block_of and block not in self._hash_of:
             self._block_of[content] = block
             self._hash_of[block] = content
+            if self._changes is not None:
+                self._changes[content] = True
 
     def knows(self, block: int) -> bool:
         return block in self._hash_of
@@ -87,8 +108,24 @@ class PrefixIndex:
     def evict(self) -> int:
         """Forgets the least recently used block that nobody holds, and returns it."""
         block, _ = self._unheld.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        content = self._hash_of.pop(block)
+        del self._block_of[content]
+        if self._changes is not None:
+            self._changes[content] = False
         return block
+
+    def follow(self) -> list[bytes]:
+        """Every known content; from now on `changes` tells what becomes of them."""
+        if self._changes is None:
+            self._changes = {}
+        return list(self._block_of)
+
+    def changes(self) -> dict[bytes, bool]:
+        """Since the last call, contents that are known now (True) or not any more."""
+        if not self._changes:
+            return {}
+        changes, self._changes = self._changes, {}
+        return changes
 
     def check(self, holders: Sequence[int]) -> None:
         """Both directions agree, and the unheld are those that nobody holds. Raises AssertionError."""

@@ -7,10 +7,13 @@ import random
 import pytest
 
 from pd_cluster.cluster.instance import Instance, InstanceState
-from pd_cluster.cluster.policy import least_loaded, refused_links
+from pd_cluster.cluster.policy import Ask, least_loaded, refused_links
+from pd_cluster.cluster.prefixes import Prompt
 from pd_cluster.errors import Unavailable
 from pd_cluster.types import Role
 from pd_cluster.wire import Load
+
+ASK = Ask(Prompt([1, 2, 3], ""))
 
 
 def instance(name: str, state: InstanceState = "ready", tokens: int = 0, reason: str = "") -> Instance:
@@ -23,13 +26,13 @@ def link(prefill: Instance, *decodes: Instance, state: str = "up (shm)") -> None
 
 
 def chosen(*instances: Instance) -> str:
-    prefill, decode = least_loaded(instances)
+    prefill, decode = least_loaded(instances, ASK)
     return f"{prefill.name} {decode.name}"
 
 
 def why_not(*instances: Instance) -> str:
     with pytest.raises(Unavailable) as caught:
-        least_loaded(instances)
+        least_loaded(instances, ASK)
     assert "\n" not in str(caught.value)
     assert caught.value.retry_after_s >= 1
     return str(caught.value)
@@ -85,7 +88,7 @@ def test_against_every_pair() -> None:
             if p.is_ready and d.is_ready and p.role == "prefill" and p.load.links.get(d.key, "").startswith("up")
         }
         if pairs:
-            assert least_loaded(instances) == pairs[min(pairs)]
+            assert least_loaded(instances, ASK) == pairs[min(pairs)]
         else:
             num_unavailable += 1
             why_not(*instances)

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.stream import Request, Sequence, Stream
+from pd_cluster.cluster.stream import Request, Sequence, Stream, ask_of
 from pd_cluster.cluster.timeline import Timeline
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Unavailable
 from pd_cluster.types import LegEnd, PromptOutput, SamplingParams, TokenOutput
@@ -29,7 +29,7 @@ def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
         n = rng.randrange(1, 4)
         request = Request(PROMPT, SAMPLING)
         sequences = [Sequence(index) for index in range(n)]
-        stream = Stream("r", 1, {}, request, instance, instance, sequences, lambda conn, body: None)
+        stream = Stream("r", 1, {}, request, ask_of(request), instance, instance, sequences, lambda conn, body: None)
         num_tokens = rng.randrange(1, 9)
         offered = [
             token("r", p, 1000 * i + 100 * a + p, attempt=a, index=i)
@@ -261,7 +261,8 @@ def test_three_sequences_one_of_which_ends_on_p() -> None:
     async def test() -> None:
         world = World()
         serving, first, rid = await world.begin(THREE)
-        assert world.instances[0].outstanding_tokens == len(PROMPT) + 3 * 4
+        assert world.instances[0].outstanding_tokens == len(PROMPT)
+        assert world.instances[2].outstanding_tokens == len(PROMPT) + 3 * 4
         world.outputs("to-prefill-0", token(rid, 0), token(rid, 0, finish="stop", index=1), token(rid, 0, index=2))
         world.outputs("to-prefill-0", ended=LegEnd(rid, 0))
         assert [i.num_outstanding for i in world.instances] == [0, 0, 1, 0]

@@ -1,0 +1,35 @@
+"""How fast an engine has been of late: what routing predicts with. Numbers only, no clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pd_cluster.types import Request
+
+DECAY = 0.95  # a step counts half after 14 more
+
+
+class Pace:
+    """Sums over steps in which the last ones weigh most."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens = self._prompt_s = 0.0
+        self._num_decodes = self._decode_s = 0.0
+
+    def computed(self, chunks: Sequence[tuple[Request, int]], took_s: float) -> None:
+        """A step. A chunk of one token is a sequence's next one; longer ones are of prompts."""
+        num_prompt_tokens = sum(num_tokens for _, num_tokens in chunks if num_tokens > 1)
+        if num_prompt_tokens:
+            self._prompt_tokens = DECAY * self._prompt_tokens + num_prompt_tokens
+            self._prompt_s = DECAY * self._prompt_s + took_s
+        if any(num_tokens == 1 for _, num_tokens in chunks):
+            self._num_decodes = DECAY * self._num_decodes + 1
+            self._decode_s = DECAY * self._decode_s + took_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._prompt_tokens / self._prompt_s if self._prompt_s else 0.0
+
+    @property
+    def decode_step_s(self) -> float:
+        return self._decode_s / self._num_decodes if self._num_decodes else 0.0

@@ -1,0 +1,321 @@
+"""Choices on recorded states of a cluster, and what they are made from: known prefixes, predictions, goals."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.cluster.instance import Instance
+from pd_cluster.cluster.policy import (
+    MAX_LOCAL_TOKENS,
+    POLICIES,
+    SESSION_SLACK_TOKENS,
+    Ask,
+    Pair,
+    alone,
+    linked_pairs,
+    predicted_ttft,
+    prefix_aware,
+    session,
+)
+from pd_cluster.cluster.predict import Goals, check_goals, predict_transfer_s, predict_ttft_s, within_tpot
+from pd_cluster.cluster.prefixes import KnownBlocks, Prompt
+from pd_cluster.engine.cache_news import CacheNews
+from pd_cluster.engine.pace import Pace
+from pd_cluster.errors import Overloaded
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of
+from pd_cluster.reports import InstanceInfo
+from pd_cluster.types import Request, Role, SamplingParams
+
+BLOCK = 16
+LAYOUT = wire.LayoutInfo(
+    num_layers=4,
+    num_kv_heads=2,
+    k_head_dim=64,
+    v_head_dim=64,
+    block_size=BLOCK,
+    dtype="float32",
+    tp_size=1,
+    tp_rank=0,
+)
+PROMPT = list(range(1000))
+
+
+def instance(name: str, ahead: int = 0, epoch: int = 0, **load: Any) -> Instance:
+    role: Role = "prefill" if name.startswith("prefill") else "decode"
+    info = InstanceInfo(
+        name=name,
+        role=role,
+        state="ready",
+        server_ip="127.0.0.1",
+        device_ids=["0"],
+        epoch=epoch,
+        pid=1,
+        model_identity="model",
+        layout=LAYOUT,
+    )
+    made = Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", info=info, was_linked=True)
+    made.outstanding_tokens = ahead
+    made.load = wire.Load(**load)
+    return made
+
+
+def cluster(*instances: Instance, transport: str = "shm") -> list[Instance]:
+    """All prefill instances linked to all decode instances."""
+    links = {i.key: f"up ({transport})" for i in instances if i.role == "decode"}
+    for each in instances:
+        if each.role == "prefill":
+            each.load = wire.Load(**{**_fields(each.load), "links": links})
+    return list(instances)
+
+
+def _fields(load: wire.Load) -> dict[str, Any]:
+    return {name: getattr(load, name) for name in load.__struct_fields__}
+
+
+def knows(each: Instance, token_ids: list[int], salt: str = "") -> None:
+    root = PrefixScope("model", "float32").root(salt)
+    each.known_blocks.hear(wire.CacheKeys(added=keys_of(chain_hashes(root, token_ids, BLOCK))))
+
+
+def ask(prompt: list[int] = PROMPT, **more: Any) -> Ask:
+    return Ask(Prompt(prompt, ""), **more)
+
+
+def names(pair: Pair) -> str:
+    return f"{pair[0].name} {pair[1].name}"
+
+
+# ---- known prefixes
+
+
+def test_a_prompt_is_known_up_to_its_first_unknown_block_and_never_whole() -> None:
+    worker = instance("prefill-0")
+    assert worker.num_cached(Prompt(PROMPT, "")) == 0
+    knows(worker, PROMPT[:100])
+    assert worker.num_cached(Prompt(PROMPT, "")) == 96
+    assert worker.num_cached(Prompt(PROMPT[:96], "")) == 80  # the last token gives the logits
+    assert worker.num_cached(Prompt(PROMPT[:97], "")) == 96
+    assert worker.num_cached(Prompt([7, *PROMPT], "")) == 0
+    assert worker.num_cached(Prompt(PROMPT, "salted")) == 0
+
+
+def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
+    """Random use of a pool; two schedulers, one of which comes late, know at the end what a third is told whole."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        pool, post = BlockPool(40), _Post()
+        news, known = CacheNews(post, pool), {name: KnownBlocks() for name in ("early", "late", "last")}
+        news.opened("early")
+        held: list[list[int]] = []
+        for step in range(200):
+            if step == 100:
+                news.opened("late")
+            if held and (rng.random() < 0.5 or pool.num_available < 5):
+                pool.release(held.pop(rng.randrange(len(held))))
+            else:
+                blocks = pool.take(rng.randint(1, 5))
+                for block in blocks:
+                    pool.remember(block, rng.randbytes(32))
+                held.append(blocks)
+            if rng.random() < 0.3:
+                news.tick()
+        news.tick()
+        news.opened("last")
+        for client, body in post.sent:
+            known[client].hear(body)
+        assert len(known["last"]) > 10
+        assert known["early"]._keys == known["late"]._keys == known["last"]._keys, seed
+
+
+class _Post:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, wire.CacheKeys]] = []
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        assert isinstance(body, wire.CacheKeys)
+        self.sent.append((conn, body))
+
+    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+        raise AssertionError
+
+    def disconnect(self, conn: str) -> None:
+        raise AssertionError
+
+    def beat(self) -> None:
+        raise AssertionError
+
+
+def test_nothing_is_recorded_until_somebody_follows() -> None:
+    pool = BlockPool(4)
+    pool.remember(pool.take(1)[0], b"x" * 32)
+    assert pool.changes() == {}
+    assert pool.follow() == [b"x" * 32]
+    pool.remember(pool.take(1)[0], b"y" * 32)
+    assert pool.changes() == {b"y" * 32: True}
+    assert pool.changes() == {}
+
+
+def test_keys_are_bounded_and_odd_bytes_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cluster.cluster.prefixes.MAX_KEYS", 3)
+    known = KnownBlocks()
+    known.hear(wire.CacheKeys(added=b"".join(bytes([i]) * 8 for i in range(5)) + b"odd"))
+    assert len(known) == 3
+    known.hear(wire.CacheKeys(is_whole=True))
+    assert len(known) == 0
+
+
+# ---- policies
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_chooses_a_pair_that_can_serve(name: str) -> None:
+    """Random clusters: a linked pair that has not failed the request, or one instance by itself."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        made = [
+            instance(f"{role}-{i}", rng.randrange(3000), num_queued_tokens=rng.randrange(500))
+            for role in ("prefill", "decode")
+            for i in range(rng.randint(1, 3))
+        ]
+        instances = cluster(*made)
+        for each in instances:
+            each.state = rng.choice(["ready", "ready", "ready", "failed"])
+            knows(each, PROMPT[: rng.choice([0, 0, 300, 900])])
+        pairs = linked_pairs(instances)
+        avoid = {(p.key, d.key) for p, d in pairs if rng.random() < 0.3}
+        if not any(i.takes_requests for i in instances):
+            continue
+        prefill, decode = POLICIES[name](instances, ask(avoid=avoid, session=rng.choice(["", "a", "b"])))
+        if prefill is decode:
+            assert prefill.takes_requests
+            if {(p.key, d.key) for p, d in pairs} <= avoid:
+                assert (prefill, decode) == alone(instances)
+            else:
+                assert name == "predicted-ttft"
+        else:
+            assert (prefill, decode) in pairs
+            assert (prefill.key, decode.key) not in avoid
+
+
+def test_a_cached_prefix_draws_until_others_wait_for_as_much() -> None:
+    p0, p1, d0, d1 = (instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
+    instances = cluster(p0, p1, d0, d1)
+    for each in (p1, d1):
+        knows(each, PROMPT[:800])
+    assert names(prefix_aware(instances, ask())) == "prefill-1 decode-1"
+    p1.outstanding_tokens = d1.outstanding_tokens = 799
+    assert names(prefix_aware(instances, ask())) == "prefill-1 decode-1"
+    p1.outstanding_tokens = d1.outstanding_tokens = 801
+    assert names(prefix_aware(instances, ask())) == "prefill-0 decode-0"
+
+
+def test_without_caches_prefix_aware_balances() -> None:
+    instances = cluster(
+        instance("prefill-0", 50), instance("prefill-1", 10), instance("decode-0", 5), instance("decode-1", 9)
+    )
+    assert names(prefix_aware(instances, ask())) == "prefill-1 decode-0"
+
+
+def test_predicted_ttft_goes_where_the_queue_is_shorter_in_seconds() -> None:
+    p0 = instance("prefill-0", ahead=4000, prefill_tokens_per_s=10_000.0)
+    p1 = instance("prefill-1", ahead=1000, prefill_tokens_per_s=1000.0)
+    instances = cluster(p0, p1, instance("decode-0"), instance("decode-1", ahead=-1))
+    assert names(predicted_ttft(instances, ask())) == "prefill-0 decode-1"  # 0.5 s against 2 s
+
+
+def test_short_remainders_are_computed_where_they_are_decoded() -> None:
+    p0 = instance("prefill-0", ahead=5000, prefill_tokens_per_s=5000.0)
+    d0, d1 = instance("decode-0"), instance("decode-1", num_queued_tokens=300)
+    instances = cluster(p0, d0, d1)
+    short = PROMPT[:MAX_LOCAL_TOKENS]
+    assert names(predicted_ttft(instances, ask(short))) == "decode-0 decode-0"
+    assert names(predicted_ttft(instances, ask([*short, 1]))) == "prefill-0 decode-0"
+    knows(d1, PROMPT[:960])
+    assert names(predicted_ttft(instances, ask())) == "decode-1 decode-1"  # 40 tokens behind 300
+    p0.outstanding_tokens = 0
+    knows(p0, PROMPT)
+    assert names(predicted_ttft(instances, ask())) == "prefill-0 decode-1"
+
+
+def test_a_session_stays_until_its_place_is_overloaded() -> None:
+    instances = cluster(*(instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")))
+    places = {name: names(session(instances, ask(session=name))) for name in map(str, range(64))}
+    assert len(set(places.values())) == 4
+    for each in instances:
+        each.outstanding_tokens = 500
+    assert {name: names(session(instances, ask(session=name))) for name in places} == places
+    prefill = instances[0]
+    prefill.outstanding_tokens = SESSION_SLACK_TOKENS + 5000
+    moved = {name: names(session(instances, ask(session=name))) for name in places}
+    assert all("prefill-0" not in place for place in moved.values())
+    kept = [name for name, place in places.items() if "prefill-0" not in place]
+    assert all(moved[name] == places[name] for name in kept)
+
+
+def test_a_lost_instance_moves_only_its_own_sessions() -> None:
+    instances = cluster(*(instance(f"{role}-{i}") for role in ("prefill", "decode") for i in range(3)))
+    places = {name: session(instances, ask(session=name)) for name in map(str, range(64))}
+    instances[1].state = "unreachable"
+    for name, pair in places.items():
+        if instances[1] not in pair:
+            assert session(instances, ask(session=name)) == pair
+
+
+# ---- predictions and goals
+
+
+def test_a_ttft_is_the_queue_and_the_prompt_over_the_rate() -> None:
+    worker = instance("prefill-0", ahead=1500, prefill_tokens_per_s=1000.0)
+    assert predict_ttft_s(worker, 500) == 2.0
+    worker.others_tokens = 1000
+    assert predict_ttft_s(worker, 500) == 3.0
+    assert predict_ttft_s(instance("prefill-1"), 500, [0.0, 250.0]) == 2.0  # the rate that others have
+
+
+def test_a_transfer_takes_longer_between_hosts() -> None:
+    p0, d0 = instance("prefill-0"), instance("decode-0")
+    cluster(p0, d0, transport="dist, int8")
+    slow_s = predict_transfer_s(p0, d0, 10_000)
+    cluster(p0, d0, transport="shm")
+    assert slow_s > predict_transfer_s(p0, d0, 10_000) > predict_transfer_s(p0, d0, 0) > 0
+
+
+def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
+    p0, d0 = instance("prefill-0", ahead=4500, prefill_tokens_per_s=1000.0), instance("decode-0")
+    goals = Goals(ttft_s=2.0)
+    with pytest.raises(Overloaded, match=r"after 5\.5 s, and 2 s are promised") as caught:
+        check_goals(goals, [p0, d0], p0, d0, 1000)
+    assert caught.value.retry_after_s == 4
+    p0.outstanding_tokens = 1000
+    check_goals(goals, [p0, d0], p0, d0, 1000)
+    check_goals(Goals(), [p0, d0], p0, d0, 10**9)
+
+
+def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
+    p0 = instance("prefill-0")
+    d0 = instance("decode-0", decode_step_s=0.2, num_running=4)
+    d1 = instance("decode-1", decode_step_s=0.01, num_running=4, num_queued_tokens=9)
+    d2 = instance("decode-2", decode_step_s=0.2)  # slow once, idle now
+    goals = Goals(tpot_s=0.05)
+    assert within_tpot(goals, [p0, d0, d1, d2]) == [p0, d1, d2]
+    assert within_tpot(goals, [p0, d0]) == [p0, d0]
+    with pytest.raises(Overloaded, match="200 ms now, and 50 ms are promised"):
+        check_goals(goals, [p0, d0], p0, d0, 1)
+    check_goals(goals, [p0, d2], p0, d2, 1)
+
+
+def test_pace_is_of_late() -> None:
+    pace, request = Pace(), Request("r", PROMPT, SamplingParams())
+    assert (pace.prefill_tokens_per_s, pace.decode_step_s) == (0.0, 0.0)
+    for _ in range(200):
+        pace.computed([(request, 100)], 1.0)
+    assert pace.prefill_tokens_per_s == pytest.approx(100)
+    for _ in range(200):
+        pace.computed([(request, 300), (request, 1)], 1.0)
+    assert pace.prefill_tokens_per_s == pytest.approx(300, rel=0.01)
+    assert pace.decode_step_s == pytest.approx(1.0)

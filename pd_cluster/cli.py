@@ -180,6 +180,7 @@ def bench_serve(
     concurrency: Annotated[int, typer.Option(min=1)] = 4,
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 128,
     output_len: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
+    routing_policy: Annotated[str, typer.Option(help="Of a cluster that is started; default: its own.")] = "",
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """TTFT, TPOT and tokens/s of a running cluster, or of one that is started for it."""
@@ -187,10 +188,34 @@ def bench_serve(
 
     asyncio.run(
         run(
-            ServeBench(url, admin, model, prefill, decode, num_requests, concurrency, input_len, output_len),
+            ServeBench(
+                url, admin, model, prefill, decode, num_requests, concurrency, input_len, output_len, routing_policy
+            ),
             json,
         )
     )
+
+
+@bench.command("routing")
+def bench_routing(
+    model: Annotated[str, typer.Option(help="Model folder; default: one that is made for it.")] = "",
+    prefill: Annotated[int, typer.Option(min=1)] = 2,
+    decode: Annotated[int, typer.Option(min=1)] = 2,
+    policies: Annotated[str, typer.Option(help="To compare, with commas.")] = "least-loaded,prefix-aware",
+    users: Annotated[int, typer.Option(min=1)] = 50,
+    turns: Annotated[int, typer.Option(min=1, help="Of each user's conversation.")] = 4,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens that a user says in a turn.")] = 96,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 24,
+    think_time: Annotated[float, typer.Option(min=0, help="Seconds between two turns of a user, on average.")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each policy runs, in turn.")] = 1,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Conversations of many users, with one routing policy after another: cache hits, TTFT, TPOT."""
+    from pd_cluster.bench.conversations import Conversations, run
+
+    names = tuple(policies.split(","))
+    shape = (users, turns, input_len, output_len)
+    asyncio.run(run(Conversations(model, prefill, decode, names, *shape, think_time, rounds), json))
 
 
 @bench.command("engine")

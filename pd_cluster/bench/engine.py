@@ -9,7 +9,6 @@ from the step that measures the prefix cache.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from pd_cluster.bench import engine_workloads as workloads
-from pd_cluster.bench.engine_child import ChildFailed, run_child, run_peer, sigterm_raises
+from pd_cluster.bench.engine_child import ChildFailed, make_model, run_peer, sigterm_raises
 from pd_cluster.bench.engine_goals import OURS, PARTS, REFERENCE, Round
 from pd_cluster.bench.engine_model import QUICK_SHAPE, ModelShape
 from pd_cluster.bench.engine_report import make_report, show
@@ -31,7 +30,6 @@ from pd_cluster.errors import ConfigError
 WORKLOADS = ("uniform", "mixed", *PARTS)
 DEFAULT_PEERS_DIR = Path(__file__).parents[2] / ".venv-peers"
 DEADLINE_S = 900.0
-MODEL_DEADLINE_S = 120.0
 BUSY_LOAD = 0.7  # of others: engines with spinning threads suffer more than their share
 
 
@@ -169,11 +167,7 @@ def absent_peers(bench: EngineBench) -> Iterator[tuple[str, str]]:
 
 def prepare(bench: EngineBench, folder: Path, measured: Measured) -> tuple[Spec, list[Workload]]:
     """The model, also as GGUF if somebody reads that."""
-    print(f"making a model of {bench.shape.num_parameters / 1e6:.0f} million parameters …", flush=True)
-    model = folder / "model"
-    module = "pd_cluster.bench.peers.make_model"
-    command = [sys.executable, "-m", module, str(model), bench.shape.dump()]
-    run_child(command, folder / "make_model.log", MODEL_DEADLINE_S, bench.num_threads)
+    model = make_model(folder, bench.shape, bench.num_threads)
     spec, every = bench.specs(model)
     if "llama.cpp" in bench.peers and "llama.cpp" not in measured.missing:
         gguf = folder / "model.gguf"

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import msgspec
 
+from pd_cluster.bench.engine_model import ModelShape
 from pd_cluster.bench.engine_spec import PeerResult, Spec
 from pd_cluster.errors import GenerationError, PdClusterError
 
 PEERS_FOLDER = Path(__file__).parent / "peers"
 END_TIMEOUT_S = 5.0
+MODEL_DEADLINE_S = 120.0
 NUM_LOG_LINES = 15
 
 
@@ -63,6 +65,14 @@ def run_child(command: Sequence[str], log: Path, deadline_s: float, num_threads:
         end_group(child)
     if code:
         raise ChildFailed(f"ended with code {code}; its last lines:\n{last_lines(log)}")
+
+
+def make_model(folder: Path, shape: ModelShape, num_threads: int = 1) -> Path:
+    """A model of this shape in `folder`, by a child that imports torch. Raises ChildFailed."""
+    print(f"making a model of {shape.num_parameters / 1e6:.0f} million parameters …", flush=True)
+    command = [sys.executable, "-m", "pd_cluster.bench.peers.make_model", str(folder / "model"), shape.dump()]
+    run_child(command, folder / "make_model.log", MODEL_DEADLINE_S, num_threads)
+    return folder / "model"
 
 
 def child_environment(num_threads: int) -> dict[str, str]:

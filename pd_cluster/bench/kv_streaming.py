@@ -18,7 +18,7 @@ from statistics import median
 import httpx
 
 from pd_cluster.bench.client import Sample, make_client, measure
-from pd_cluster.bench.engine_child import ChildFailed, run_child
+from pd_cluster.bench.engine_child import ChildFailed, make_model
 from pd_cluster.bench.engine_model import FP32_NBYTES, ModelShape
 from pd_cluster.bench.kv_goals import is_balanced, late_share
 from pd_cluster.bench.serve import free_port_pair
@@ -42,18 +42,13 @@ TOKEN_NBYTES = SHAPE.num_layers * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * FP32
 PROMPT_NBYTES = NUM_PROMPT_TOKENS * TOKEN_NBYTES
 MODEL = "bench-kv"
 NUM_TRIES = 3  # times as many rounds as wanted, where the machine's speed changes
-MODEL_DEADLINE_S = 120.0
 REQUEST_DEADLINE_S = 120.0
 NUM_BLOCKS = 3 * NUM_PROMPT_TOKENS // 16
 
 
 def measure_streaming(folder: Path, rounds: int) -> list[dict[str, float]]:
     """One dict of figures a round. Raises PdClusterError."""
-    print(f"streaming: making a model of {SHAPE.num_parameters / 1e6:.0f} million parameters …", flush=True)
-    model = folder / "model"
-    command = [sys.executable, "-m", "pd_cluster.bench.peers.make_model", str(model), SHAPE.dump()]
-    run_child(command, folder / "make_model.log", MODEL_DEADLINE_S, 1)
-    return asyncio.run(_measure(str(model), rounds))
+    return asyncio.run(_measure(str(make_model(folder, SHAPE)), rounds))
 
 
 async def _measure(model: str, rounds: int) -> list[dict[str, float]]:

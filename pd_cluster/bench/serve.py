@@ -54,11 +54,13 @@ class ServeBench:
     concurrency: int = 4
     input_len: int = 128
     output_len: int = 64
+    routing_policy: str = ""  # of a cluster that is started
 
     @property
     def command(self) -> str:
         where = f"--url {self.url}" if self.url else f"--prefill {self.prefill} --decode {self.decode}"
         model = f" --model {self.model}" if self.model and not self.url else ""
+        model += f" --routing-policy {self.routing_policy}" if self.routing_policy and not self.url else ""
         return (
             f"pd-cluster bench serve {where}{model} --num-requests {self.num_requests} "
             f"--concurrency {self.concurrency} --input-len {self.input_len} --output-len {self.output_len}"
@@ -68,7 +70,7 @@ class ServeBench:
 async def run(bench: ServeBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError: no server, a shape that does not fit, requests that failed."""
     check_writable(json_path)
-    with _sigterm_ends_it():
+    with sigterm_ends_it():
         async with _server(bench) as (url, admin):
             measured = await _measure(bench, url, admin)
     report = Report(bench.command, _results(bench, measured))
@@ -91,12 +93,20 @@ async def _server(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
         url = bench.url.rstrip("/").removesuffix("/v1")
         yield url, bench.admin or _admin_above(url)
         return
+    async with started_cluster(bench) as addresses:
+        yield addresses
+
+
+@contextlib.asynccontextmanager
+async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
+    """Its address and its admin address. Raises PdClusterError."""
     Checkpoint.open(bench.model or str(SHIPPED_MODEL))  # a wrong model is one line, at once
     launch = Launch(
         model=bench.model,
         num_prefill=bench.prefill,
         num_decode=bench.decode,
         port=free_port_pair(),
+        arguments=[f"--routing-policy={bench.routing_policy}"] if bench.routing_policy else [],
         restart="no",  # figures of a cluster that lost somebody are not what was asked for
     )
     lines: deque[str] = deque(maxlen=50)
@@ -138,7 +148,7 @@ def _admin_above(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _sigterm_ends_it() -> Iterator[None]:
+def sigterm_ends_it() -> Iterator[None]:
     """SIGTERM takes the started cluster down like Ctrl-C does."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -173,7 +183,7 @@ class Measured:
 
 async def _measure(bench: ServeBench, url: str, admin: str) -> Measured:
     async with make_client(bench.concurrency) as client:
-        name, max_model_len = await _ask_model(client, url)
+        name, max_model_len = await ask_model(client, url)
         _check_shape(bench, max_model_len)
         bodies = _bodies(bench, name, bench.concurrency + bench.num_requests)
         await _send(client, url, bodies[: bench.concurrency], bench.concurrency, "warming up")
@@ -198,7 +208,7 @@ async def _traffic(admin: str) -> tuple[Traffic | None, str]:
         return None, f"KV bytes: {error}"
 
 
-async def _ask_model(client: httpx.AsyncClient, url: str) -> tuple[str, int | None]:
+async def ask_model(client: httpx.AsyncClient, url: str) -> tuple[str, int | None]:
     """Name and context of what is served; the context is None where the server does not tell."""
     try:
         response = await client.get(f"{url}/v1/models", timeout=5)

@@ -56,12 +56,13 @@ def least_loaded(instances: Sequence[Instance], ask: Ask) -> Pair:
 def prefix_aware(instances: Sequence[Instance], ask: Ask) -> Pair:
     """The pair with the least to do until this request has its tokens: work ahead, and what its caches lack.
 
-    So a cached prefix draws a request to it up to the point where others wait for as many tokens as it saves.
+    So a cached prefix draws a request to it up to the point where others wait for as many tokens as it saves. Of
+    equals the pair whose caches know the least: so prompts that are new spread.
     """
     uncached = _uncached(instances, ask)
 
     def tokens_to_go(pair: Pair) -> tuple[int, int]:
-        return sum(i.tokens_ahead + uncached[i.key] for i in pair), pair[1].tokens_ahead
+        return sum(i.tokens_ahead + uncached[i.key] for i in pair), sum(len(i.known_blocks) for i in pair)
 
     return _best(instances, ask, tokens_to_go)
 

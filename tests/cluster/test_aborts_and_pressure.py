@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pd_cluster.types import SamplingParams
@@ -42,6 +43,7 @@ def cluster(
         f"--kv-transport={request.param}",
         f"--preemption-mode={mode}",
         "--swap-space=0.002",
+        "--scheduling-policy=priority",
     ]
     folder = tmp_path_factory.mktemp(f"pressure-{request.param}")
     with LiveCluster(folder, model, num_prefill=2, num_decode=2, arguments=flags) as running:
@@ -72,13 +74,50 @@ def test_a_third_of_200_requests_is_aborted_at_random_moments(cluster: LiveClust
             after_s, stream = rng.uniform(0.0, 0.6), rng.random() < 0.5
             jobs.append(lambda p=prompt, a=after_s, s=stream: leave_early(cluster, p, a, s))  # type: ignore[misc]
         else:
-            num = rng.randrange(1, 40)
-            jobs.append(lambda p=prompt, n=num: assert_same(model, p, cluster.complete(p, n), n))  # type: ignore[misc]
+            num, first = rng.randrange(1, 40), rng.choice([-1, 0, 0, 0, 3])
+            jobs.append(lambda p=prompt, n=num, f=first: assert_same(model, p, cluster.complete(p, n, priority=f), n))  # type: ignore[misc]
     errors = in_parallel(jobs, CONCURRENCY)
     assert not errors, f"{len(errors)} errors, the first: {errors[0]}\n{cluster.logs()}"
     cluster.assert_home()
     for instance in cluster.instances():
         assert instance["num_steps"] > 0, f"{instance['instance_id']} did nothing"
+
+
+def test_further_turns_go_where_their_prefix_is(cluster: LiveCluster, model: Path) -> None:
+    """Each user's second turn is served by the same two instances as the first, and is cached there."""
+    rng = random.Random(25)
+    first_turns = [random_prompt(rng, 40) for _ in range(4)]
+    places: dict[int, tuple[str, list[int]]] = {}
+
+    def begin(at: int) -> Callable[[], None]:
+        def job() -> None:
+            answer = post(cluster, first_turns[at])
+            places[at] = answer.headers["x-pd-served-by"], answer.json()["choices"][0]["token_ids"]
+
+        return job
+
+    assert in_parallel([begin(at) for at in range(4)], concurrency=4) == []
+    assert len({served_by for served_by, _ in places.values()}) > 1, "one pair did everything"
+    before = {i["instance_id"]: i["num_heartbeats"] for i in cluster.instances()}
+    cluster.wait_until(  # what the caches have is told no later than with the next heartbeat
+        "the caches are known",
+        lambda: all(i["num_heartbeats"] >= before[i["instance_id"]] + 2 for i in cluster.instances()),
+    )
+    for at, (served_by, output) in places.items():
+        prompt = first_turns[at]
+        whole = [*prompt, *output, *random_prompt(rng, 10)]
+        answer = post(cluster, whole)
+        assert answer.headers["x-pd-served-by"] == served_by
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 40
+        assert_same(model, whole, answer.json()["choices"][0]["token_ids"], 8)
+    cluster.assert_home()
+
+
+def post(cluster: LiveCluster, prompt: list[int]) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer
 
 
 def test_choices_under_pressure(cluster: LiveCluster) -> None:

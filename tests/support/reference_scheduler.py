@@ -23,7 +23,7 @@ class Job:
     """A sequence. `tokens` are all known ones; `prompt` counts those that were given."""
 
     key: str
-    order: tuple[float, str, int]
+    order: tuple[int, float, str, int]  # priority, arrival, name, index
     tokens: list[int]
     prompt: int
     salt: str
@@ -224,7 +224,7 @@ class Reference:
 
     def fork(self, job: Job, index: int) -> Job:
         key = f"{job.key}/{index}"
-        order = (job.order[0], job.order[1], index)
+        order = (*job.order[:-1], index)
         child = Job(key, order, list(job.tokens), job.prompt, job.salt, job.leg)
         if self.seqs() >= self.max_seqs:
             self.jobs[key] = child

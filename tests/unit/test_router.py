@@ -9,12 +9,15 @@ import time
 from collections.abc import AsyncGenerator
 from typing import cast
 
+import msgspec
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.api.http import error_response
+from pd_cluster.cluster.predict import Goals
 from pd_cluster.cluster.stream import Request, Sequence, Stream, ask_of
 from pd_cluster.cluster.timeline import Timeline
-from pd_cluster.errors import DeadlineExceeded, GenerationError, Unavailable
+from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, Unavailable
 from pd_cluster.types import LegEnd, PromptOutput, SamplingParams, TokenOutput
 from tests.support.router_world import PROMPT, SAMPLING, World, ready, rest_of, run, token
 
@@ -509,5 +512,39 @@ def test_random_lives_come_home() -> None:
         rng = random.Random(3)
         await asyncio.gather(*(one(world, random.Random(rng.random())) for _ in range(200)))
         world.assert_home()
+
+    run(test())
+
+
+# ---- goals and priorities
+
+
+def test_what_would_be_too_late_is_refused_before_anything_is_sent() -> None:
+    async def test() -> None:
+        world = World(goals=Goals(ttft_s=1.0))
+        for prefill in world.instances[:2]:
+            prefill.load = msgspec.structs.replace(prefill.load, prefill_tokens_per_s=100.0)
+            prefill.outstanding_tokens = 400
+        with pytest.raises(Overloaded, match="first token would come after 4 s, and 1 s are promised") as caught:
+            await anext(world.serve())
+        assert caught.value.retry_after_s == 4
+        assert world.mailbox.sent == []
+        assert world.router.num_streams == 0
+        answer = error_response(caught.value)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
+        world.instances[1].outstanding_tokens = 0
+        _, first, _ = await world.begin()
+        assert [conn for conn, _ in world.mailbox.of(wire.Submit)] == ["to-prefill-1", "to-decode-0"]
+        first.cancel()
+
+    run(test())
+
+
+def test_a_priority_goes_with_both_legs() -> None:
+    async def test() -> None:
+        world = World()
+        _, first, _ = await world.begin(priority=-3)
+        assert [submit.priority for _, submit in world.mailbox.of(wire.Submit)] == [-3, -3]
+        first.cancel()
 
     run(test())

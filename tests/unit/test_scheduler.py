@@ -18,8 +18,9 @@ def make(num_blocks: int = 32, block_size: int = 4, max_num_seqs: int = 8, budge
     return Scheduler(BlockPool(num_blocks), block_size, max_num_seqs, budget)
 
 
-def request(name: str, prompt: int, arrival_s: float = 0.0, max_tokens: int = 8) -> Request:
-    return Request(name, [1] * prompt, SamplingParams(max_tokens=max_tokens), arrival_s=arrival_s)
+def request(name: str, prompt: int, arrival_s: float = 0.0, max_tokens: int = 8, priority: int = 0) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Request(name, [1] * prompt, sampling, arrival_s=arrival_s, priority=priority)
 
 
 def step(scheduler: Scheduler) -> StepPlan:
@@ -57,6 +58,18 @@ def test_prompts_are_admitted_in_order_and_never_overtaken() -> None:
     scheduler.add(request("small", 4, arrival_s=2.0))
     scheduler.add(request("large", 44, arrival_s=1.0))
     assert chunks(step(scheduler)) == {"large": 16}  # 11 blocks; `small` waits although its block is free
+
+
+def test_lower_priorities_come_first_and_keep_their_place() -> None:
+    scheduler = make(num_blocks=12)
+    first = request("first", 44, arrival_s=1.0)
+    for each in (first, request("urgent", 44, arrival_s=2.0, priority=-1), request("late", 44, 0.0, priority=7)):
+        scheduler.add(each)
+    assert chunks(step(scheduler)) == {"urgent": 16}
+    scheduler.finish(scheduler.requests["urgent#0"])
+    assert chunks(step(scheduler)) == {"first": 16}
+    scheduler.finish(first)
+    assert chunks(step(scheduler)) == {"late": 16}
 
 
 def test_the_number_of_sequences_is_bounded() -> None:

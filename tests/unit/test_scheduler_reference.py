@@ -64,8 +64,10 @@ class Both:
         leg = rng.choice(["hybrid", "hybrid", "prefill", "decode"])
         sampling = SamplingParams(max_tokens=rng.randrange(1, LONGEST - len(prompt)), n=rng.choice([1, 1, 2, 3]))
         salt = rng.choice(["", "", "x"])
-        request = Request(name, prompt, sampling, arrival_s=self.now_s, leg=leg, cache_salt=salt)  # type: ignore[arg-type]
-        job = Job(request.key, (self.now_s, name, 0), list(prompt), len(prompt), salt, leg, sampling.n)
+        priority = rng.choice([0, 0, 0, -1, 2])
+        request = Request(name, prompt, sampling, arrival_s=self.now_s, leg=leg, cache_salt=salt, priority=priority)  # type: ignore[arg-type]
+        order = (priority, self.now_s, name, 0)
+        job = Job(request.key, order, list(prompt), len(prompt), salt, leg, sampling.n)
         if leg == "decode":
             num_tokens = len(prompt) + min(sampling.max_tokens, 4)
             can = self.real.can_land(request, num_tokens)

@@ -487,3 +487,19 @@ def test_bad_words_become_tokens(make: Services) -> None:
     for words in (["ab", "c"], [*many, "c"]):
         found = completion(service, "a", bad_words=words).sampling.bad_words
         assert found == tuple(dict.fromkeys(tuple(encode(word)) for word in words))
+
+
+def test_priorities_need_a_server_that_has_them(make: Services) -> None:
+    service, _ = make()
+    assert completion(service, [1], priority=0).priority == 0
+    with pytest.raises(RequestError, match="priority: 3; this server takes requests as they come") as caught:
+        completion(service, [1], priority=3)
+    assert caught.value.param == "priority"
+    service._has_priorities = True
+    assert completion(service, [1], priority=3).priority == 3
+
+
+def test_a_prompt_cache_key_is_a_session(make: Services) -> None:
+    service, _ = make()
+    assert completion(service, [1], prompt_cache_key="mine").session == "mine"
+    assert completion(service, [1]).session == ""

@@ -1,4 +1,7 @@
-"""What a worker says of itself outside of the mailbox: JSON over HTTP, and from its rank process to its parent."""
+"""What processes say to each other outside of the mailbox, as JSON.
+
+A worker of itself over HTTP, its rank process to its parent, and the scheduler and its API processes to each other.
+"""
 
 from __future__ import annotations
 
@@ -41,3 +44,51 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_model_len: int = 0
     layout: LayoutInfo | None = None
     num_blocks: int = 0
+
+
+class InstanceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An instance as the scheduler knows it, for its API processes."""
+
+    name: str
+    role: Role
+    host: str
+    port: int
+    device_ids: list[str]
+    state: str
+    reason: str = ""
+    service: str = "in"
+    next_role: Role | None = None
+    info: InstanceInfo | None = None
+
+
+class Instances(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to API process: all instances, in the order of the table; whenever one has changed."""
+
+    views: list[InstanceView]
+
+
+class OthersTokens(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to API process: tokens of work that the other API processes have sent, by instance."""
+
+    tokens: dict[str, int]
+
+
+class MoveOn(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to API process: what runs on this instance goes on elsewhere."""
+
+    name: str
+    why: str
+
+
+ToApi = Instances | OthersTokens | MoveOn
+
+
+class Outstanding(msgspec.Struct, frozen=True, array_like=True):
+    num_legs: int
+    num_tokens: int
+
+
+class ApiReport(msgspec.Struct, frozen=True):
+    """API process to scheduler: what it has sent and not seen finished, by instance."""
+
+    outstanding: dict[str, Outstanding]

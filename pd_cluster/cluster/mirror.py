@@ -1,0 +1,106 @@
+"""The cluster as an API process knows it: who is there, by the scheduler's word; how they are, by own connections.
+
+Nobody is asked and nobody is told who his peers are from here: that is the scheduler's (membership.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pd_cluster.cluster.instance import Instance
+from pd_cluster.cluster.roster import Roster
+from pd_cluster.mailbox import Mailbox
+from pd_cluster.reports import ApiReport, Instances, InstanceView, MoveOn, OthersTokens, Outstanding, ToApi
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.25  # before a connection that was lost is tried again
+REPORT_S = 0.1
+
+
+class Mirror(Roster):
+    """`lost` as for the roster; `move_on(instance, why)` when the scheduler wants an instance emptied."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        lost: Callable[[Instance, str], None],
+        move_on: Callable[[Instance, str], None],
+    ) -> None:
+        super().__init__([], mailbox, lost)
+        self._move_on = move_on
+        self._views: dict[str, InstanceView] = {}
+
+    async def run(self, tell: Callable[[ApiReport], None]) -> None:
+        """Connects again to whom it should be connected to, and reports what is outstanding, until cancelled."""
+        told = ApiReport({})
+        retry_s = 0.0
+        while True:
+            await asyncio.sleep(REPORT_S)
+            report = self.report()
+            if report != told:
+                told = report
+                tell(report)
+            retry_s += REPORT_S
+            if retry_s >= RETRY_S:
+                retry_s = 0.0
+                for instance in self.instances:
+                    self._connect_if_wanted(instance)
+
+    def report(self) -> ApiReport:
+        busy = [instance for instance in self.instances if instance.num_outstanding]
+        return ApiReport({i.name: Outstanding(i.num_outstanding, i.outstanding_tokens) for i in busy})
+
+    def hear(self, news: ToApi) -> None:
+        """What the scheduler says."""
+        match news:
+            case Instances(views):
+                self._follow(views)
+            case OthersTokens(tokens):
+                for instance in self.instances:
+                    instance.others_tokens = tokens.get(instance.name, 0)
+            case MoveOn(name, why):
+                for instance in [each for each in self.instances if each.name == name]:
+                    self._move_on(instance, why)
+
+    def _follow(self, views: list[InstanceView]) -> None:
+        known = {instance.name: instance for instance in self.instances}
+        self._views = {view.name: view for view in views}
+        for gone in [each for each in self.instances if each.name not in self._views]:
+            self._leave(gone)
+        self.instances[:] = [known.get(view.name) or _instance(view) for view in views]
+        for instance in self.instances:
+            self._take_over(instance, self._views[instance.name])
+
+    def _take_over(self, instance: Instance, view: InstanceView) -> None:
+        instance.role, instance.next_role = view.role, view.next_role
+        instance.service = view.service
+        instance.host, instance.port = view.host, view.port
+        if instance.conn and view.info is not None and view.info.epoch != instance.epoch:
+            self._leave(instance)  # a new life of it; the old one's connection is about to close by itself
+        if not instance.conn:
+            instance.info = view.info
+        if view.state != "ready":
+            self.set_state(instance, view.state, view.reason)
+        elif instance.conn in self.open_conns:
+            self.set_state(instance, "ready", "")
+        else:
+            self._connect_if_wanted(instance)
+
+    def _connect_if_wanted(self, instance: Instance) -> None:
+        view = self._views[instance.name]
+        if view.state == "ready" and view.info is not None and not instance.conn:
+            instance.info = view.info
+            self.connect(instance, view.info)
+
+    def _leave(self, instance: Instance) -> None:
+        """As if its connection had closed."""
+        if instance.conn:
+            self._mailbox.disconnect(instance.conn)
+            self.on_closed(instance.conn, "the scheduler says that it is gone")
+
+
+def _instance(view: InstanceView) -> Instance:
+    return Instance(view.name, view.role, view.host, view.port, view.device_ids)

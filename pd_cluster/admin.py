@@ -1,26 +1,60 @@
-"""Asks a scheduler's admin address. Knows nothing of what it answers."""
+"""Asks a scheduler's admin address, with the admin token where one can be had. Knows nothing of what it answers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import httpx
 
-from pd_cluster.errors import PdClusterError
+from pd_cluster.cluster.place import admin_token, read_admin_token, secret_of
+from pd_cluster.errors import PdClusterError, Unauthorized
 
 ANSWER_TIMEOUT_S = 5.0
 
 
-async def ask(admin_url: str, path: str) -> httpx.Response:
-    """Whatever status it has. Raises PdClusterError that names the address when nobody answers."""
-    url = f"{admin_url.rstrip('/')}{path}"
-    try:
-        async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
-            return await client.get(url)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
-        raise PdClusterError(
-            f"no scheduler answers at {url}: {reason}; give its admin address with --admin "
-            f"(by default the public port + 1, on the scheduler's own host)"
-        ) from None
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """An admin address, and where its token comes from: a file of its own, or the cluster's secret."""
+
+    url: str
+    token_file: str = ""
+    secret_file: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def token(self) -> str:
+        """ "" when nothing names one. Raises ConfigError for a file that cannot be used."""
+        if self.token_file:
+            return read_admin_token(self.token_file)
+        if self.secret_file or self.env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
+            return admin_token(secret_of(self.env, self.secret_file))
+        return ""
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """Whatever status it has; with a body it is a command. Raises PdClusterError when nobody answers."""
+        url = f"{self.url.rstrip('/')}{path}"
+        token = self.token()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False, headers=headers) as client:
+                return await (client.get(url) if body is None else client.post(url, json=body))
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = str(error) or type(error).__name__
+            raise PdClusterError(
+                f"no scheduler answers at {url}: {reason}; give its admin address with --admin "
+                f"(by default the public port + 1, on the scheduler's own host)"
+            ) from None
+
+
+def raise_unauthorized(response: httpx.Response) -> None:
+    """Raises Unauthorized with a way out when the token was missing or wrong."""
+    if response.status_code == 401:
+        raise Unauthorized(
+            f"{response.url} does not take this token, or none was given: --admin-token-file FILE (of `pd-cluster up`: "
+            f"the file that it names when it is ready), or --secret-file FILE or GLOBAL_RANK_TABLE_FILE_PATH as the "
+            f"scheduler has it"
+        )
 
 
 def not_an_admin(response: httpx.Response) -> PdClusterError:

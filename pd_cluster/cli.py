@@ -15,6 +15,8 @@ import typer
 
 from pd_cluster import __version__
 from pd_cluster.errors import PdClusterError
+from pd_cluster.instances import DEFAULT_ADMIN, SECRET_FILE, TOKEN_FILE
+from pd_cluster.instances import app as instances_app
 
 app = typer.Typer(
     name="pd-cluster",
@@ -26,6 +28,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure the running or a fresh cluster.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(instances_app, name="instances")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -69,6 +72,12 @@ def serve(
     secret_file: Annotated[str | None, typer.Option(help="The cluster's secret; default: from the table.")] = None,
     admin_port: Annotated[int | None, typer.Option(help="Scheduler's admin port; default: port + 1.")] = None,
     admin_host: Annotated[str, typer.Option(help="Address to bind the admin port to.")] = "127.0.0.1",
+    admin_token_file: Annotated[
+        str | None, typer.Option(help="Scheduler's admin token (mode 0600); default: derived from the secret.")
+    ] = None,
+    auto_role: Annotated[
+        bool, typer.Option("--auto-role", help="Scheduler: instances change between prefill and decode as load asks.")
+    ] = False,
     heartbeat_interval: Annotated[float, typer.Option(help="Seconds between heartbeats.")] = 0.5,
     dead_after: Annotated[float, typer.Option(help="Seconds of silence after which a peer is dead.")] = 3.0,
     connect_timeout: Annotated[float, typer.Option(help="Seconds to open a connection or a link.")] = 5.0,
@@ -93,7 +102,7 @@ def serve(
 ) -> None:
     """Run one instance; its role comes from the rank tables that the environment names.
 
-    Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH, NODE_PORTS (scheduler), USE_OPENAI (scheduler).
+    Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH; of the scheduler NODE_PORTS, NODE_PORTS_FILE, USE_OPENAI.
     Any instance takes every flag, so that one command line serves all roles. vLLM's other flags: docs/flags.md.
     """
     from pd_cluster.serve import ServeOptions, run
@@ -137,28 +146,21 @@ def up(
 
 
 @app.command()
-def instances(
-    admin: Annotated[str, typer.Option(help="The scheduler's admin address.")] = "http://127.0.0.1:9001",
-) -> None:
-    """Show the instances of a running cluster."""
-    from pd_cluster.show import show_instances
-
-    show_instances(admin)
-
-
-@app.command()
 def trace(
     request_id: Annotated[
         str, typer.Argument(metavar="ID", help="As its answer names it (cmpl-…, chatcmpl-…); default: list the last.")
     ] = "",
-    admin: Annotated[str, typer.Option(help="The scheduler's admin address.")] = "http://127.0.0.1:9001",
+    admin: Annotated[str, typer.Option(help="The scheduler's admin address.")] = DEFAULT_ADMIN,
+    admin_token_file: Annotated[str, TOKEN_FILE] = "",
+    secret_file: Annotated[str, SECRET_FILE] = "",
     png: Annotated[str, typer.Option(help="Draw the timeline into this file too; needs matplotlib.")] = "",
     json: Annotated[str, typer.Option(help="Write what is shown to this file too.")] = "",
 ) -> None:
     """Show what became of a request: when it was queued, computed, handed over and decoded."""
+    from pd_cluster.admin import Admin
     from pd_cluster.trace.command import run
 
-    run(request_id, admin, png, json)
+    run(request_id, Admin(admin, admin_token_file, secret_file, os.environ), png, json)
 
 
 @app.command()

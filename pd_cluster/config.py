@@ -146,7 +146,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     server_ip: str
     bind_address: str
     device_ids: list[str]
-    hosts: dict[str, str]  # every worker's name -> its server_ip in the global table
     epoch: int
     secret: bytes
     num_threads: int

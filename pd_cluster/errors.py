@@ -5,7 +5,10 @@ PdClusterError
 │   └── ModelError         the model folder: missing, incomplete, of an architecture that is not supported
 ├── RequestError           the client's to mend: HTTP 4xx, never retried
 │   ├── ModelNotFound      404
-│   └── RequestNotFound    404: of the requests that are kept for their timelines
+│   ├── RequestNotFound    404: of the requests that are kept for their timelines
+│   ├── InstanceNotFound   404
+│   ├── Refused            409: what the cluster's state does not allow
+│   └── Unauthorized       401: the admin port's
 ├── Unavailable            nobody can serve it right now: HTTP 503 with Retry-After
 ├── Overloaded             what is promised can't be met right now: HTTP 429 with Retry-After
 ├── GenerationError        a request that had begun and cannot be finished
@@ -49,6 +52,18 @@ class ModelNotFound(RequestError):
 
 class RequestNotFound(RequestError):
     status = 404
+
+
+class InstanceNotFound(RequestError):
+    status = 404
+
+
+class Refused(RequestError):
+    status = 409
+
+
+class Unauthorized(RequestError):
+    status = 401
 
 
 class Unavailable(PdClusterError):

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 import msgspec
 
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
+from pd_cluster.cluster.auto_role import AutoRole
+from pd_cluster.cluster.elastic import Tables
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT
-from pd_cluster.cluster.place import Place, find_place, node_ports, resolve_host, use_openai
+from pd_cluster.cluster.place import Place, admin_token, find_place, node_ports, read_admin_token, use_openai
 from pd_cluster.config import EngineConfig, PortRange, RankPlace, RoutingConfig, Timeouts, WorkerConfig
 from pd_cluster.device import num_threads_for, resolve
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
 from pd_cluster.wire import KVOptions
+from ranktable_tools.hosts import is_loopback
 
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance")  # vLLM calls the library by the first of its two names
 MOST_GUIDED_TIMEOUT_S = 60.0
@@ -63,6 +66,8 @@ class ServeOptions:
     secret_file: str | None
     admin_port: int | None
     admin_host: str
+    admin_token_file: str | None
+    auto_role: bool
     heartbeat_interval: float
     dead_after: float
     connect_timeout: float
@@ -196,8 +201,11 @@ def _run_scheduler(
     openai = use_openai(env)
     if not 0 <= options.max_logprobs <= MOST_LOGPROBS:
         raise ConfigError(f"--max-logprobs {options.max_logprobs}: must be in 0 to {MOST_LOGPROBS}")
+    file = options.admin_token_file
+    token = read_admin_token(file) if file else admin_token(place.secret)
     import uvloop
 
+    from pd_cluster.api.admin_app import AdminAccess
     from pd_cluster.api.scheduler_app import run_scheduler
     from pd_cluster.api.server import bind
 
@@ -205,13 +213,28 @@ def _run_scheduler(
     admin_port = options.admin_port if options.admin_port is not None else options.port + 1
     admin_listener = bind(options.admin_host, admin_port, "--admin-port")
     log.info("serving at %s:%d, admin at %s:%d", options.host, options.port, options.admin_host, admin_port)
-    names, max_logprobs = options.served_model_name or [], options.max_logprobs
+    running = run_scheduler(
+        place,
+        ports,
+        engine,
+        options.served_model_name or [],
+        openai,
+        timeouts,
+        routing,
+        listener,
+        admin_listener,
+        options.max_logprobs,
+        AdminAccess(token, is_loopback(options.admin_host)),
+        Tables(lambda: find_place(env, options.secret_file), lambda place: _ports_of_file(env, place)),
+        AutoRole() if options.auto_role else None,
+    )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(
-            run_scheduler(
-                place, ports, engine, names, openai, timeouts, routing, listener, admin_listener, max_logprobs
-            )
-        )
+        runner.run(running)
+
+
+def _ports_of_file(env: Mapping[str, str], place: Place) -> list[int] | None:
+    """NODE_PORTS does not change while a process runs. Raises ConfigError."""
+    return node_ports(env, place) if env.get("NODE_PORTS_FILE", "").strip() else None
 
 
 def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place) -> None:
@@ -233,7 +256,6 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         server_ip=place.server.server_ip,
         bind_address=place.bind_address,
         device_ids=[device.device_id for device in place.server.device],
-        hosts={name: resolve_host(host) for name, host in place.hosts.items()},
         epoch=secrets.randbits(62),
         secret=place.secret,
         num_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(place.num_local_ranks),

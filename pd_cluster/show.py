@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pd_cluster.admin import ask, not_an_admin
+from pd_cluster.admin import Admin, not_an_admin, raise_unauthorized
 from pd_cluster.bench.report import human_nbytes, print_table
 
 SETTLE_TIMEOUT_S = 5.0
@@ -34,9 +34,10 @@ class Traffic:
         )
 
 
-async def fetch_instances(admin_url: str) -> Entries:
+async def fetch_instances(admin: Admin | str) -> Entries:
     """The entries of /instances. Raises PdClusterError that names the address."""
-    response = await ask(admin_url, "/instances")
+    response = await (Admin(admin) if isinstance(admin, str) else admin).ask("/instances")
+    raise_unauthorized(response)
     try:
         entries = response.json()["instances"]
         if not isinstance(entries, list) or not all("kv_sent_nbytes" in entry for entry in entries):
@@ -63,9 +64,9 @@ async def fetch_settled(admin_url: str) -> Entries:
     return entries
 
 
-def show_instances(admin_url: str) -> None:
+def show_instances(admin: Admin) -> None:
     """`pd-cluster instances`. Raises PdClusterError."""
-    print_instances(admin_url, asyncio.run(fetch_instances(admin_url)))
+    print_instances(admin.url, asyncio.run(fetch_instances(admin)))
 
 
 def print_instances(admin_url: str, entries: Entries) -> None:
@@ -84,7 +85,7 @@ def _row(entry: dict[str, Any]) -> Sequence[str]:
     blocks = "/".join(str(entry[f"num_{kind}_blocks"]) for kind in ("free", "cached", "held"))
     return [
         entry["instance_id"],
-        entry["role"],
+        f"{entry['role']}, becomes {entry['next_role']}" if entry["next_role"] else entry["role"],
         f"{entry['state']}: {entry['reason']}" if entry["reason"] else entry["state"],
         str(entry["pid"] or "-"),
         f"{host}:{entry['port']}",

@@ -75,7 +75,7 @@ class Gone(Message, frozen=True):
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode worker that prefill workers should link to. The host comes from the rank table."""
+    """A worker: what it is now, and where. The host comes from the scheduler's rank table."""
 
     name: str
     epoch: int
@@ -86,7 +86,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Peers(Message, frozen=True):
-    """All live workers. Whoever is missing, or has a new epoch, is dead to the receiver."""
+    """All live workers, the receiver among them: roles may change. Who is missing, or has a new epoch, is dead."""
 
     peers: list[PeerInfo]
 

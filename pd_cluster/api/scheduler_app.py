@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,23 +15,24 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
 from pd_cluster import __version__, wire
+from pd_cluster.api.admin_app import AdminAccess, admin_app
 from pd_cluster.api.http import install_error_handlers
 from pd_cluster.api.legacy import legacy_routes
 from pd_cluster.api.metrics import METRICS_MEDIA_TYPE, metrics_of
 from pd_cluster.api.openai import openai_routes
 from pd_cluster.api.server import make_server, serve_until_signal
 from pd_cluster.api.service import TextService
-from pd_cluster.api.timelines import timeline_routes
 from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.cluster.auto_role import AutoRole
+from pd_cluster.cluster.elastic import Elastic, Tables
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
 from pd_cluster.cluster.policy import POLICIES, check_served, refused_links, why_unavailable
 from pd_cluster.cluster.predict import Goals
 from pd_cluster.cluster.router import Router
-from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.config import EngineConfig, RoutingConfig, Timeouts
-from pd_cluster.errors import Unavailable
+from pd_cluster.errors import Refused, Unavailable
 from pd_cluster.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
@@ -82,6 +85,9 @@ async def run_scheduler(
     listener: socket.socket,
     admin_listener: socket.socket,
     max_logprobs: int,
+    access: AdminAccess,
+    tables: Tables,
+    auto_role: AutoRole | None,
 ) -> None:
     """Serves until a signal. Raises ConfigError: a model that cannot be served, ports in the wrong order."""
     checkpoint = Checkpoint.open(engine.model)
@@ -92,6 +98,7 @@ async def run_scheduler(
     instances = instances_of(place, ports)
     membership = Membership(place, instances, mailbox, timeouts, checkpoint.identity, router.on_lost)
     router.membership = handler.membership = membership
+    elastic = Elastic(membership, tables, router.move_on, timeouts.drain_timeout_s)
     handler.router = router
     limit = checkpoint.max_model_len(engine.max_model_len)
     service = TextService(
@@ -111,13 +118,44 @@ async def run_scheduler(
         drain_s = timeouts.drain_timeout_s
         servers = [
             (make_server(public_app(service, instances, openai), drain_s), listener),
-            (make_server(admin_app(instances, router.timelines), 1), admin_listener),
+            (make_server(admin_app(elastic, router.timelines, access), 1), admin_listener),
         ]
-        failure = _first_failure(membership.run(), handler.fatal)
+        failure = _first_failure(_run(membership, elastic, auto_role), handler.fatal)
         await serve_until_signal(servers, failure, router.end_all, drain_s)
     finally:
         await service.guides.close()
         mailbox.close()
+
+
+async def _run(membership: Membership, elastic: Elastic, auto_role: AutoRole | None) -> None:
+    """Until cancelled, or one of them raises. SIGHUP reads the tables again."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as group:
+        loop.add_signal_handler(signal.SIGHUP, lambda: group.create_task(_reload(elastic)))
+        group.create_task(membership.run())
+        group.create_task(elastic.run())
+        if auto_role is not None:
+            group.create_task(_change_roles(elastic, auto_role))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            loop.add_signal_handler(signal.SIGHUP, lambda: None)  # this process ends; there is nothing to read for
+
+
+async def _reload(elastic: Elastic) -> None:
+    try:
+        log.info("SIGHUP: the rank table was read again; %s", await elastic.reload())
+    except Refused as error:
+        log.error("SIGHUP: %s", error)
+
+
+async def _change_roles(elastic: Elastic, auto_role: AutoRole) -> None:
+    while True:
+        await asyncio.sleep(auto_role.rules.period_s)
+        flip = auto_role.observe(time.monotonic(), elastic.instances)
+        if flip is not None:
+            log.warning("--auto-role: %s becomes %s: %s", flip.name, flip.role, flip.why)
+            elastic.change_role(flip.name, flip.role)
 
 
 async def _first_failure(running: Any, fatal: asyncio.Future[None]) -> None:
@@ -127,7 +165,10 @@ async def _first_failure(running: Any, fatal: asyncio.Future[None]) -> None:
         await asyncio.wait({task, fatal}, return_when=asyncio.FIRST_COMPLETED)
         (fatal if fatal.done() else task).result()
     except ExceptionGroup as group:
-        raise group.exceptions[0] from None
+        first: Exception = group
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -150,18 +191,6 @@ def public_app(service: TextService, instances: list[Instance], openai: bool) ->
     return app
 
 
-def admin_app(instances: list[Instance], timelines: Timelines) -> FastAPI:
-    app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    install_error_handlers(app)
-    app.include_router(timeline_routes(timelines))
-
-    @app.get("/instances")
-    async def list_instances() -> dict[str, Any]:
-        return {"instances": [describe(instance) for instance in instances]}
-
-    return app
-
-
 def health_of(instances: list[Instance]) -> tuple[int, dict[str, Any]]:
     """200 when a request can be served, with `degraded` when not everybody is there; 503 otherwise."""
     body: dict[str, Any] = {
@@ -176,39 +205,3 @@ def health_of(instances: list[Instance]) -> tuple[int, dict[str, Any]]:
     if body["links"] or not all(instance.takes_requests for instance in instances):
         body["status"] = "degraded"
     return 200, body
-
-
-def describe(instance: Instance) -> dict[str, Any]:
-    """One entry of `/instances`."""
-    info, load = instance.info, instance.load
-    return {
-        "instance_id": instance.name,
-        "role": instance.role,
-        "state": instance.shown_state,
-        "reason": instance.reason or None,
-        "pid": info.pid if info is not None else None,
-        "host": instance.host,
-        "port": instance.port,
-        "epoch": f"{instance.epoch:x}",
-        "device_ids": instance.device_ids,
-        "num_outstanding": instance.num_outstanding,
-        "num_running": load.num_running,
-        "num_waiting": load.num_waiting,
-        "num_landing": load.num_landing,
-        "num_exporting": load.num_exporting,
-        "num_blocks": load.num_blocks,
-        "num_free_blocks": load.num_free_blocks,
-        "num_cached_blocks": load.num_cached_blocks,
-        "num_held_blocks": load.num_held_blocks,
-        "num_preemptions": load.num_preemptions,
-        "num_swap_blocks": load.num_swap_blocks,
-        "num_free_swap_blocks": load.num_free_swap_blocks,
-        "num_prefix_query_tokens": load.num_prefix_query_tokens,
-        "num_prefix_hit_tokens": load.num_prefix_hit_tokens,
-        "num_steps": load.num_steps,
-        "num_heartbeats": instance.num_heartbeats,
-        "kv_sent_nbytes": load.kv_sent_nbytes,
-        "kv_received_nbytes": load.kv_received_nbytes,
-        "num_dropped_kv_frames": load.num_dropped_kv_frames,
-        "links": load.links,
-    }

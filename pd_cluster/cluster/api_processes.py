@@ -22,7 +22,7 @@ import msgspec
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.config import ApiConfig
 from pd_cluster.errors import InstanceLost
-from pd_cluster.reports import ApiReport, InstanceView, Instances, MoveOn, OthersTokens, Outstanding, ToApi
+from pd_cluster.reports import ApiReport, Instances, InstanceView, MoveOn, OthersTokens, Outstanding, ToApi
 
 log = logging.getLogger(__name__)
 

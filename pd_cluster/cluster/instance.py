@@ -11,12 +11,17 @@ from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import Role
 from pd_cluster.wire import Load, PeerInfo
 
+Service = Literal["in", "out", "leaving"]
 InstanceState = Literal["unreachable", "loading", "connecting", "ready", "failed", "misplaced"]
 
 
 @dataclass(slots=True)
 class Instance:
-    """One entry of the global rank table; `info` is what its process said of itself, None while nobody answers."""
+    """One entry of the global rank table; `info` is what its process said of itself, None while nobody answers.
+
+    `role` is what it is now, whatever its name says; `service` and `next_role` are what an operator wants of it
+    (elastic.py).
+    """
 
     name: str
     role: Role
@@ -34,6 +39,9 @@ class Instance:
     others_tokens: int = 0  # that other API processes have sent, as far as a heartbeat tells
     num_outstanding: int = 0
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # of its prefix cache
+    service: Service = "in"
+    next_role: Role | None = None  # what it changes to as soon as it is empty
+    drain_deadline_s: float = 0.0  # until then what runs there may end there
 
     @property
     def epoch(self) -> int:
@@ -49,11 +57,26 @@ class Instance:
 
     @property
     def takes_requests(self) -> bool:
-        return self.is_ready and not self.load.is_draining
+        return self.is_ready and not self.load.is_draining and self.service == "in" and self.next_role is None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of this scheduler is on it, and it says so itself."""
+        load = self.load
+        busy = load.num_running + load.num_waiting + load.num_landing + load.num_exporting + load.num_held_blocks
+        return not self.is_ready or not (self.num_outstanding or busy)
 
     @property
     def shown_state(self) -> str:
-        return "draining" if self.is_ready and self.load.is_draining else self.state
+        if not self.is_ready:
+            return self.state
+        if self.service == "leaving":
+            return "leaving"
+        if self.next_role is not None:
+            return "changing"
+        if self.service == "out":
+            return "drained" if self.is_empty else "draining"
+        return "draining" if self.load.is_draining else self.state
 
     @property
     def tokens_ahead(self) -> int:

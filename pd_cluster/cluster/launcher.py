@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -24,11 +25,13 @@ import httpx
 
 from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, write
+from ranktable_tools.files import write_private
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
 READY_POLL_S = 0.1
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
+ADMIN_TOKEN = "admin-token"  # a file in the cluster's own folder
 DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends when that process does
 
 
@@ -102,7 +105,9 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
         env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
         members.append(Member(name, _command(launch, "127.0.0.1", port), env, port))
     env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table)}
-    members.append(Member("scheduler", _command(launch, launch.host, launch.port), env, launch.port))
+    token = write_private(folder / ADMIN_TOKEN, secrets.token_hex(32) + "\n")
+    command = _command(launch, launch.host, launch.port, f"--admin-token-file={token}")
+    members.append(Member("scheduler", command, env, launch.port))
     return members
 
 
@@ -115,10 +120,10 @@ def free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
-def _command(launch: Launch, host: str, port: int) -> list[str]:
+def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:
     names = [f"--served-model-name={name}" for name in launch.served_model_names]
     model = [f"--model={launch.model}"] if launch.model else []
-    flags = [f"--host={host}", f"--port={port}", *model, *names, *launch.arguments]
+    flags = [f"--host={host}", f"--port={port}", *own, *model, *names, *launch.arguments]
     return [sys.executable, "-m", "pd_cluster.cli", "serve", *flags]
 
 
@@ -131,6 +136,7 @@ class Cluster:
         self.launch = launch
         self._say = say
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
+        self.admin_token_file = self._folder / ADMIN_TOKEN
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -269,7 +275,7 @@ async def run_until_signal(launch: Launch) -> int:
         await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
-            _announce(launch, time.monotonic() - started_s)
+            _announce(launch, cluster.admin_token_file, time.monotonic() - started_s)
             failing = asyncio.ensure_future(cluster.wait_failure())
             await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if failing.done():
@@ -289,13 +295,14 @@ async def run_until_signal(launch: Launch) -> int:
             task.cancel()
 
 
-def _announce(launch: Launch, took_s: float) -> None:
+def _announce(launch: Launch, admin_token_file: Path, took_s: float) -> None:
     model = launch.served_model_names[0] if launch.served_model_names else ""
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
     print(
         f"ready after {took_s:.1f} s: {launch.num_prefill} prefill, {launch.num_decode} decode, "
         f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
+        f"admin token: {admin_token_file}\n"
         f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
         flush=True,
     )

@@ -29,10 +29,11 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 SLOW_POLL_S = 2.0
+FAREWELL_S = 1.0  # between the last message to an instance and the end of its connection
 
 
 def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
-    """The global table's workers, in the order of NODE_PORTS."""
+    """The global table's workers, in the order of NODE_PORTS. Raises ConfigError for a host that does not resolve."""
     num_prefill = len(place.table.prefill)
     return [
         Instance(name, _role(at < num_prefill), resolve_host(server.server_ip), port, _ids(server))
@@ -53,8 +54,8 @@ class Membership:
         lost: Callable[[Instance, str], None],
     ) -> None:
         self.instances = instances
-        self._place = place
-        self._hosts = place.hosts
+        self.place = place
+        self._hosts = place.hosts  # those of leaving instances, too
         self._mailbox = mailbox
         self._timeouts = timeouts
         self._model_identity = model_identity
@@ -62,13 +63,49 @@ class Membership:
         self._by_conn: dict[str, Instance] = {}
         self._changed = asyncio.Event()
         self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
+        self._joined: set[str] = set()  # at run time
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._watch_too: Callable[[Instance], asyncio.Task[None]] | None = None
 
     async def run(self) -> None:
         """Watches every worker until cancelled. Raises ConfigError when NODE_PORTS is certainly wrong."""
         client = httpx.AsyncClient(timeout=self._timeouts.connect_timeout_s, trust_env=False)
         async with client, asyncio.TaskGroup() as group:
-            for instance in self.instances:
-                group.create_task(self._watch(instance, client))
+            self._watch_too = lambda instance: group.create_task(self._watch(instance, client))
+            self._watching = {instance.name: self._watch_too(instance) for instance in self.instances}
+            await asyncio.Event().wait()  # others may join
+
+    # ---- who is to be watched
+
+    def accept(self, place: Place) -> None:
+        """The table is this one now."""
+        self.place = place
+        self._hosts |= place.hosts
+
+    def join(self, instance: Instance) -> None:
+        """Watches it, too; the list keeps the order of the table."""
+        self.instances.append(instance)
+        self.instances.sort(key=lambda each: _order(each.name))
+        self._joined.add(instance.name)
+        log.info("%s joins, at port %s of %s", instance.name, instance.port or "unknown", instance.host)
+        if self._watch_too is not None:
+            self._watching[instance.name] = self._watch_too(instance)
+        self.wake()
+
+    def forget(self, instance: Instance) -> None:
+        """It is not asked any more, and nobody is to talk to it."""
+        self.instances.remove(instance)
+        if (task := self._watching.pop(instance.name, None)) is not None:
+            task.cancel()
+        conn, instance.conn = instance.conn, ""
+        if self._by_conn.pop(conn, None) is not None:
+            self._mailbox.send(conn, wire.Peers([]))  # it closes its links
+            asyncio.get_running_loop().call_later(FAREWELL_S, self._mailbox.disconnect, conn)
+        instance.state = "unreachable"
+        self.tell_peers()
+        self.wake()
+
+    # ---- watching
 
     async def _watch(self, instance: Instance, client: httpx.AsyncClient) -> None:
         while True:
@@ -77,6 +114,10 @@ class Membership:
             await asyncio.sleep(POLL_S if instance.state != "failed" else SLOW_POLL_S)
 
     async def _ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
+        if not instance.port:
+            way_out = f"pd-cluster instances add {instance.name} --port PORT"
+            self._set(instance, "unreachable", f"its port is not known; {way_out}")
+            return
         host = f"[{instance.host}]" if ":" in instance.host else instance.host
         try:
             answer = await client.get(f"http://{host}:{instance.port}/instance")
@@ -89,9 +130,9 @@ class Membership:
             return
         instance.info = info
         reason = self._misplaced(instance, info)
-        if reason and not self._was_ready:
+        if reason and not self._was_ready and instance.name not in self._joined:
             raise ConfigError(reason)
-        reason = reason or self._problem(info)
+        reason = reason or self._problem(instance, info)
         if reason:
             self._set(instance, "failed", reason)
         elif info.state == "ready":
@@ -105,21 +146,25 @@ class Membership:
         """Why whoever answers here is not this entry of the table; "" when it is."""
         if info.device_ids == instance.device_ids and host_key(info.server_ip) == host_key(self._hosts[instance.name]):
             return ""
-        index = self.instances.index(instance)
-        ports = ",".join(str(i.port) for i in self.instances)
+        here = f"at port {instance.port} answers {info.name} (devices {','.join(info.device_ids)} of {info.server_ip})"
+        its = f"the port of {instance.name} (devices {','.join(instance.device_ids)} of {instance.host})"
+        if instance.name in self._joined:
+            return f"{here}, and it must be {its}; pd-cluster instances add {instance.name} --port PORT"
+        ports = ",".join(str(i.port) for i in self.instances if i.name not in self._joined)
+        index = [i for i in self.instances if i.name not in self._joined].index(instance)
         return (
-            f"NODE_PORTS={ports}: [{index}] must be the port of {instance.name} (devices "
-            f"{','.join(instance.device_ids)} of {instance.host}), but at port {instance.port} answers {info.name} "
-            f"(devices {','.join(info.device_ids)} of {info.server_ip}); list the ports in the order of the global "
+            f"NODE_PORTS={ports}: [{index}] must be {its}, but {here}; list the ports in the order of the global "
             f"rank table, prefill first"
         )
 
-    def _problem(self, info: InstanceInfo) -> str:
-        if info.table_digest != self._place.cluster_tag:
+    def _problem(self, instance: Instance, info: InstanceInfo) -> str:
+        if info.table_digest != self.place.cluster_tag:
             return (
                 "it was started with another global rank table or secret than the scheduler; "
                 "give every process the same file"
             )
+        if info.name != instance.name:
+            return f"its own global rank table names it {info.name}; start it again with the scheduler's"
         if info.state == "ready" and info.model_identity != self._model_identity:
             return (
                 f"it serves another model ({info.model_identity[:12]}) than the scheduler "
@@ -134,7 +179,7 @@ class Membership:
         if instance is not None:
             self._was_ready = True
             self._set(instance, "ready", "")
-            self._tell_peers()
+            self.tell_peers()
 
     def on_heartbeat(self, conn: str, load: wire.Load) -> None:
         instance = self._by_conn.get(conn)
@@ -142,7 +187,7 @@ class Membership:
             instance.load = load
             instance.num_heartbeats += 1
             self._note_links(instance)
-            self._wake()
+            self.wake()
 
     def on_cache_keys(self, conn: str, news: wire.CacheKeys) -> None:
         instance = self._by_conn.get(conn)
@@ -160,7 +205,7 @@ class Membership:
         instance.known_blocks = KnownBlocks()
         if was_ready:
             self._lost(instance, reason)
-            self._tell_peers()
+            self.tell_peers()
 
     def _note_links(self, prefill: Instance) -> None:
         for decode in self.instances:
@@ -171,7 +216,7 @@ class Membership:
         """Until anything is heard of any worker."""
         await self._changed.wait()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Whoever waits goes on; who waits from now on waits for the next time."""
         self._changed.set()
         self._changed = asyncio.Event()
@@ -179,7 +224,8 @@ class Membership:
     def instance_of(self, conn: str) -> Instance | None:
         return self._by_conn.get(conn)
 
-    def _tell_peers(self) -> None:
+    def tell_peers(self) -> None:
+        """Everybody who is ready, and what they are now, to all of them."""
         ready = [instance for instance in self.instances if instance.is_ready]
         peers = wire.Peers([instance.to_peer() for instance in ready])
         for instance in ready:
@@ -190,11 +236,17 @@ class Membership:
             level = logging.WARNING if state in ("failed", "misplaced") else logging.INFO
             log.log(level, "%s is %s%s", instance.name, state, f": {reason}" if reason else "")
         instance.state, instance.reason = state, reason
-        self._wake()
+        self.wake()
 
 
 def _role(is_prefill: bool) -> Role:
     return "prefill" if is_prefill else "decode"
+
+
+def _order(name: str) -> tuple[bool, int]:
+    """Where the table has it: prefill first."""
+    role, _, index = name.rpartition("-")
+    return role != "prefill", int(index)
 
 
 def _ids(server: Server) -> list[str]:

@@ -1,6 +1,7 @@
 """Who am I: the role, name and address of this process, from the rank tables that the environment names.
 
-GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH, NODE_PORTS and USE_OPENAI are the reference deployment's variables.
+GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH, NODE_PORTS and USE_OPENAI are the reference deployment's variables;
+NODE_PORTS_FILE names a file that is read instead of NODE_PORTS, each time the table is.
 """
 
 from __future__ import annotations
@@ -79,15 +80,16 @@ def find_place(env: Mapping[str, str], secret_file: str | None = None) -> Place:
         if faults:
             raise ConfigError(str(faults[0]))
         role, index = locate(table, local)
-        secret = _read_secret(secret_file) if secret_file else _derive_secret(read_bytes(global_path))
+        secret = read_secret(secret_file) if secret_file else _derive_secret(read_bytes(global_path))
     except RankTableError as error:
         raise ConfigError(str(error)) from None
     return Place(role, index, local.server, table, secret, secret_is_derived=secret_file is None)
 
 
 def node_ports(env: Mapping[str, str], place: Place) -> list[int]:
-    """NODE_PORTS, one port for each instance of the global table. Raises ConfigError."""
-    text = env.get("NODE_PORTS", "").strip()
+    """NODE_PORTS, or what NODE_PORTS_FILE has: a port for each instance of the global table. Raises ConfigError."""
+    file = env.get("NODE_PORTS_FILE", "").strip()
+    text = (_read_ports(file) if file else env.get("NODE_PORTS", "")).strip()
     if not text:
         raise ConfigError(
             "NODE_PORTS is not set: the scheduler needs the workers' ports in the order of the global rank table, "
@@ -117,6 +119,37 @@ def resolve_host(host: str) -> str:
         raise ConfigError(f"server_ip {host!r} of the rank table cannot be resolved: {error.strerror}") from None
 
 
+def admin_token(secret: bytes) -> str:
+    """Who knows the cluster's secret may command it, unless a token file says otherwise."""
+    return hmac.new(secret, b"pd-cluster admin token", hashlib.sha256).hexdigest()
+
+
+def secret_of(env: Mapping[str, str], secret_file: str | None) -> bytes:
+    """The cluster's secret, of a process that is no instance of it. Raises ConfigError."""
+    if secret_file:
+        return read_secret(secret_file)
+    try:
+        return _derive_secret(read_bytes(_variable(env, "GLOBAL_RANK_TABLE_FILE_PATH")))
+    except RankTableError as error:
+        raise ConfigError(str(error)) from None
+
+
+def read_admin_token(file: str) -> str:
+    """Raises ConfigError that names --admin-token-file."""
+    token = read_secret(file, "--admin-token-file")
+    if not all(0x21 <= byte <= 0x7E for byte in token):
+        raise ConfigError(f"--admin-token-file {file}: a token is letters, digits and signs, without spaces")
+    return token.decode("ascii")
+
+
+def _read_ports(file: str) -> str:
+    try:
+        return Path(file).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"NODE_PORTS_FILE={file}: {reason}") from None
+
+
 def _variable(env: Mapping[str, str], name: str) -> Path:
     value = env.get(name, "").strip()
     if not value:
@@ -134,14 +167,15 @@ def _derive_secret(table_bytes: bytes) -> bytes:
     return hmac.new(b"pd-cluster secret from rank table", table_bytes, hashlib.sha256).digest()
 
 
-def _read_secret(secret_file: str) -> bytes:
-    path = Path(secret_file)
+def read_secret(file: str, flag: str = "--secret-file") -> bytes:
+    """Raises ConfigError that names the flag."""
+    path = Path(file)
     try:
         secret = path.read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"--secret-file {secret_file}: {error.strerror}") from None
+        raise ConfigError(f"{flag} {file}: {error.strerror}") from None
     if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
-        raise ConfigError(f"--secret-file {secret_file}: others can read it; chmod 600 {secret_file}")
+        raise ConfigError(f"{flag} {file}: others can read it; chmod 600 {file}")
     if len(secret) < MIN_SECRET_NBYTES:
-        raise ConfigError(f"--secret-file {secret_file}: needs at least {MIN_SECRET_NBYTES} bytes")
+        raise ConfigError(f"{flag} {file}: needs at least {MIN_SECRET_NBYTES} bytes")
     return secret

@@ -239,6 +239,12 @@ class Router:
         for stream in self._streams.values():
             stream.queue.put_nowait(GenerationError("the server is shutting down"))
 
+    def move_on(self, instance: Instance, why: str) -> None:
+        """Every request with a leg there goes on elsewhere, if it can. The instance lives, and is told to stop them."""
+        for stream in list(self._streams.values()):
+            if any(member is instance for member in stream.legs.values()):
+                self._retreat(stream, GenerationError(f"{instance.name} gave up this request: {why}"))
+
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Every request with a leg there goes on elsewhere, if it can."""
         for stream in list(self._streams.values()):

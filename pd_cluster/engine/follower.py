@@ -135,7 +135,13 @@ class LaneHost:
         at = message.conn, message.lane
         try:
             self._receives[at] = self._lanes.receive_end(
-                message.conn, message.peer, message.opened, message.lane, partial(self._report, at), note_nothing
+                message.conn,
+                message.peer,
+                message.host,
+                message.opened,
+                message.lane,
+                partial(self._report, at),
+                note_nothing,
             )
         except LinkError as error:
             self._report(at, LinkFailed(message.conn, str(error)))

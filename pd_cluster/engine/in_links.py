@@ -58,17 +58,20 @@ class InLinks:
         """KV frames that were no part of their link."""
         return self._num_dropped + sum(map(_num_dropped, list(self._lanes.values())))
 
-    def on_open(self, conn: str, peer: str, opened: wire.LinkOpen) -> None:
+    def on_open(self, conn: str, peer: str, opened: wire.LinkOpen, host: str | None) -> None:
+        """`host`: the peer's, as the scheduler tells it; None when it has told of no such peer, yet."""
         if conn in self._lanes:
             return
         ends: list[ReceiveEnd] = []
         try:
+            if host is None:
+                raise LinkError(f"the scheduler has not told {self._side.own} of {peer}", retry=True)
             self._check(opened)
             reports = self._reports(len(opened.lanes))
             for index, report in enumerate(reports):
-                ends.append(self._make.receive_end(conn, peer, opened, index, report, self._note))
+                ends.append(self._make.receive_end(conn, peer, host, opened, index, report, self._note))
         except LinkError as error:
-            log.error("refused %s: %s", peer, error)
+            log.log(logging.INFO if error.retry else logging.ERROR, "refused %s: %s", peer, error)
             self._post.send(conn, wire.LinkRefused(opened.link_id, str(error), error.retry))
             for end in ends:
                 end.start()  # so that it ends

@@ -71,9 +71,9 @@ class LaneEnds(Protocol):
         """Lane `index` of a link to `peer`. Raises LinkError."""
 
     def receive_end(
-        self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
+        self, conn: str, peer: str, host: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
     ) -> ReceiveEnd:
-        """Raises LinkError."""
+        """`host`: the peer's. Raises LinkError."""
 
 
 class LinkThreads(Protocol):
@@ -87,7 +87,7 @@ class LinkThreads(Protocol):
     def receive_thread(
         self,
         conn: str,
-        peer: str,
+        host: str,
         opened: wire.LinkOpen,
         key: LinkKey,
         post: Callable[[wire.Body], None],
@@ -112,10 +112,10 @@ class LocalLanes:
         return self._threads.send_thread(conn, key, partial(self._send, conn), report, note)
 
     def receive_end(
-        self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
+        self, conn: str, peer: str, host: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
     ) -> ReceiveThread:
         key = self._side.key(opened.link_id, peer, self._side.own, index)
-        return self._threads.receive_thread(conn, peer, opened, key, partial(self._send, conn), report, note)
+        return self._threads.receive_thread(conn, host, opened, key, partial(self._send, conn), report, note)
 
 
 @dataclass(frozen=True, slots=True)

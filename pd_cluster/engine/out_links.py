@@ -88,7 +88,7 @@ class OutLinks:
         wanted = {peer_key(info.name, info.epoch): info for info in peers}
         for peer in [p for p in self._links if p not in wanted]:
             link = self._links.pop(peer)
-            self._close(link, "the instance is gone")
+            self._close(link, "the scheduler wants it no more: it is gone, or roles have changed")
         for peer, info in wanted.items():
             self._links.setdefault(peer, OutLink(info))
         self.tick()

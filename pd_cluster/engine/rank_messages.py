@@ -111,6 +111,7 @@ class OpenReceive(Message, frozen=True):
     conn: str
     lane: int
     peer: str
+    host: str
     opened: wire.LinkOpen
 
 

@@ -149,15 +149,15 @@ class RankLanes:
         return end
 
     def receive_end(
-        self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
+        self, conn: str, peer: str, host: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
     ) -> ReceiveEnd:
         rank = opened.lanes[index].target_rank
         if rank == 0:
-            return self._local.receive_end(conn, peer, opened, index, report, note)
+            return self._local.receive_end(conn, peer, host, opened, index, report, note)
         channel = self._followers[rank - 1]
         end = RemoteReceive(conn, index, channel, partial(self._forget, conn, index))
         self._ends[conn, index] = end, report
-        channel.send(to.OpenReceive(conn, index, peer, opened))
+        channel.send(to.OpenReceive(conn, index, peer, host, opened))
         return end
 
     def _forget(self, conn: str, index: int) -> None:

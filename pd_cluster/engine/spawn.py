@@ -93,7 +93,6 @@ def _config(engine: EngineConfig, num_threads: int, timeouts: Timeouts) -> Worke
         server_ip="127.0.0.1",
         bind_address="127.0.0.1",
         device_ids=[str(rank) for rank in range(engine.tensor_parallel_size)],
-        hosts={},
         epoch=secrets.randbits(62),
         secret=secrets.token_bytes(32),
         num_threads=num_threads,

@@ -27,6 +27,7 @@ from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.pace import Pace
 from pd_cluster.engine.trace import LegNotes, Tracer
+from pd_cluster.mailbox import peer_key
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
 
@@ -53,7 +54,9 @@ class Worker:
         self.credits: queue.SimpleQueue[tuple[str, wire.Credit]] = queue.SimpleQueue()  # read while a step runs, too
         self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
         self._limits = limits
-        self._is_prefill = config.role == "prefill"
+        self._key = side.own
+        self._is_prefill = config.role == "prefill"  # until the scheduler says otherwise
+        self._hosts: dict[str, str] = {}  # of the live workers, by name@epoch
         self._post = post
         self._clock = clock
         self._timeouts = config.timeouts
@@ -242,12 +245,12 @@ class Worker:
             case wire.Abort() if conn in self._schedulers:
                 self._abort(conn, f"{body.request_id}#{body.attempt}", body.index)
             case wire.Peers() if conn in self._schedulers:
-                self.out_links.set_peers([p for p in body.peers if p.role == "decode"] if self._is_prefill else [])
+                self._set_peers(body.peers)
             case wire.Heartbeat(load):
                 if load is not None and (self.in_links.is_open(conn) or self.out_links.knows(conn)):
                     self._progress.heard(conn, load)
             case wire.LinkOpen() if not self.out_links.knows(conn):
-                self.in_links.on_open(conn, peer, body)
+                self.in_links.on_open(conn, peer, body, self._hosts.get(peer))
             case wire.LinkAnswer():
                 self.out_links.on_answer(conn, body)
             case wire.LinkReady():
@@ -267,6 +270,15 @@ class Worker:
                 self.imports.on_confirmed(conn, body)
             case _:
                 log.warning("%s sent a %s, which is not for a worker", peer, type(body).__name__)
+
+    def _set_peers(self, peers: list[wire.PeerInfo]) -> None:
+        """Who is there, and what everybody is now, this worker included."""
+        self._hosts = {peer_key(each.name, each.epoch): each.host for each in peers}
+        for own in [each for each in peers if peer_key(each.name, each.epoch) == self._key]:
+            if self._is_prefill != (own.role == "prefill"):
+                log.info("this instance is %s now", own.role)
+            self._is_prefill = own.role == "prefill"
+        self.out_links.set_peers([each for each in peers if each.role == "decode"] if self._is_prefill else [])
 
     def _opened(self, conn: str, peer: str, kind: str) -> None:
         if kind != "scheduler":

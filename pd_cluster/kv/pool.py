@@ -19,13 +19,14 @@ from pd_cluster.kv.layout import KVLayout
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-NUM_EXTRA_BLOCKS = 2  # behind the pool's own: one takes what padding writes, one proves links
+NUM_EXTRA_BLOCKS = 3  # behind the pool's own: one takes what padding writes, two prove links
 
 
 class KVPool:
     """`data` is [num_blocks + extra, num_layers, 2, block_size, local_kv_heads, head_dim]; index 2 is key, value.
 
-    `num_blocks` counts those that requests can hold. The probe block has a content that follows from `probe_seed`.
+    `num_blocks` counts those that requests can hold. The probe block has a content that follows from `probe_seed`,
+    and never another: the probes of others land in a block of their own.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
@@ -39,7 +40,7 @@ class KVPool:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = mmap.mmap(self.fd, nbytes)
         self.data = view_blocks(self._map, layout, num_blocks + NUM_EXTRA_BLOCKS)
-        self.probe_lock = threading.Lock()  # of the probe block, where several links' probes land
+        self.probe_lock = threading.Lock()  # of the block where several links' probes land
         self.probe_seed = secrets.randbits(62)
         self.data[self.probe_block] = probe_content(layout, self.probe_seed)[0]
 
@@ -50,6 +51,10 @@ class KVPool:
     @property
     def probe_block(self) -> int:
         return self.num_blocks + 1
+
+    @property
+    def landing_probe_block(self) -> int:
+        return self.num_blocks + 2
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value of one layer, each [num_blocks + extra, block_size, local_kv_heads, head_dim] (strided)."""

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from pd_cluster.admin import ask, not_an_admin
+from pd_cluster.admin import Admin, not_an_admin, raise_unauthorized
 from pd_cluster.bench.report import check_writable
 from pd_cluster.errors import ConfigError, PdClusterError
 from pd_cluster.trace.png import check_installed, write_png
 from pd_cluster.trace.text import print_requests, print_timeline
 
 
-def run(request_id: str, admin_url: str, png: str, json_file: str) -> None:
+def run(request_id: str, admin: Admin, png: str, json_file: str) -> None:
     """Without an id the last requests, with one its timeline. Raises PdClusterError."""
     check_writable(json_file)
     check_writable(png, "--png")
@@ -24,20 +24,21 @@ def run(request_id: str, admin_url: str, png: str, json_file: str) -> None:
     if png:
         check_installed()
     path = f"/requests/{quote(request_id, safe='')}/timeline" if request_id else "/requests"
-    answer = asyncio.run(_fetch(admin_url, path, "events" if request_id else "requests"))
+    answer = asyncio.run(_fetch(admin, path, "events" if request_id else "requests"))
     if request_id:
         print_timeline(answer)
     else:
-        print_requests(admin_url, answer)
+        print_requests(admin.url, answer)
     if json_file:
         _write_json(answer, json_file)
     if png:
         write_png(answer, png)
 
 
-async def _fetch(admin_url: str, path: str, field: str) -> dict[str, Any]:
+async def _fetch(admin: Admin, path: str, field: str) -> dict[str, Any]:
     """Raises PdClusterError with the admin address's own words where it has some."""
-    response = await ask(admin_url, path)
+    response = await admin.ask(path)
+    raise_unauthorized(response)
     try:
         answer: dict[str, Any] = response.json()
         if response.status_code == 404 and answer["error"]["code"] == "request_not_found":

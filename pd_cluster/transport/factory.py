@@ -48,17 +48,14 @@ class Transports:
     def receive_thread(
         self,
         conn: str,
-        peer: str,
+        host: str,
         opened: wire.LinkOpen,
         key: LinkKey,
         post: Callable[[wire.Body], None],
         report: Report,
         note: Note = note_nothing,
     ) -> ReceiveThread:
-        """D's end of lane `key.lane`, with what P offers and D allows too, in D's order. Raises LinkError."""
-        host = self._config.hosts.get(peer.partition("@")[0])
-        if host is None:
-            raise LinkError(f"{peer} is not in this instance's global rank table")
+        """D's end of lane `key.lane`, with what P at `host` offers and D allows too, in D's order. Raises LinkError."""
         lane = opened.lanes[key.lane]
         source = KVLayout.from_info(opened.layout).of_rank(lane.source_rank)
         offers = {offer.transport: offer for offer in lane.offers}

@@ -44,9 +44,9 @@ class Probe:
             return "the probe has another shape"
         receiver.arrive(sequence, chunk, timeout_s)
         with self.pool.probe_lock:  # for a copy: nobody waits for a peer in it
-            self.pool.data[self.pool.probe_block].zero_()
-            receiver.receive(sequence, chunk, [self.pool.probe_block])
-            found = self.pool.data[self.pool.probe_block, :, :, : piece.num_tokens]
+            self.pool.data[self.pool.landing_probe_block].zero_()
+            receiver.receive(sequence, chunk, [self.pool.landing_probe_block])
+            found = self.pool.data[self.pool.landing_probe_block, :, :, : piece.num_tokens]
             same = torch.equal(found, self._expected(receiver, piece)[0, :, :, : piece.num_tokens])
         return "" if same else "the prefill instance's probe arrived with another content"
 

@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("transport", "model"),
     ("engine",),
     ("cluster",),
-    ("flags", "admin", "api", "bench", "show", "trace", "serve", "quickstart", "check", "cli"),
+    ("flags", "admin", "instances", "operate", "api", "bench", "show", "trace", "serve", "quickstart", "check", "cli"),
 ]
 # A place is a module or package of pd_cluster; bench.peers are the programs of child processes.
 ONLY_IN = {
@@ -35,7 +35,7 @@ ONLY_IN = {
     "llguidance": ("grammar",),
     "jinja2": ("text",),
     "tokenizers": ("text", "bench.peers"),
-    "typer": ("cli", "quickstart"),
+    "typer": ("cli", "instances", "quickstart"),
     "matplotlib": ("trace.png",),
 }
 TORCH_FREE = [

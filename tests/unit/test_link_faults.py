@@ -77,7 +77,7 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
     send = p.send_thread("a", KEY, frames.put, lambda event: None)  # type: ignore[arg-type]
     lane = wire.LaneOffer(offers=send.offers, probe_seed=1)
     opened = wire.LinkOpen("a", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
-    stalled = d.receive_thread("a", "prefill-0@1", opened, KEY, answers.put, lambda event: None)
+    stalled = d.receive_thread("a", "127.0.0.1", opened, KEY, answers.put, lambda event: None)
     stalled.start()
     assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
     store = send._senders["dist"]
@@ -287,10 +287,20 @@ def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
     links, post, events, _ = make_in_links(random_pool(2))
     opened = wire.LinkOpen("l", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
     links._down = lambda conn, reason: links.forget(conn, "t")
-    links.on_open("c", "prefill-0@1", opened)
+    links.on_open("c", "prefill-0@1", opened, "127.0.0.1")
     assert isinstance(post.sent.get(timeout=WAIT_S), wire.LinkRefused)
     links.on_down("c", "cut")
     assert events.get(timeout=WAIT_S) == Drained("t")
+
+
+def test_a_peer_that_is_not_known_yet_may_come_again() -> None:
+    links, post, _, _ = make_in_links(random_pool(2))
+    opened = wire.LinkOpen("l", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
+    links.on_open("c", "prefill-0@1", opened, None)
+    refused = post.sent.get(timeout=WAIT_S)
+    assert isinstance(refused, wire.LinkRefused)
+    assert (refused.retry, refused.reason) == (True, "the scheduler has not told d@1 of prefill-0@1")
+    assert not links.is_open("c")
 
 
 def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +308,8 @@ def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPat
     links, _, _, _ = make_in_links(random_pool(2))
     known: list[bool] = []
     monkeypatch.setattr(ReceiveThread, "start", lambda self: known.append(links.is_open("c")))
-    links.on_open("c", "prefill-0@1", wire.LinkOpen("l", "m", LAYOUT.to_info(), 1, wire.KVOptions(), [NO_OFFERS]))
+    opened = wire.LinkOpen("l", "m", LAYOUT.to_info(), 1, wire.KVOptions(), [NO_OFFERS])
+    links.on_open("c", "prefill-0@1", opened, "127.0.0.1")
     assert known == [True]
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.place import Place, find_place, node_ports, use_openai
+from pd_cluster.cluster.place import (
+    Place,
+    admin_token,
+    find_place,
+    node_ports,
+    read_admin_token,
+    secret_of,
+    use_openai,
+)
 from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, merge, write
 
@@ -161,6 +169,21 @@ def test_wrong_ports(place: Place, text: str | None, said: str) -> None:
     assert "\n" not in message
 
 
+def test_ports_from_a_file(place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "ports"
+    env = {"NODE_PORTS_FILE": str(file), "NODE_PORTS": "1,2"}
+    with pytest.raises(ConfigError, match=r"^NODE_PORTS_FILE=.*ports: No such file"):
+        node_ports(env, place)
+    file.write_text("8088,8089\n")
+    assert node_ports(env, place) == [8088, 8089]
+    file.write_text("8088\n")
+    with pytest.raises(ConfigError, match="1 ports"):
+        node_ports(env, place)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="it is no text"):
+        node_ports(env, place)
+
+
 def test_which_api() -> None:
     assert [use_openai(env) for env in ({}, {"USE_OPENAI": "1"}, {"USE_OPENAI": "0"})] == [True, True, False]
     for value in ("2", "", "true", "-1", "00"):
@@ -213,3 +236,49 @@ def test_a_bad_secret_file(tmp_path: Path, content: bytes | None, mode: int, sai
     message = fault(env_of(table, prefill), str(file))
     assert message.startswith(f"--secret-file {file}: ")
     assert said in message
+
+
+# ---- the admin token
+
+
+def test_the_token_follows_from_the_secret_and_does_not_tell_it(tmp_path: Path) -> None:
+    table, *local_tables = tables(tmp_path)
+    place = find_place(env_of(table, local_tables[-1]))
+    assert secret_of(env_of(table, local_tables[-1]), None) == place.secret
+    token = admin_token(place.secret)
+    assert token == admin_token(place.secret) != admin_token(place.secret + b"x")
+    assert len(token) == 64
+    assert place.cluster_tag not in token
+    file = tmp_path / "secret"
+    file.write_bytes(b"0123456789abcdef\n")
+    file.chmod(0o600)
+    assert secret_of({}, str(file)) == b"0123456789abcdef"
+    with pytest.raises(ConfigError, match="GLOBAL_RANK_TABLE_FILE_PATH is not set"):
+        secret_of({}, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"),
+    [
+        (None, 0, "No such file"),
+        (b"0123456789abcdef", 0o644, "others can read it; chmod 600"),
+        (b"0123456789", 0o600, "at least 16 bytes"),
+        (b"0123456789 abcdef", 0o600, "without spaces"),
+        ("0123456789abcdefü".encode(), 0o600, "without spaces"),
+    ],
+)
+def test_a_bad_token_file(tmp_path: Path, content: bytes | None, mode: int, said: str) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+        os.chmod(file, mode)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_admin_token(str(file))
+    assert str(caught.value).startswith(f"--admin-token-file {file}: ")
+
+
+def test_a_good_token_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o600)
+    assert read_admin_token(str(file)) == "0123456789abcdef"

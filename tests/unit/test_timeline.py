@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.scheduler_app import admin_app
+from pd_cluster.api.admin_app import AdminAccess, admin_app
 from pd_cluster.cluster import timeline
 from pd_cluster.cluster.timeline import Timeline, Timelines
 from pd_cluster.wire import TraceEvent
+from tests.support.elastic_world import ElasticWorld
 
 P, D = ("to-p", "prefill-0"), ("to-d", "decode-0")
 
@@ -187,7 +188,7 @@ def test_all_events_together_are_bounded() -> None:
 
 def get(world: World, path: str) -> tuple[int, Any]:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(admin_app([], world.timelines))
+        transport = httpx.ASGITransport(admin_app(ElasticWorld().elastic, world.timelines, AdminAccess("t" * 16, True)))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return await client.get(path)
 

@@ -253,7 +253,6 @@ def make_config(transport: str, secret: bytes = b"s") -> WorkerConfig:
         server_ip="127.0.0.1",
         bind_address="127.0.0.1",
         device_ids=["0"],
-        hosts={"prefill-0": "127.0.0.1"},
         epoch=1,
         secret=secret,
         num_threads=1,
@@ -289,7 +288,7 @@ class Link:
         lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed)
         opened = wire.LinkOpen("link", "m", layout, NUM_BLOCKS, wire.KVOptions(), [lane])
         self._ready = threading.Event()
-        self.receive = d.receive_thread("c", "prefill-0@1", opened, KEY, self._to_sender, self.events.put)
+        self.receive = d.receive_thread("c", "127.0.0.1", opened, KEY, self._to_sender, self.events.put)
         self._ready.set()
         self.receive.start()
 
@@ -361,6 +360,16 @@ def test_the_next_transport_is_tried_when_the_probe_fails(monkeypatch: pytest.Mo
     assert link.await_ready().transport == "shm"
     link.transfer([1, 2, 3], [7, 8, 9])
     assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    link.close()
+
+
+def test_what_lands_leaves_the_own_probe_alone() -> None:
+    """The instance may become a prefill instance, and then proves its links with it."""
+    link = Link("shm")
+    before = link.target.data[link.target.probe_block].clone()
+    link.await_ready()
+    assert torch.equal(link.target.data[link.target.landing_probe_block], link.source.data[link.source.probe_block])
+    assert torch.equal(link.target.data[link.target.probe_block], before)
     link.close()
 
 

@@ -24,7 +24,7 @@ from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, LegEnd, Request, Resumed, SamplingParams
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, LegEnd, Request, Resumed, Role, SamplingParams
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
@@ -97,7 +97,6 @@ class World:
             server_ip="127.0.0.1",
             bind_address="127.0.0.1",
             device_ids=["0"],
-            hosts={},
             epoch=1,
             secret=b"",
             num_threads=1,
@@ -159,6 +158,37 @@ PROMPT = [5, 6, 7, 8, 9]
 
 def found(world: World, name: str) -> list[list[int]]:
     return [world.post.tokens[name][index] for index in range(3)]
+
+
+def peer(name: str, epoch: int, role: Role) -> wire.PeerInfo:
+    return wire.PeerInfo(name=name, epoch=epoch, role=role, host=f"host of {name}", control_port=1)
+
+
+def test_the_scheduler_says_which_role_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    links: list[list[str]] = []
+    monkeypatch.setattr(world.worker.out_links, "set_peers", lambda peers: links.append([p.name for p in peers]))
+    others = [peer("prefill-0", 2, "prefill"), peer("decode-1", 3, "decode"), peer("prefill-1", 4, "decode")]
+    for role in ("decode", "prefill", "decode"):
+        world.mail(wire.Peers([peer("decode-0", 1, role), *others]))  # type: ignore[arg-type]
+    world.mail(wire.Peers([peer("decode-0", 1, "prefill"), *others]))
+    world.mail(wire.Peers([peer("decode-0", 99, "decode"), *others]))  # another life of its name
+    world.mail(wire.Peers([]))
+    world.step()
+    both = ["decode-1", "prefill-1"]
+    assert links == [[], both, [], both, ["decode-0", *both], []]
+
+
+def test_links_are_taken_from_those_that_the_scheduler_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    opened = wire.LinkOpen("l", "model", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [])
+    hosts: list[str | None] = []
+    monkeypatch.setattr(world.worker.in_links, "on_open", lambda conn, peer, opened, host: hosts.append(host))
+    world.mail(wire.Peers([peer("decode-0", 1, "decode"), peer("prefill-0", 2, "prefill")]))
+    for name in ("prefill-0@2", "prefill-0@3", "prefill-9@2"):
+        world.inbox.put(Mail("link", name, opened))
+    world.step()
+    assert hosts == ["host of prefill-0", None, None]
 
 
 def test_all_sequences_come_to_their_end() -> None:

@@ -81,7 +81,6 @@ class LaneEnd:
             server_ip=HOST,
             bind_address=HOST,
             device_ids=["0"],
-            hosts=dict.fromkeys(NAMES.values(), HOST),
             epoch=epoch,
             secret=lane.secret,
             num_threads=1,

@@ -20,7 +20,7 @@ from pd_cluster.bench.kv_spec import (
     serve_commands,
 )
 from pd_cluster.bench.peers.kv_floors import GlooPeer, memcpy
-from pd_cluster.bench.peers.kv_lane import FreeBlocks, LaneEnd, make_pool
+from pd_cluster.bench.peers.kv_lane import HOST, FreeBlocks, LaneEnd, make_pool
 from pd_cluster.engine.events import Closed, Event, Mail, OfLane, Stop
 from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.links import Progress
@@ -84,7 +84,7 @@ class ReceiveLane:
     def _on_event(self, event: Event) -> None:
         match event:
             case Mail(conn, peer, wire.LinkOpen() as opened):
-                self._links.on_open(conn, peer, opened)
+                self._links.on_open(conn, peer, opened, HOST)
             case Mail(conn, _, wire.Offer(transfer_id, num_tokens)):
                 blocks = self._free.take(num_tokens // self._pool.layout.block_size)
                 self._tables[transfer_id] = (conn, blocks)

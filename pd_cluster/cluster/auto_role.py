@@ -1,0 +1,138 @@
+"""Whether an instance should change its role, from how busy each role has been. Pure: integers, an injected clock.
+
+Knows nothing of draining or of who carries a change out. The numbers are in docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pd_cluster.cluster.instance import Instance
+from pd_cluster.types import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """1 is as busy as a role should be. `low` is far below `high`, so that one change does not call for the other."""
+
+    num_prompts: int = 4  # waiting or computed, of a prefill instance
+    num_waiting: int = 4  # requests, of a decode instance
+    num_running: int = 64  # sequences, of a decode instance
+    high: float = 1.0
+    low: float = 0.5
+    sustain_s: float = 10.0
+    cooldown_s: float = 60.0
+    period_s: float = 1.0  # between two samples
+    most_gap_s: float = 3.0  # between two samples that still are one history
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An instance that takes requests, as it was at one moment."""
+
+    name: str
+    role: Role
+    num_waiting: int
+    num_running: int
+    held_share: float  # of its KV blocks
+    outstanding_tokens: int
+
+    @classmethod
+    def of(cls, instance: Instance) -> Seen:
+        load = instance.load
+        held_share = load.num_held_blocks / max(1, load.num_blocks)
+        tokens = instance.outstanding_tokens
+        return cls(instance.name, instance.role, load.num_waiting, load.num_running, held_share, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """`instances` in the order of the table; `is_settled`: none of the cluster is on its way out of its role."""
+
+    at_s: float
+    instances: tuple[Seen, ...]
+    is_settled: bool = True
+
+    @classmethod
+    def of(cls, at_s: float, instances: Sequence[Instance]) -> Sample:
+        is_settled = not any(
+            each.service == "leaving" or each.next_role is not None or (each.service == "out" and not each.is_empty)
+            for each in instances
+        )
+        return cls(at_s, tuple(Seen.of(each) for each in instances if each.takes_requests), is_settled)
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    name: str
+    role: Role
+    why: str
+
+
+def busy(sample: Sample, role: Role, rules: Rules, num_fewer: int = 0) -> float:
+    """How busy a role is, or would be with `num_fewer` instances less; 1 is as much as it should be."""
+    seen = [each for each in sample.instances if each.role == role]
+    num = max(1, len(seen) - num_fewer)
+    num_waiting, num_running = sum(each.num_waiting for each in seen), sum(each.num_running for each in seen)
+    if role == "prefill":
+        return (num_waiting + num_running) / (rules.num_prompts * num)
+    held = sum(each.held_share for each in seen) / num
+    return max(held, num_waiting / (rules.num_waiting * num), num_running / (rules.num_running * num))
+
+
+def decide(history: Sequence[Sample], last_flip_s: float, rules: Rules) -> Flip | None:
+    """What should change now; `history` is oldest first. `last_flip_s`: when the last change was asked for."""
+    if not history or history[-1].at_s - last_flip_s < rules.cooldown_s:
+        return None
+    pairs: list[tuple[Role, Role]] = [("prefill", "decode"), ("decode", "prefill")]
+    for needy, giver in pairs:
+        if _sustained(history, needy, giver, rules):
+            givers = [each for each in history[-1].instances if each.role == giver]
+            chosen = min(reversed(givers), key=lambda each: each.outstanding_tokens)
+            now = history[-1]
+            why = (
+                f"{needy} is at {busy(now, needy, rules):.1f} of its capacity, {giver} at {busy(now, giver, rules):.1f}"
+            )
+            return Flip(chosen.name, needy, why)
+    return None
+
+
+def _sustained(history: Sequence[Sample], needy: Role, giver: Role, rules: Rules) -> bool:
+    """Whether every sample of the last `sustain_s`, without a gap, asks for this change."""
+    later_s = history[-1].at_s
+    for sample in reversed(history):
+        if later_s - sample.at_s > rules.most_gap_s or not _asks(sample, needy, giver, rules):
+            return False
+        if history[-1].at_s - sample.at_s >= rules.sustain_s:
+            return True
+        later_s = sample.at_s
+    return False
+
+
+def _asks(sample: Sample, needy: Role, giver: Role, rules: Rules) -> bool:
+    num_givers = sum(each.role == giver for each in sample.instances)
+    return (
+        sample.is_settled
+        and num_givers >= 2
+        and busy(sample, needy, rules) >= rules.high
+        and busy(sample, giver, rules, num_fewer=1) <= rules.low
+    )
+
+
+class AutoRole:
+    """Keeps the history that `decide` needs."""
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        self.rules = rules or Rules()
+        self._history: deque[Sample] = deque(maxlen=int(2 * self.rules.sustain_s / self.rules.period_s) + 2)
+        self._last_flip_s = float("-inf")
+
+    def observe(self, now_s: float, instances: Sequence[Instance]) -> Flip | None:
+        """Once a period. What it returns is taken as done."""
+        self._history.append(Sample.of(now_s, instances))
+        flip = decide(self._history, self._last_flip_s, self.rules)
+        if flip is not None:
+            self._last_flip_s = now_s
+        return flip

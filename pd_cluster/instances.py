@@ -1,0 +1,141 @@
+"""`pd-cluster instances`: the list, and commands that change the cluster while it serves.
+
+The signatures of the commands; operate.py carries them out. Imports nothing heavy, as cli.py.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pd_cluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pd_cluster.operate import Command
+
+DEFAULT_ADMIN = "http://127.0.0.1:9001"
+TOKEN_FILE = typer.Option(
+    "--admin-token-file", envvar="PD_CLUSTER_ADMIN_TOKEN_FILE", help="The scheduler's admin token."
+)
+SECRET_FILE = typer.Option(
+    "--secret-file", envvar="PD_CLUSTER_SECRET_FILE", help="The cluster's secret, when the token is derived from it."
+)
+ADMIN = typer.Option("--admin", help=f"The scheduler's admin address; default: {DEFAULT_ADMIN}.")
+FORCE = typer.Option("--force", help="Also the last instance of its role that takes requests.")
+TIMEOUT = typer.Option(
+    min=0.0, help="Seconds for what runs there; after that it goes on elsewhere. Default: the scheduler's."
+)
+NO_WAIT = typer.Option("--no-wait", help="Do not wait until it is done.")
+
+app = typer.Typer(help="Show and change the instances of a running cluster.", invoke_without_command=True)
+
+
+@app.callback()
+def instances(
+    context: typer.Context,
+    admin: Annotated[str, ADMIN] = DEFAULT_ADMIN,
+    admin_token_file: Annotated[str, TOKEN_FILE] = "",
+    secret_file: Annotated[str, SECRET_FILE] = "",
+) -> None:
+    """Show the instances of a running cluster; the commands below change them while it serves."""
+    from pd_cluster.admin import Admin
+    from pd_cluster.show import show_instances
+
+    context.obj = Admin(admin, admin_token_file, secret_file, os.environ)
+    if context.invoked_subcommand is None:
+        show_instances(context.obj)
+
+
+@app.command()
+def add(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Its place in the global rank table, such as prefill-1.")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Its HTTP port.")],
+    admin: Annotated[str, ADMIN] = "",
+    admin_token_file: Annotated[str, TOKEN_FILE] = "",
+    secret_file: Annotated[str, SECRET_FILE] = "",
+    no_wait: Annotated[bool, NO_WAIT] = False,
+) -> None:
+    """Let an instance of the global rank table join; the scheduler reads the table again. Devices are the table's."""
+    from pd_cluster.operate import JOIN_TIMEOUT_S, is_ready
+
+    asked = _command(context, name, admin, admin_token_file, secret_file)
+    asked.send("", {"name": name, "port": port})
+    asked.finish(no_wait, is_ready, "is here", JOIN_TIMEOUT_S)
+
+
+@app.command()
+def remove(
+    context: typer.Context,
+    name: str,
+    force: Annotated[bool, FORCE] = False,
+    timeout: Annotated[float | None, TIMEOUT] = None,
+    admin: Annotated[str, ADMIN] = "",
+    admin_token_file: Annotated[str, TOKEN_FILE] = "",
+    secret_file: Annotated[str, SECRET_FILE] = "",
+    no_wait: Annotated[bool, NO_WAIT] = False,
+) -> None:
+    """Drain an instance and forget it; `add` brings it back. Its process goes on until somebody ends it."""
+    from pd_cluster.operate import is_gone
+
+    asked = _command(context, name, admin, admin_token_file, secret_file)
+    asked.send("remove", {"force": force, "timeout_s": timeout})
+    asked.finish(no_wait, is_gone, "has left; its process may be ended", timeout)
+
+
+@app.command()
+def drain(
+    context: typer.Context,
+    name: str,
+    undo: Annotated[bool, typer.Option("--undo", help="Put it back in service.")] = False,
+    force: Annotated[bool, FORCE] = False,
+    timeout: Annotated[float | None, TIMEOUT] = None,
+    admin: Annotated[str, ADMIN] = "",
+    admin_token_file: Annotated[str, TOKEN_FILE] = "",
+    secret_file: Annotated[str, SECRET_FILE] = "",
+    no_wait: Annotated[bool, NO_WAIT] = False,
+) -> None:
+    """Take an instance out of service: it gets no new requests, and what runs there ends there."""
+    from pd_cluster.operate import is_drained
+
+    asked = _command(context, name, admin, admin_token_file, secret_file)
+    if undo:
+        if force or timeout is not None:
+            raise ConfigError("--undo: goes with neither --force nor --timeout; leave these out")
+        asked.send("undrain", {})
+        print(f"{name} is in service")
+        return
+    asked.send("drain", {"force": force, "timeout_s": timeout})
+    asked.finish(no_wait, is_drained, "is drained; `drain --undo` puts it back in service", timeout)
+
+
+@app.command()
+def role(
+    context: typer.Context,
+    name: str,
+    role: Annotated[str, typer.Argument(metavar="prefill|decode")],
+    force: Annotated[bool, FORCE] = False,
+    timeout: Annotated[float | None, TIMEOUT] = None,
+    admin: Annotated[str, ADMIN] = "",
+    admin_token_file: Annotated[str, TOKEN_FILE] = "",
+    secret_file: Annotated[str, SECRET_FILE] = "",
+    no_wait: Annotated[bool, NO_WAIT] = False,
+) -> None:
+    """Drain an instance and give it the other role; its process, its name and its caches stay."""
+    from pd_cluster.operate import has_role
+
+    asked = _command(context, name, admin, admin_token_file, secret_file)
+    asked.send("role", {"role": role, "force": force, "timeout_s": timeout})
+    asked.finish(no_wait, has_role(role), f"is {role}", timeout)
+
+
+def _command(context: typer.Context, name: str, url: str, token_file: str, secret_file: str) -> Command:
+    """What is said after the command wins over what is said before it."""
+    from pd_cluster.admin import Admin
+    from pd_cluster.operate import Command
+
+    outer: Admin = context.obj
+    admin = Admin(url or outer.url, token_file or outer.token_file, secret_file or outer.secret_file, outer.env)
+    return Command(admin, name)

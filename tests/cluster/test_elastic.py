@@ -1,0 +1,291 @@
+"""A running cluster that changes under a steady stream of requests: nothing is lost, no token is different.
+
+One cluster of two prefill and two decode instances for all tests, with a secret file, so that its table can grow.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pd_cluster.cluster.launcher import ADMIN_TOKEN, Member, free_ports
+from ranktable_tools import generate, write
+from tests.support.cluster import LiveCluster
+from tests.support.engines import random_prompt
+
+pytestmark = pytest.mark.slow  # about half a minute, most of it two starts of rank processes
+
+Checkpoints = Callable[..., Path]
+CONCURRENCY = 4
+NUM_PROMPTS = 12
+ROLES = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
+
+
+class Elastic(LiveCluster):
+    """Its scheduler reads the workers' ports from a file."""
+
+    def plan(self) -> list[Member]:
+        self.secret_file.write_text("the secret of a cluster that grows\n")
+        self.secret_file.chmod(0o600)
+        members = super().plan()
+        self.write_ports([member.port for member in members[:-1]])
+        for member in members:
+            member.env["NODE_PORTS_FILE"] = str(self.ports_file)
+            del member.env["NODE_PORTS"]
+        return members
+
+    @property
+    def secret_file(self) -> Path:
+        return self.folder / "secret"
+
+    @property
+    def ports_file(self) -> Path:
+        return self.folder / "ports"
+
+    def write_ports(self, ports: list[int]) -> None:
+        self.ports_file.write_text(",".join(map(str, ports)))
+
+    def command(self, *words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """`pd-cluster instances …` as an operator types it."""
+        token = {"PD_CLUSTER_ADMIN_TOKEN_FILE": str(self.folder / ADMIN_TOKEN)}
+        return subprocess.run(
+            [sys.executable, "-m", "pd_cluster.cli", "instances", f"--admin={self.admin_url}", *words],
+            env={**os.environ, **(token if env is None else env)},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+
+    def does(self, *words: str) -> str:
+        done = self.command(*words)
+        assert done.returncode == 0, f"{done.stderr}\n{self.logs()}"
+        return done.stdout.strip()
+
+    def refuses(self, *words: str, env: Mapping[str, str] | None = None) -> str:
+        done = self.command(*words, env=env)
+        assert (done.returncode, done.stdout) == (1, ""), done
+        *progress, line = done.stderr.splitlines()
+        assert not progress, progress
+        return line.removeprefix("pd-cluster: ")
+
+    def roles(self) -> dict[str, str]:
+        return {each["instance_id"]: each["role"] for each in self.instances()}
+
+    def await_whole(self) -> None:
+        self.wait_until("all instances are ready and linked", self.is_whole)
+
+
+class Stream:
+    """Requests one after the other on several threads; each answer must be what it was before anything changed."""
+
+    def __init__(self, cluster: LiveCluster) -> None:
+        rng = random.Random(5)
+        self._url = cluster.url
+        self._asks = [(random_prompt(rng, rng.randrange(8, 120)), rng.randrange(8, 160)) for _ in range(NUM_PROMPTS)]
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.faults: list[str] = []
+        self.num_answered = 0
+        with httpx.Client(timeout=60, trust_env=False) as client:
+            self._expected = [self._answer(client, at) for at in range(NUM_PROMPTS)]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._stopping.clear()
+        self._threads = [threading.Thread(target=self._run, args=(at,), daemon=True) for at in range(CONCURRENCY)]
+        for thread in self._threads:
+            thread.start()
+        before = self.num_answered
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            for thread in self._threads:
+                thread.join(60)
+        assert not any(thread.is_alive() for thread in self._threads), "requests hang"
+        assert self.faults == []
+        assert self.num_answered - before >= CONCURRENCY
+
+    def _run(self, seed: int) -> None:
+        rng = random.Random(seed)
+        with httpx.Client(timeout=60, trust_env=False) as client:
+            while not self._stopping.is_set():
+                at = rng.randrange(NUM_PROMPTS)
+                try:
+                    if (found := self._answer(client, at)) != self._expected[at]:
+                        self.faults.append(f"request {at}: {found} and not {self._expected[at]}")
+                except (httpx.HTTPError, AssertionError) as error:
+                    self.faults.append(f"request {at}: {error}")
+                self.num_answered += 1
+
+    def _answer(self, client: httpx.Client, at: int) -> list[int]:
+        prompt, max_tokens = self._asks[at]
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        answer = client.post(f"{self._url}/v1/completions", json={**body, "return_token_ids": True})
+        assert answer.status_code == 200, answer.text
+        tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elastic]:
+    folder = tmp_path_factory.mktemp("elastic")
+    arguments = [f"--secret-file={folder / 'secret'}", "--num-blocks=512"]
+    with Elastic(folder, checkpoint("llama", max_position_embeddings=512), 2, 2, arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stream(cluster: Elastic) -> Stream:
+    return Stream(cluster)
+
+
+def test_drain_and_undo(cluster: Elastic, stream: Stream) -> None:
+    with stream.running():
+        for name in ("decode-0", "prefill-1"):
+            assert cluster.does("drain", name) == f"{name} is drained; `drain --undo` puts it back in service"
+            assert cluster.instance(name)["state"] == "drained"
+            assert cluster.instance(name)["num_outstanding"] == 0
+            assert cluster.does("drain", name, "--undo") == f"{name} is in service"
+        cluster.does("drain", "decode-1", "--timeout=0")  # what runs there goes on elsewhere
+        cluster.does("drain", "decode-1", "--undo")
+    cluster.assert_home()
+
+
+def test_roles_there_and_back(cluster: Elastic, stream: Stream) -> None:
+    epochs = {each["instance_id"]: each["epoch"] for each in cluster.instances()}
+    with stream.running():
+        assert cluster.does("role", "prefill-1", "decode") == "prefill-1 is decode"
+        cluster.await_whole()
+        assert cluster.does("role", "decode-0", "prefill") == "decode-0 is prefill"
+        assert cluster.roles() == {**ROLES, "prefill-1": "decode", "decode-0": "prefill"}
+        cluster.await_whole()
+        before = {each["instance_id"]: each["kv_sent_nbytes"] for each in cluster.instances()}
+        cluster.wait_until(
+            "the new prefill instance hands over",
+            lambda: cluster.instance("decode-0")["kv_sent_nbytes"] > before["decode-0"],
+        )
+        cluster.does("role", "decode-0", "decode", "--timeout=0.1")
+        cluster.does("role", "prefill-1", "prefill", "--timeout=0.1")
+        cluster.await_whole()
+    cluster.assert_home()
+    assert cluster.roles() == ROLES
+    assert epochs == {each["instance_id"]: each["epoch"] for each in cluster.instances()}, "nobody was started again"
+
+
+def test_leave_and_come_back(cluster: Elastic, stream: Stream) -> None:
+    port = cluster.instance("prefill-0")["port"]
+    with stream.running():
+        assert cluster.does("remove", "prefill-0") == "prefill-0 has left; its process may be ended"
+        assert list(cluster.roles()) == ["prefill-1", "decode-0", "decode-1"]
+        assert cluster.does("add", "prefill-0", f"--port={port}") == "prefill-0 is here"
+        assert list(cluster.roles()) == list(ROLES)
+        cluster.await_whole()
+    cluster.assert_home()
+
+
+def test_what_is_refused(cluster: Elastic) -> None:
+    assert "does not take this token" in cluster.refuses("drain", "decode-0", env={})
+    secret = {"PD_CLUSTER_SECRET_FILE": str(cluster.secret_file)}
+    assert "does not take this token" in cluster.refuses("drain", "decode-0", env=secret), "a token file was given"
+    assert cluster.refuses("drain", "decode-7").endswith("there are prefill-0, prefill-1, decode-0, decode-1")
+    assert cluster.refuses("add", "prefill-0", "--port=1").startswith("prefill-0 is there already, at port ")
+    assert "has no prefill-2; it has prefill-0" in cluster.refuses("add", "prefill-2", "--port=1")
+    cluster.does("drain", "decode-0")
+    assert cluster.refuses("role", "decode-1", "prefill").startswith("decode-1 is the last decode instance")
+    cluster.does("drain", "decode-0", "--undo")
+    assert all(each["state"] == "ready" for each in cluster.instances())
+
+
+def grown(cluster: Elastic) -> Member:
+    """The tables with a third prefill instance; its process, not started yet."""
+    generated = generate(
+        prefill=[[0], [1], [4]], decode=[[2], [3]], api_server=True, server_ip="127.0.0.1", device_kind="cpu"
+    )
+    write(generated, cluster.folder)
+    like = cluster.members["prefill-1"]
+    (port,) = free_ports(1)
+    command = [f"--port={port}" if word.startswith("--port=") else word for word in like.command]
+    table = str(cluster.folder / list(generated.locals)[2])
+    return Member("prefill-2", command, {**like.env, "RANK_TABLE_FILE_PATH": table}, port)
+
+
+def test_a_new_worker_joins_and_leaves_with_its_entry(cluster: Elastic, stream: Stream) -> None:
+    scheduler = cluster.processes["scheduler"]
+    table = Path(cluster.members["scheduler"].env["GLOBAL_RANK_TABLE_FILE_PATH"])
+    before = table.read_bytes()
+    member = cluster.members["prefill-2"] = grown(cluster)
+    cluster.start_member("prefill-2")
+    with stream.running():
+        assert cluster.does("add", "prefill-2", f"--port={member.port}") == "prefill-2 is here"
+        cluster.await_whole()
+        cluster.wait_until("it hands over", lambda: cluster.instance("prefill-2")["kv_sent_nbytes"] > 0)
+        table.write_bytes(before)
+        scheduler.send_signal(signal.SIGHUP)
+        cluster.wait_until("it has left", lambda: list(cluster.roles()) == list(ROLES))
+        assert cluster.processes["prefill-2"].poll() is None, "its process is its operator's"
+        grown(cluster)
+        names = ("prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1")
+        cluster.write_ports([cluster.members[name].port for name in names])
+        scheduler.send_signal(signal.SIGHUP)
+        cluster.wait_until("it is back", lambda: cluster.roles().get("prefill-2") == "prefill")
+        cluster.await_whole()
+        cluster.does("remove", "prefill-2")
+        table.write_bytes(before)
+        cluster.write_ports([cluster.members[name].port for name in ROLES])
+        scheduler.send_signal(signal.SIGHUP)
+    cluster.kill("prefill-2", signal.SIGTERM)
+    assert cluster.await_exit("prefill-2") == 0
+    del cluster.members["prefill-2"], cluster.processes["prefill-2"]
+    cluster.assert_home()
+
+
+def test_a_faulty_table_changes_nothing(cluster: Elastic) -> None:
+    table = Path(cluster.members["scheduler"].env["GLOBAL_RANK_TABLE_FILE_PATH"])
+    before = table.read_bytes()
+    table.write_text("{")
+    try:
+        assert cluster.refuses("add", "prefill-2", "--port=1").endswith("; nothing has changed")
+        cluster.processes["scheduler"].send_signal(signal.SIGHUP)
+        cluster.wait_until(
+            "it says so", lambda: "SIGHUP: " in cluster.log_file("scheduler").read_text().splitlines()[-1]
+        )
+    finally:
+        table.write_bytes(before)
+    assert cluster.is_whole()
+
+
+def test_a_worker_that_starts_again_keeps_the_role_that_it_was_given(cluster: Elastic, stream: Stream) -> None:
+    cluster.does("role", "prefill-1", "decode")
+    cluster.kill("prefill-1")
+    cluster.await_exit("prefill-1")
+    cluster.start_member("prefill-1")
+    cluster.await_whole()
+    assert cluster.roles() == {**ROLES, "prefill-1": "decode"}
+    with stream.running():
+        before = cluster.instance("prefill-1")["kv_received_nbytes"]
+        cluster.wait_until("it decodes", lambda: cluster.instance("prefill-1")["kv_received_nbytes"] > before)
+
+
+def test_a_scheduler_that_starts_again_knows_the_tables_roles(cluster: Elastic, stream: Stream) -> None:
+    assert cluster.roles()["prefill-1"] == "decode", "of the test before"
+    cluster.kill("scheduler")
+    cluster.await_exit("scheduler")
+    cluster.start_member("scheduler")
+    cluster.await_whole()
+    assert cluster.roles() == ROLES
+    with stream.running():
+        before = cluster.instance("prefill-1")["kv_sent_nbytes"]
+        cluster.wait_until("it prefills", lambda: cluster.instance("prefill-1")["kv_sent_nbytes"] > before)
+    cluster.assert_home()

@@ -1,0 +1,83 @@
+"""Commands of an operator over a real membership and router, with a mailbox that only remembers and no files."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+
+from pd_cluster import wire
+from pd_cluster.cluster.elastic import Elastic, Tables
+from pd_cluster.cluster.instance import Instance
+from pd_cluster.cluster.membership import Membership, instances_of
+from pd_cluster.cluster.place import Place
+from pd_cluster.cluster.policy import least_loaded
+from pd_cluster.cluster.router import Router
+from pd_cluster.config import Timeouts
+from pd_cluster.mailbox import Mailbox
+from ranktable_tools import generate
+from tests.support.router_world import FakeMailbox
+
+
+class Wires(FakeMailbox):
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed: list[str] = []
+
+    def disconnect(self, conn: str) -> None:
+        self.closed.append(conn)
+
+
+def place_of(num_prefill: int = 2, num_decode: int = 2, secret: bytes = b"s" * 16, is_derived: bool = False) -> Place:
+    """The scheduler's place in a table of so many instances of one device each, without any file."""
+    slots = [[10 + at] for at in range(num_prefill)], [[20 + at] for at in range(num_decode)]
+    generated = generate(
+        prefill=slots[0], decode=slots[1], api_server=True, server_ip="127.0.0.1", device_kind="cpu", device_ips=None
+    )
+    table = generated.global_table
+    assert table.scheduler is not None
+    return Place("scheduler", 0, table.scheduler, table, secret, is_derived)
+
+
+class ElasticWorld:
+    """A real membership and a router over ready instances, and the commands for them; the clock stands."""
+
+    def __init__(self, num_prefill: int = 2, num_decode: int = 2, is_derived: bool = False) -> None:
+        self.now_s = 0.0
+        self.mailbox = Wires()
+        mailbox = cast(Mailbox, self.mailbox)
+        self.router = Router(mailbox, least_loaded, 0.0)
+        place = place_of(num_prefill, num_decode, is_derived=is_derived)
+        instances = instances_of(place, list(range(1, num_prefill + num_decode + 1)))
+        self.membership = Membership(place, instances, mailbox, Timeouts(), "model", self.router.on_lost)
+        self.router.membership = self.membership
+        self.place, self.ports = place, list[int]()
+        tables = Tables(lambda: self.place, lambda place: self.ports or None)
+        self.elastic = Elastic(self.membership, tables, self.router.move_on, 30.0, lambda: self.now_s)
+        for instance in instances:
+            self.make_ready(instance)
+        self.link()
+
+    def __getitem__(self, name: str) -> Instance:
+        return next(each for each in self.membership.instances if each.name == name)
+
+    @property
+    def names(self) -> list[str]:
+        return [each.name for each in self.membership.instances]
+
+    def make_ready(self, instance: Instance) -> None:
+        instance.state, instance.conn, instance.was_linked = "ready", f"to-{instance.name}", True
+        self.membership._by_conn[instance.conn] = instance
+
+    def link(self) -> None:
+        """Every prefill instance to every decode instance, as their roles are now."""
+        instances = self.membership.instances
+        links = {each.key: "up (shm)" for each in instances if each.role == "decode"}
+        for each in instances:
+            each.load = msgspec.structs.replace(each.load, links=links if each.role == "prefill" else {})
+
+    def told(self) -> dict[str, dict[str, str]]:
+        """The last `Peers` that each instance got: name -> role."""
+        return {
+            conn.removeprefix("to-"): {p.name: p.role for p in body.peers} for conn, body in self.mailbox.of(wire.Peers)
+        }

@@ -1,0 +1,141 @@
+"""When an instance should change its role by itself, on recorded loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pd_cluster.cluster.auto_role import AutoRole, Flip, Rules, Sample, Seen, busy, decide
+from pd_cluster.types import Role
+from pd_cluster.wire import Load
+from tests.support.elastic_world import ElasticWorld
+
+RULES = Rules()
+NEVER = float("-inf")
+
+
+def prefill(name: str, num_prompts: int, tokens: int = 0) -> Seen:
+    return Seen(name, "prefill", num_prompts, 0, 0.0, tokens)
+
+
+def decode(name: str, held: float = 0.0, num_waiting: int = 0, num_running: int = 0, tokens: int = 0) -> Seen:
+    return Seen(name, "decode", num_waiting, num_running, held, tokens)
+
+
+def recorded(*instances: Seen, num: int = 11, is_settled: bool = True) -> list[Sample]:
+    return [Sample(float(at), instances, is_settled) for at in range(num)]
+
+
+def name_of(flip: Flip | None) -> tuple[str, Role] | None:
+    return (flip.name, flip.role) if flip is not None else None
+
+
+PROMPTS_WAIT = [prefill("prefill-0", 6), decode("decode-0", 0.1, tokens=9), decode("decode-1", 0.1, tokens=5)]
+POOL_IS_FULL = [prefill("prefill-0", 0), prefill("prefill-1", 1), decode("decode-0", 1.0, num_waiting=3)]
+
+
+@pytest.mark.parametrize(
+    ("instances", "wanted"),
+    [
+        (PROMPTS_WAIT, ("decode-1", "prefill")),
+        (POOL_IS_FULL, ("prefill-1", "decode")),
+        (
+            [prefill("prefill-0", 0), prefill("prefill-1", 0), decode("decode-0", num_waiting=4)],
+            ("prefill-1", "decode"),
+        ),
+        (
+            [prefill("prefill-0", 0), prefill("prefill-1", 0), decode("decode-0", num_running=64)],
+            ("prefill-1", "decode"),
+        ),
+        ([prefill("prefill-0", 9), decode("decode-0")], None),  # the last decode instance
+        ([prefill("prefill-0", 9), decode("decode-0", 0.3), decode("decode-1", 0.3)], None),  # 0.6 on one alone
+        ([prefill("prefill-0", 3), decode("decode-0"), decode("decode-1")], None),  # not busy enough
+        ([prefill("prefill-0", 9), decode("decode-0", 1.0), decode("decode-1", 1.0)], None),  # both are
+        ([prefill("prefill-0", 0), decode("decode-0"), decode("decode-1")], None),
+        ([], None),
+    ],
+)
+def test_recorded_states(instances: Sequence[Seen], wanted: tuple[str, Role] | None) -> None:
+    assert name_of(decide(recorded(*instances), NEVER, RULES)) == wanted
+
+
+def test_it_must_last() -> None:
+    assert decide(recorded(*PROMPTS_WAIT, num=10), NEVER, RULES) is None
+    assert decide(recorded(*PROMPTS_WAIT, num=11), NEVER, RULES) is not None
+    history = recorded(*PROMPTS_WAIT, num=11)
+    history[5] = Sample(5.0, (prefill("prefill-0", 0), *PROMPTS_WAIT[1:]))
+    assert decide(history, NEVER, RULES) is None, "one quiet second"
+    assert decide([history[0], history[10]], NEVER, RULES) is None, "nobody looked meanwhile"
+
+
+def test_not_while_anybody_is_on_its_way() -> None:
+    assert decide(recorded(*PROMPTS_WAIT, is_settled=False), NEVER, RULES) is None
+
+
+def test_not_soon_after_another() -> None:
+    history = recorded(*PROMPTS_WAIT)
+    assert decide(history, 10.0 - 59.9, RULES) is None
+    assert decide(history, 10.0 - 60.0, RULES) is not None
+
+
+def test_one_change_never_calls_for_the_other() -> None:
+    """Whatever the loads are: when one side asks, the same work on the new roles does not ask for the way back."""
+    for num_prompts in range(30):
+        for held in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+            prefills = [prefill(f"prefill-{i}", num_prompts) for i in range(2)]
+            decodes = [decode(f"decode-{i}", held) for i in range(3)]
+            flip = decide(recorded(*prefills, *decodes), NEVER, RULES)
+            if flip is None:
+                continue
+            giver: Role = "decode" if flip.role == "prefill" else "prefill"
+            before = Sample(0.0, (*prefills, *decodes))
+            assert busy(before, giver, RULES, num_fewer=1) <= RULES.low < RULES.high
+
+
+def test_oscillating_load_makes_nothing_flap() -> None:
+    """Prompts come in waves of 6 s; a change must not follow each of them."""
+    world = ElasticWorld(num_prefill=2, num_decode=2)
+    auto = AutoRole()
+    flips: list[tuple[float, Flip]] = []
+    for at in range(600):
+        is_wave = at // 6 % 2 == 0
+        for each in world.membership.instances:
+            if each.role == "prefill":
+                each.load = Load(num_waiting=8 if is_wave else 0, num_blocks=10, links=each.load.links)
+            else:
+                each.load = Load(num_blocks=10, num_held_blocks=0 if is_wave else 10)
+        if flip := auto.observe(float(at), world.membership.instances):
+            flips.append((float(at), flip))
+    assert flips == []
+
+
+def test_long_phases_are_followed_one_by_one() -> None:
+    """300 s of prompts, then 300 s of decoding, twice: the roles follow, and never faster than the cool-down."""
+    world = ElasticWorld(num_prefill=2, num_decode=2)
+    auto, flips = AutoRole(), list[tuple[int, Role]]()
+    for at in range(1200):
+        prompts_come = at // 300 % 2 == 0
+        decodes = [each for each in world.membership.instances if each.role == "decode"]
+        for each in world.membership.instances:
+            each.load = Load(num_waiting=8 if prompts_come else 0, num_blocks=10)
+        for each in decodes:
+            each.load = Load(num_blocks=10, num_held_blocks=0 if prompts_come else 10 // len(decodes))
+        if flip := auto.observe(float(at), world.membership.instances):
+            flips.append((at, flip.role))
+            for each in world.membership.instances:
+                each.load = Load()  # it becomes empty
+            world.elastic.change_role(flip.name, flip.role)
+            world.elastic.tick()
+        assert {each.role for each in world.membership.instances} == {"prefill", "decode"}
+    assert flips == [(10, "prefill"), (310, "decode"), (610, "prefill"), (910, "decode")]
+
+
+def test_only_those_that_take_requests_count() -> None:
+    world = ElasticWorld(num_prefill=1, num_decode=3)
+    world.elastic.drain("decode-0")
+    sample = Sample.of(0.0, world.membership.instances)
+    assert [each.name for each in sample.instances] == ["prefill-0", "decode-1", "decode-2"]
+    assert sample.is_settled, "a drained one is at rest"
+    world["decode-0"].num_outstanding = 1
+    assert not Sample.of(0.0, world.membership.instances).is_settled

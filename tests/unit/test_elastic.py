@@ -1,0 +1,451 @@
+"""Instances join, leave, drain and change roles: every row of the table in docs/protocol.md, without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.api.admin_app import AdminAccess, admin_app
+from pd_cluster.cluster.elastic import Tables
+from pd_cluster.cluster.instance import Instance
+from pd_cluster.cluster.place import Place
+from pd_cluster.cluster.policy import least_loaded, linked_pairs
+from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
+from pd_cluster.types import SamplingParams
+from ranktable_tools import RankTable
+from ranktable_tools.tables import Server, server_group
+from tests.support.elastic_world import ElasticWorld
+from tests.support.router_world import PROMPT, run, token
+
+TOKEN = "a-token-of-some-length"
+
+
+def busy(instance: Instance, num_running: int = 1) -> None:
+    instance.num_outstanding = num_running
+    instance.load = msgspec.structs.replace(instance.load, num_running=num_running, num_held_blocks=num_running)
+
+
+def idle(instance: Instance) -> None:
+    busy(instance, 0)
+
+
+def pairs(world: ElasticWorld) -> set[str]:
+    return {f"{p.name} {d.name}" for p, d in linked_pairs(world.membership.instances)}
+
+
+# ---- drain
+
+
+def test_a_draining_instance_gets_no_requests_and_keeps_its_links() -> None:
+    world = ElasticWorld()
+    decode = world["decode-0"]
+    busy(decode)
+    world.elastic.drain("decode-0")
+    assert decode.shown_state == "draining"
+    assert pairs(world) == {"prefill-0 decode-1", "prefill-1 decode-1"}
+    world.elastic.tick()
+    idle(decode)
+    world.elastic.tick()
+    assert (decode.shown_state, decode.is_ready) == ("drained", True)
+    assert not world.mailbox.of(wire.Peers), "links stay"
+    world.elastic.undrain("decode-0")
+    assert decode.shown_state == "ready"
+    assert len(pairs(world)) == 4
+
+
+def test_what_the_load_still_shows_is_waited_for() -> None:
+    world = ElasticWorld()
+    for shown in ("num_running", "num_waiting", "num_landing", "num_exporting", "num_held_blocks"):
+        world["prefill-0"].load = wire.Load(**{shown: 1})
+        world.elastic.change_role("prefill-0", "decode")
+        world.elastic.tick()
+        assert world["prefill-0"].shown_state == "changing", shown
+        world.elastic.change_role("prefill-0", "prefill")
+        assert world["prefill-0"].shown_state == "ready"
+
+
+def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death() -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        tokens: list[int] = []
+        serving = world.router.serve(PROMPT, SamplingParams(max_tokens=3))
+
+        async def read() -> None:
+            async for item in serving:
+                tokens.append(item.token_id)  # noqa: PERF401 (the test watches it grow)
+
+        reading = asyncio.ensure_future(read())
+        while not world.mailbox.of(wire.Submit):
+            await asyncio.sleep(0)
+        request_id = world.mailbox.of(wire.Submit)[0][1].request_id
+        world.router.on_outputs("to-prefill-0", wire.Outputs([token(request_id, 0, 11)]))
+        while not tokens:
+            await asyncio.sleep(0)
+        (stream,) = world.router._streams.values()
+        world.elastic.drain("decode-0", timeout_s=5.0)
+        world.elastic.tick()
+        assert not world.mailbox.of(wire.Abort)
+        world.now_s = 5.0
+        world.elastic.tick()
+        assert {conn for conn, _ in world.mailbox.of(wire.Abort)} == {"to-prefill-0", "to-decode-0"}
+        while len(world.mailbox.of(wire.Submit)) < 3:
+            await asyncio.sleep(0)
+        conn, again = world.mailbox.of(wire.Submit)[-1]
+        assert (conn, again.leg, again.resumed[0].output_token_ids) == ("to-decode-1", "hybrid", [11])
+        assert stream.num_deaths == 0
+        late = token(request_id, 1, 99)
+        world.router.on_outputs("to-decode-0", wire.Outputs([late]))
+        more = [token(request_id, 1, 12, attempt=1), token(request_id, 2, 13, "length", attempt=1)]
+        world.router.on_outputs("to-decode-1", wire.Outputs(more))
+        await reading
+        assert tokens == [11, 12, 13]
+        assert world["decode-0"].shown_state == "drained"
+
+    run(test())
+
+
+def test_a_worker_that_never_says_it_is_empty_changes_after_the_deadline_all_the_same() -> None:
+    world = ElasticWorld()
+    world["decode-0"].load = wire.Load(num_held_blocks=7)
+    world.elastic.change_role("decode-0", "prefill", timeout_s=2.0)
+    world.elastic.tick()
+    assert world["decode-0"].role == "decode"
+    world.now_s = 2.0
+    world.elastic.tick()
+    assert world["decode-0"].role == "prefill"
+
+
+# ---- roles
+
+
+def test_a_role_changes_when_the_instance_is_empty_and_everybody_is_told() -> None:
+    world = ElasticWorld()
+    prefill = world["prefill-1"]
+    busy(prefill)
+    world.elastic.change_role("prefill-1", "decode")
+    world.elastic.tick()
+    assert (prefill.role, prefill.shown_state, world.told()) == ("prefill", "changing", {})
+    assert pairs(world) == {"prefill-0 decode-0", "prefill-0 decode-1"}
+    idle(prefill)
+    world.elastic.tick()
+    roles = {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode", "decode-1": "decode"}
+    assert world.told() == dict.fromkeys(roles, roles)
+    assert pairs(world) == {"prefill-0 decode-0", "prefill-0 decode-1"}, "no link leads there yet"
+    world.link()
+    assert pairs(world) == {"prefill-0 decode-0", "prefill-0 decode-1", "prefill-0 prefill-1"}
+
+
+def test_a_change_can_be_called_off() -> None:
+    world = ElasticWorld()
+    busy(world["prefill-1"])
+    world.elastic.change_role("prefill-1", "decode")
+    world.elastic.change_role("prefill-1", "prefill")
+    idle(world["prefill-1"])
+    world.elastic.tick()
+    assert (world["prefill-1"].role, world["prefill-1"].shown_state) == ("prefill", "ready")
+
+
+def test_a_drained_instance_that_changes_stays_drained() -> None:
+    world = ElasticWorld()
+    world.elastic.drain("decode-1")
+    world.elastic.change_role("decode-1", "prefill")
+    world.elastic.tick()
+    assert (world["decode-1"].role, world["decode-1"].shown_state) == ("prefill", "drained")
+
+
+def test_one_that_is_down_changes_at_once_and_comes_back_with_its_new_role() -> None:
+    world = ElasticWorld()
+    world.membership.on_closed("to-decode-1", "it died")
+    world.elastic.change_role("decode-1", "prefill")
+    world.elastic.tick()
+    assert world["decode-1"].role == "prefill"
+    world.make_ready(world["decode-1"])
+    world.membership.on_opened("to-decode-1")
+    assert world.told()["decode-1"]["decode-1"] == "prefill"
+
+
+# ---- the last one
+
+
+@pytest.mark.parametrize("command", ["drain", "remove", "change_role"])
+def test_the_last_of_a_role_stays_unless_forced(command: str) -> None:
+    world = ElasticWorld(num_prefill=1)
+
+    def ask(**more: Any) -> Instance:
+        role = ["decode"] if command == "change_role" else []
+        return getattr(world.elastic, command)("prefill-0", *role, **more)  # type: ignore[no-any-return]
+
+    with pytest.raises(Refused, match="prefill-0 is the last prefill instance that takes requests"):
+        ask()
+    assert world["prefill-0"].takes_requests
+    ask(force=True)
+    assert not world["prefill-0"].takes_requests
+    prefill, decode = least_loaded(world.membership.instances)
+    assert (prefill.name, prefill) == ("decode-0", decode), "one instance alone serves"
+
+
+def test_one_that_drains_is_no_other_one() -> None:
+    world = ElasticWorld()
+    world.elastic.drain("decode-0")
+    with pytest.raises(Refused, match="decode-1 is the last"):
+        world.elastic.change_role("decode-1", "prefill")
+    world["decode-1"].state = "unreachable"
+    world.elastic.drain("decode-1")  # it takes none anyway
+
+
+# ---- leave and join
+
+
+def test_remove_drains_and_forgets() -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        busy(world["decode-0"])
+        world.elastic.remove("decode-0")
+        world.elastic.tick()
+        assert world["decode-0"].shown_state == "leaving"
+        for command in (world.elastic.drain, world.elastic.undrain):
+            with pytest.raises(Refused, match="decode-0 is leaving"):
+                command("decode-0")
+        idle(world["decode-0"])
+        world.elastic.tick()
+        assert world.names == ["prefill-0", "prefill-1", "decode-1"]
+        told = world.told()
+        assert told.pop("decode-0") == {}, "it closes its links"
+        assert all(set(peers) == set(world.names) for peers in told.values())
+        world.membership.on_closed("to-decode-0", "late")  # nobody of ours any more
+        world.membership.on_heartbeat("to-decode-0", wire.Load())
+        with pytest.raises(InstanceNotFound, match=r"there are prefill-0, prefill-1, decode-1$"):
+            world.elastic.remove("decode-0")
+
+    run(test())
+
+
+def test_what_was_removed_comes_back_by_hand_only() -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        world.elastic.remove("prefill-1")
+        world.elastic.tick()
+        assert await world.elastic.reload() == "nobody joins, nobody leaves"
+        await world.elastic.add("prefill-1", 7001)
+        assert world.names == ["prefill-0", "prefill-1", "decode-0", "decode-1"], "in the table's order"
+        back = world["prefill-1"]
+        assert (back.host, back.port, back.device_ids, back.state) == ("127.0.0.1", 7001, ["11"], "unreachable")
+
+    run(test())
+
+
+def test_add_takes_host_and_devices_from_the_grown_table() -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        grown = ElasticWorld(num_prefill=3)
+        world.place = grown.place
+        assert await world.elastic.add("prefill-2", 7002) is world["prefill-2"]
+        assert world["prefill-2"].device_ids == ["12"]
+        again = await world.elastic.add("prefill-2", 7003)
+        assert (again.port, len(world.names)) == (7003, 5), "it was not there"
+        world.make_ready(again)
+        with pytest.raises(Refused, match="prefill-2 is there already, at port 7003"):
+            await world.elastic.add("prefill-2", 7004)
+        with pytest.raises(Refused, match=r"port: 3 of 127.0.0.1 is the port of decode-0"):
+            await world.elastic.add("prefill-2", 3)
+        with pytest.raises(InstanceNotFound, match="has no prefill-3; it has prefill-0, "):
+            await world.elastic.add("prefill-3", 7004)
+
+    run(test())
+
+
+def test_a_reload_joins_and_leaves() -> None:
+    async def test() -> None:
+        world = ElasticWorld(num_prefill=2, num_decode=2)
+        world.place = ElasticWorld(num_prefill=3, num_decode=1).place
+        busy(world["decode-1"])
+        assert await world.elastic.reload() == "prefill-2 joins, decode-1 leaves"
+        assert world["decode-1"].shown_state == "leaving"
+        await world.membership._ask(world["prefill-2"], None)  # type: ignore[arg-type]  # nobody is asked
+        assert world["prefill-2"].reason.startswith("its port is not known; pd-cluster instances add prefill-2 --port")
+        assert await world.elastic.reload() == "nobody joins, nobody leaves"
+        world.ports = [1, 2, 7002, 4]
+        await world.elastic.reload()
+        assert world["prefill-2"].port == 7002
+        idle(world["decode-1"])
+        world.elastic.tick()
+        assert world.names == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
+
+    run(test())
+
+
+def changed(world: ElasticWorld, change: Callable[[list[Server]], list[Server]]) -> Place:
+    """The world's table with other prefill entries."""
+    place = world.place
+    groups = list(place.table.server_group_list)
+    groups[1] = server_group("prefill", tuple(change(list(groups[1].server_list))))
+    table = RankTable(place.table.version, place.table.status, tuple(groups), "table.json")
+    return replace(place, table=table)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda servers: servers[1:], "table.json makes prefill-1 prefill-0"),
+        (lambda servers: servers[::-1], "table.json makes prefill-0 prefill-1"),
+        (
+            lambda servers: [servers[0], replace(servers[1], server_ip="127.0.0.2")],
+            "table.json has other devices for prefill-1; first `pd-cluster instances remove prefill-1`",
+        ),
+    ],
+)
+def test_a_table_that_renames_is_refused_whole(change: Callable[[list[Server]], list[Server]], said: str) -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        world.place = changed(world, change)
+        before = world.membership.place
+        ways: list[Callable[[], Awaitable[object]]] = [world.elastic.reload, lambda: world.elastic.add("decode-1", 9)]
+        for ask in ways:
+            with pytest.raises(Refused, match=said) as caught:
+                await ask()
+            assert str(caught.value).endswith("; nothing has changed")
+        assert world.membership.place is before
+        assert [(each.port, each.shown_state) for each in world.membership.instances] == [
+            (port, "ready") for port in (1, 2, 3, 4)
+        ]
+
+    run(test())
+
+
+def test_a_changed_table_needs_a_secret_of_its_own() -> None:
+    async def test() -> None:
+        world = ElasticWorld(is_derived=True)
+        assert await world.elastic.reload() == "nobody joins, nobody leaves"
+        place = ElasticWorld(num_prefill=3, is_derived=True).place
+        world.place = replace(place, secret=b"t" * 16)
+        with pytest.raises(Refused, match="start every process with the same --secret-file; nothing has changed"):
+            await world.elastic.add("prefill-2", 7002)
+        assert len(world.names) == 4
+
+    run(test())
+
+
+def test_a_faulty_table_is_one_line() -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+
+        def read() -> Place:
+            raise ConfigError("table.json: line 1: found '{', expected more")
+
+        world.elastic._tables = Tables(read, lambda place: None)
+        with pytest.raises(Refused, match=r"^table.json: line 1: found '{', expected more; nothing has changed$"):
+            await world.elastic.reload()
+
+    run(test())
+
+
+def test_run_ends_what_was_begun() -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        running = asyncio.ensure_future(world.elastic.run())
+        for role in ("decode", "prefill"):
+            world.elastic.change_role("prefill-1", role)  # type: ignore[arg-type]
+            while world["prefill-1"].role != role:
+                await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run(test())
+
+
+# ---- the admin port
+
+
+def send(
+    world: ElasticWorld, path: str, body: Any = None, token: str | None = TOKEN, is_open: bool = True, raw: bytes = b""
+) -> tuple[int, Any]:
+    async def ask() -> httpx.Response:
+        app = admin_app(world.elastic, world.router.timelines, AdminAccess(TOKEN, is_open))
+        headers = {"Authorization": f"Bearer {token}".encode("latin-1")} if token is not None else {}
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x", headers=headers
+        ) as client:
+            if body is None and not raw:
+                return await client.get(path)
+            return await client.post(path, content=raw or msgspec.json.encode(body))
+
+    answer = asyncio.run(ask())
+    return answer.status_code, answer.json()
+
+
+COMMANDS = [
+    ("/instances", {"name": "prefill-0", "port": 1}),
+    ("/instances/prefill-0/drain", {}),
+    ("/instances/prefill-0/undrain", {}),
+    ("/instances/prefill-0/remove", {}),
+    ("/instances/prefill-0/role", {"role": "decode"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), COMMANDS, ids=[path for path, _ in COMMANDS])
+def test_commands_need_the_token(path: str, body: dict[str, Any]) -> None:
+    world = ElasticWorld()
+    for wrong in (None, "", "wrong", TOKEN[:-1], TOKEN + "x", "\xfc"):
+        status, answer = send(world, path, body, token=wrong)
+        assert (status, answer["error"]["code"]) == (401, "invalid_admin_token")
+        assert "Authorization: Bearer" in answer["error"]["message"]
+    assert all(each.takes_requests for each in world.membership.instances)
+    status, answer = send(world, path, body)
+    assert (status, answer["instance_id"]) == (200, "prefill-0")
+
+
+@pytest.mark.parametrize("path", ["/instances", "/requests", "/requests/x/timeline"])
+def test_reading_needs_the_token_where_others_reach_the_port(path: str) -> None:
+    world = ElasticWorld()
+    assert send(world, path, token=None)[0] != 401
+    assert send(world, path, token=None, is_open=False)[0] == 401
+    assert send(world, path, is_open=False)[0] != 401
+
+
+def test_the_list_shows_what_is_wanted() -> None:
+    world = ElasticWorld()
+    busy(world["prefill-1"])
+    assert send(world, "/instances/prefill-1/role", {"role": "decode", "timeout_s": 3})[0] == 200
+    assert world["prefill-1"].drain_deadline_s == 3
+    entries = {each["instance_id"]: each for each in send(world, "/instances")[1]["instances"]}
+    shown = [entries["prefill-1"][name] for name in ("role", "next_role", "service", "state")]
+    assert shown == ["prefill", "decode", "in", "changing"]
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "status", "said"),
+    [
+        ("/instances/nobody/drain", b"{}", 404, "there is no instance 'nobody'"),
+        ("/instances/prefill-0/role", b"{}", 400, "role: ''; give prefill or decode"),
+        ("/instances/prefill-0/role", b'{"role": "both"}', 400, "role: 'both'; give prefill or decode"),
+        ("/instances/prefill-0/drain", b'{"timeout_s": -1}', 400, "timeout_s: -1; give 0 to 86400 seconds"),
+        ("/instances/prefill-0/drain", b'{"timeout_s": 1e99}', 400, "timeout_s"),
+        ("/instances/prefill-0/drain", b'{"forse": true}', 400, "forse"),
+        ("/instances/prefill-0/drain", b"[", 400, "body"),
+        ("/instances/prefill-0/drain", b"\xff", 400, "body"),
+        ("/instances", b'{"name": "prefill-0"}', 400, "port"),
+        ("/instances", b'{"name": "prefill-0", "port": 0}', 400, "port: 0; give a port from 1 to 65535"),
+        ("/instances", b'{"name": "prefill-0", "port": 1, "host": "1.2.3.4"}', 400, "host"),
+        ("/instances", b'{"name": "prefill-9", "port": 1}', 404, "has no prefill-9"),
+    ],
+)
+def test_wrong_commands_change_nothing(path: str, raw: bytes, status: int, said: str) -> None:
+    world = ElasticWorld()
+    found, answer = send(world, path, raw=raw)
+    assert found == status
+    assert said in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]
+    assert all(each.takes_requests for each in world.membership.instances)
+
+
+def test_the_last_one_is_a_409() -> None:
+    world = ElasticWorld(num_prefill=1)
+    assert send(world, "/instances/prefill-0/remove", {})[0] == 409
+    assert send(world, "/instances/prefill-0/remove", {"force": True})[0] == 200

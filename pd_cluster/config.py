@@ -34,6 +34,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     link_keepalive_s: float = 30.0
     collective_timeout_s: float = 60.0
     guided_timeout_s: float = 5.0
+    replay_wait_s: float = 30.0
 
 
 class PortRange(msgspec.Struct, frozen=True):

@@ -70,6 +70,8 @@ class ServeOptions:
     collective_timeout: float
     request_timeout: float
     drain_timeout: float
+    max_attempts: int
+    replay_wait: float
     guided_decoding_backend: str
     guided_timeout: float
     log_level: str
@@ -106,6 +108,7 @@ class ServeOptions:
             drain_timeout_s=self.drain_timeout,
             link_keepalive_s=self.link_keepalive,
             guided_timeout_s=self.guided_timeout,
+            replay_wait_s=self.replay_wait,
         )
         for name in (
             "heartbeat_interval",
@@ -119,7 +122,7 @@ class ServeOptions:
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
-        for name in ("request_timeout", "drain_timeout"):
+        for name in ("request_timeout", "drain_timeout", "replay_wait"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
         if self.guided_timeout > MOST_GUIDED_TIMEOUT_S:
@@ -169,6 +172,8 @@ def _run_scheduler(
     openai = use_openai(env)
     if not 0 <= options.max_logprobs <= MOST_LOGPROBS:
         raise ConfigError(f"--max-logprobs {options.max_logprobs}: must be in 0 to {MOST_LOGPROBS}")
+    if options.max_attempts < 0:
+        raise ConfigError(f"--max-attempts {options.max_attempts}: must not be negative")
     import uvloop
 
     from pd_cluster.api.scheduler_app import run_scheduler
@@ -180,7 +185,20 @@ def _run_scheduler(
     log.info("serving at %s:%d, admin at %s:%d", options.host, options.port, options.admin_host, admin_port)
     names, max_logprobs = options.served_model_name or [], options.max_logprobs
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run_scheduler(place, ports, engine, names, openai, timeouts, listener, admin_listener, max_logprobs))
+        runner.run(
+            run_scheduler(
+                place,
+                ports,
+                engine,
+                names,
+                openai,
+                timeouts,
+                listener,
+                admin_listener,
+                max_logprobs,
+                options.max_attempts,
+            )
+        )
 
 
 def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place) -> None:

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
 from pd_cluster import __version__, wire
+from pd_cluster.api.drain import Drain, DrainGate
 from pd_cluster.api.http import install_error_handlers
 from pd_cluster.api.legacy import legacy_routes
 from pd_cluster.api.metrics import METRICS_MEDIA_TYPE, metrics_of
@@ -25,7 +26,7 @@ from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
 from pd_cluster.cluster.policy import least_loaded, refused_links, why_unavailable
-from pd_cluster.cluster.router import Router
+from pd_cluster.cluster.router import ReplayLimits, Router
 from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.config import EngineConfig, Timeouts
 from pd_cluster.errors import Unavailable
@@ -78,12 +79,15 @@ async def run_scheduler(
     listener: socket.socket,
     admin_listener: socket.socket,
     max_logprobs: int,
+    max_attempts: int,
 ) -> None:
     """Serves until a signal. Raises ConfigError: a model that cannot be served, ports in the wrong order."""
     checkpoint = Checkpoint.open(engine.model)
     handler = _Handler(asyncio.get_running_loop())
     mailbox = Mailbox("scheduler", secrets.randbits(62), "scheduler", place.secret, timeouts, handler)
-    router = Router(mailbox, least_loaded, timeouts.request_timeout_s)
+    together_s = timeouts.dead_after_s + timeouts.heartbeat_interval_s  # the latest that a death is seen
+    replay = ReplayLimits(max_attempts, timeouts.replay_wait_s, together_s)
+    router = Router(mailbox, least_loaded, timeouts.request_timeout_s, replay)
     instances = instances_of(place, ports)
     membership = Membership(place, instances, mailbox, timeouts, checkpoint.identity, router.on_lost)
     router.membership = handler.membership = membership
@@ -102,13 +106,13 @@ async def run_scheduler(
     )
     mailbox.start()
     try:
-        drain_s = timeouts.drain_timeout_s
+        drain = Drain(timeouts.drain_timeout_s, router.end_all)
         servers = [
-            (make_server(public_app(service, instances, openai), drain_s), listener),
-            (make_server(admin_app(instances, router.timelines), 1), admin_listener),
+            (make_server(public_app(service, instances, openai, drain)), listener),
+            (make_server(admin_app(instances, router.timelines)), admin_listener),
         ]
         failure = _first_failure(membership.run(), handler.fatal)
-        await serve_until_signal(servers, failure, router.end_all, drain_s)
+        await serve_until_signal(servers, failure, drain.begin, drain)
     finally:
         await service.guides.close()
         mailbox.close()
@@ -127,8 +131,9 @@ async def _first_failure(running: Any, fatal: asyncio.Future[None]) -> None:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def public_app(service: TextService, instances: list[Instance], openai: bool) -> FastAPI:
+def public_app(service: TextService, instances: list[Instance], openai: bool, drain: Drain) -> FastAPI:
     app = FastAPI(title="pd-cluster", version=__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(DrainGate, drain=drain)
     install_error_handlers(app)
     app.include_router(openai_routes(service) if openai else legacy_routes(service))
 
@@ -139,6 +144,8 @@ def public_app(service: TextService, instances: list[Instance], openai: bool) ->
     @app.get("/health")
     async def health() -> JSONResponse:
         status, body = health_of(instances)
+        if drain.is_draining:
+            status, body = 503, {**body, "status": "draining", "reason": "this server is stopping"}
         return JSONResponse(body, status, {} if status == 200 else {"Retry-After": "1"})
 
     return app

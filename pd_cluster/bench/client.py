@@ -36,6 +36,7 @@ class Sample:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
+    token_ids: tuple[int, ...] = ()  # those that the server told
     served_by: tuple[str, ...] = ()  # x-pd-served-by: prefill, decode
     status: int | None = None  # HTTP status; None: no answer
     error: str | None = None
@@ -49,7 +50,7 @@ class Recorder:
         self._buffer = b""
         self._arrivals_s: list[float] = []
         self._texts: list[str] = []
-        self._num_tokens = 0  # by the server's token_ids
+        self._token_ids: list[int] = []
         self._num_first_tokens = 1  # of them, in the first arrival
         self._usage: dict[str, int] = {}
         self._done = False
@@ -65,11 +66,11 @@ class Recorder:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         if len(self._buffer) > MAX_EVENT_NBYTES:
             self._error = f"an event is longer than {MAX_EVENT_NBYTES >> 20} MiB"
-        before = self._num_tokens
+        before = len(self._token_ids)
         new = "".join([self._event(line) for line in lines if not self.ended])
-        if new or self._num_tokens > before:
+        if new or len(self._token_ids) > before:
             if not self._arrivals_s:
-                self._num_first_tokens = max(1, self._num_tokens)
+                self._num_first_tokens = max(1, len(self._token_ids))
             self._arrivals_s.append(now_s)
             self._texts.append(new)
         return new
@@ -96,6 +97,7 @@ class Recorder:
             num_prompt_tokens=self._usage.get("prompt_tokens", 0),
             num_output_tokens=num_output,
             text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
             served_by=served_by,
             status=status,
             error=self._error,
@@ -122,7 +124,8 @@ class Recorder:
         if isinstance(event.get("usage"), dict):
             self._usage = event["usage"]
         choices = event.get("choices") or ()
-        self._num_tokens += sum(len(choice.get("token_ids") or ()) for choice in choices)
+        for choice in choices:
+            self._token_ids += choice.get("token_ids") or ()
         return "".join(_text_of(choice) for choice in choices)
 
 

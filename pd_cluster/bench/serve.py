@@ -68,7 +68,7 @@ class ServeBench:
 async def run(bench: ServeBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError: no server, a shape that does not fit, requests that failed."""
     check_writable(json_path)
-    with _sigterm_ends_it():
+    with sigterm_ends_it():
         async with _server(bench) as (url, admin):
             measured = await _measure(bench, url, admin)
     report = Report(bench.command, _results(bench, measured))
@@ -138,7 +138,7 @@ def _admin_above(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _sigterm_ends_it() -> Iterator[None]:
+def sigterm_ends_it() -> Iterator[None]:
     """SIGTERM takes the started cluster down like Ctrl-C does."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None

@@ -25,6 +25,7 @@ FLAGS = {
     "link_keepalive_s": "a link that is idle is probed",
     "request_timeout_s": "a whole request",
     "drain_timeout_s": "running requests after SIGTERM",
+    "replay_wait_s": "a request whose instance died waits for one that can go on",
     "guided_timeout_s": "trying a schema, regex or grammar of a request",
 }
 

@@ -86,10 +86,15 @@ def serve(
     collective_timeout: Annotated[float, typer.Option(help="Seconds that a rank waits for another.")] = 60.0,
     request_timeout: Annotated[float, typer.Option(help="Seconds for a whole request; 0: none.")] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.")] = 30.0,
+    max_attempts: Annotated[
+        int, typer.Option(help="Times that a request goes on elsewhere when its instance or link is lost.")
+    ] = 6,
+    replay_wait: Annotated[float, typer.Option(help="Seconds that such a request waits for an instance.")] = 30.0,
     guided_decoding_backend: Annotated[
         str, typer.Option(help="auto, guidance or llguidance: names of the one library that is used.")
     ] = "auto",
     guided_timeout: Annotated[float, typer.Option(help="Seconds to try a request's schema, regex or grammar.")] = 5.0,
+    api_workers: Annotated[int, typer.Option(help="Scheduler's processes that serve the public port.")] = 1,
     routing_policy: Annotated[
         str, typer.Option(help="least-loaded, prefix-aware, predicted-ttft or session: which workers get a request.")
     ] = "prefix-aware",
@@ -263,6 +268,28 @@ def bench_guided(
     from pd_cluster.bench.guided import run
 
     run(peers_dir, json)
+
+
+@bench.command("faults")
+def bench_faults(
+    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    faults: Annotated[
+        str,
+        typer.Option(
+            help="kill-prefill,kill-decode,kill-both,stall-decode,stall-prefill,rolling,kill-scheduler,"
+            "stall-scheduler; default: all."
+        ),
+    ] = "",
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at least.")] = 1000,
+    load: Annotated[float, typer.Option(help="Share of what the cluster can serve.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Of the requests and of when they come.")] = 0,
+    quick: Annotated[bool, typer.Option(help="60 requests, two faults: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Two prefill and two decode instances that die, stand still and are restarted under load: what requests notice."""
+    from pd_cluster.bench.faults import make_bench, run
+
+    asyncio.run(run(make_bench(model, faults, num_requests, load, seed, quick), json))
 
 
 @app.command()

@@ -34,6 +34,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     link_keepalive_s: float = 30.0
     collective_timeout_s: float = 60.0
     guided_timeout_s: float = 5.0
+    replay_wait_s: float = 30.0
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +42,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str = "prefix-aware"
     has_priorities: bool = False
+    max_attempts: int = 6  # of a request, after the first
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
 
@@ -162,3 +164,28 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def transports(self) -> tuple[TransportName, ...]:
         """In order of preference."""
         return ("local", "shm", "dist") if self.kv_transport == "auto" else (self.kv_transport,)
+
+
+class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests are read, routed and answered; the same in every API process."""
+
+    engine: EngineConfig
+    served_model_names: list[str]
+    is_openai: bool
+    timeouts: Timeouts
+    routing: RoutingConfig
+    max_logprobs: int
+
+
+class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One API process of several: handed over by the scheduler as JSON on a socket, never on a command line.
+
+    `listener_fd` is its own socket at the public port, `admin_fd` a Unix one for the scheduler's questions.
+    """
+
+    index: int
+    api: ApiConfig
+    secret: bytes
+    listener_fd: int
+    admin_fd: int
+    log_level: str

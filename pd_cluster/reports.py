@@ -54,9 +54,9 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     host: str
     port: int
     device_ids: list[str]
-    state: str
+    state: Literal["unreachable", "loading", "connecting", "ready", "failed", "misplaced"]
     reason: str = ""
-    service: str = "in"
+    service: Literal["in", "out", "leaving"] = "in"
     next_role: Role | None = None
     info: InstanceInfo | None = None
 

@@ -17,7 +17,7 @@ from pd_cluster.cluster.auto_role import AutoRole
 from pd_cluster.cluster.elastic import Tables
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT
 from pd_cluster.cluster.place import Place, admin_token, find_place, node_ports, read_admin_token, use_openai
-from pd_cluster.config import EngineConfig, PortRange, RankPlace, RoutingConfig, Timeouts, WorkerConfig
+from pd_cluster.config import ApiConfig, EngineConfig, PortRange, RankPlace, RoutingConfig, Timeouts, WorkerConfig
 from pd_cluster.device import num_threads_for, resolve
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
@@ -26,6 +26,7 @@ from ranktable_tools.hosts import is_loopback
 
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance")  # vLLM calls the library by the first of its two names
 MOST_GUIDED_TIMEOUT_S = 60.0
+MAX_API_WORKERS = 64
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MOST_LOGPROBS = 1000  # all tokens of a step travel in one message
 
@@ -76,8 +77,11 @@ class ServeOptions:
     collective_timeout: float
     request_timeout: float
     drain_timeout: float
+    max_attempts: int
+    replay_wait: float
     guided_decoding_backend: str
     guided_timeout: float
+    api_workers: int
     routing_policy: str
     scheduling_policy: str
     slo_ttft: float
@@ -117,6 +121,7 @@ class ServeOptions:
         return RoutingConfig(
             policy=self.routing_policy,
             has_priorities=self.scheduling_policy == "priority",
+            max_attempts=self.max_attempts,
             slo_ttft_s=self.slo_ttft,
             slo_tpot_s=self.slo_tpot,
         )
@@ -133,6 +138,7 @@ class ServeOptions:
             drain_timeout_s=self.drain_timeout,
             link_keepalive_s=self.link_keepalive,
             guided_timeout_s=self.guided_timeout,
+            replay_wait_s=self.replay_wait,
         )
         for name in (
             "heartbeat_interval",
@@ -146,7 +152,7 @@ class ServeOptions:
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
-        for name in ("request_timeout", "drain_timeout"):
+        for name in ("request_timeout", "drain_timeout", "replay_wait"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
         if self.guided_timeout > MOST_GUIDED_TIMEOUT_S:
@@ -203,33 +209,37 @@ def _run_scheduler(
         raise ConfigError(f"--max-logprobs {options.max_logprobs}: must be in 0 to {MOST_LOGPROBS}")
     file = options.admin_token_file
     token = read_admin_token(file) if file else admin_token(place.secret)
+    if options.max_attempts < 0:
+        raise ConfigError(f"--max-attempts {options.max_attempts}: must not be negative")
+    if not 1 <= options.api_workers <= MAX_API_WORKERS:
+        raise ConfigError(f"--api-workers {options.api_workers}: must be in 1 to {MAX_API_WORKERS}")
     import uvloop
 
     from pd_cluster.api.admin_app import AdminAccess
-    from pd_cluster.api.scheduler_app import run_scheduler
-    from pd_cluster.api.server import bind
+    from pd_cluster.api.scheduler_app import Scheduler
+    from pd_cluster.api.server import bind, bind_several
 
-    listener = bind(options.host, options.port)
+    config = ApiConfig(
+        engine=engine,
+        served_model_names=options.served_model_name or [],
+        is_openai=openai,
+        timeouts=timeouts,
+        routing=routing,
+        max_logprobs=options.max_logprobs,
+    )
+    listeners = bind_several(options.host, options.port, options.api_workers)
     admin_port = options.admin_port if options.admin_port is not None else options.port + 1
     admin_listener = bind(options.admin_host, admin_port, "--admin-port")
     log.info("serving at %s:%d, admin at %s:%d", options.host, options.port, options.admin_host, admin_port)
-    running = run_scheduler(
-        place,
-        ports,
-        engine,
-        options.served_model_name or [],
-        openai,
-        timeouts,
-        routing,
-        listener,
-        admin_listener,
-        options.max_logprobs,
-        AdminAccess(token, is_loopback(options.admin_host)),
-        Tables(lambda: find_place(env, options.secret_file), lambda place: _ports_of_file(env, place)),
-        AutoRole() if options.auto_role else None,
-    )
+    tables = Tables(lambda: find_place(env, options.secret_file), lambda place: _ports_of_file(env, place))
+    access = AdminAccess(token, is_loopback(options.admin_host))
+
+    async def serve() -> None:
+        scheduler = Scheduler(place, ports, config, listeners, tables, options.log_level.upper())
+        await scheduler.run(admin_listener, access, AutoRole() if options.auto_role else None)
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(running)
+        runner.run(serve())
 
 
 def _ports_of_file(env: Mapping[str, str], place: Place) -> list[int] | None:

@@ -14,10 +14,9 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 
 from pd_cluster import __version__
 from pd_cluster.api.http import install_error_handlers, read_body
-from pd_cluster.api.timelines import timeline_routes
+from pd_cluster.api.timelines import TimelineSource, timeline_routes
 from pd_cluster.cluster.elastic import Elastic
 from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.errors import RequestError, Unauthorized
 from pd_cluster.types import Role
 
@@ -67,7 +66,7 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 Body = TypeVar("Body", Add, Drain, ChangeRole, Nothing)
 
 
-def admin_app(elastic: Elastic, timelines: Timelines, access: AdminAccess) -> FastAPI:
+def admin_app(elastic: Elastic, timelines: TimelineSource, access: AdminAccess) -> FastAPI:
     app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     guarded = [Depends(access.check)]

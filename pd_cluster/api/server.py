@@ -7,7 +7,9 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,14 +17,32 @@ from fastapi import FastAPI
 from pd_cluster.errors import ConfigError
 
 BACKLOG = 2048
+CLOSE_TIMEOUT_S = 3  # for connections to close, once the listener has
 
 
-def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+def bind_several(host: str, port: int, count: int) -> list[socket.socket]:
+    """As many sockets at one port, for as many processes: the kernel spreads connections. Raises ConfigError."""
+    if count == 1:
+        return [bind(host, port)]
+    bind(host, port).close()  # a port that others share, too, would be taken silently
+    return [bind(host, port, is_shared=True) for _ in range(count)]
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """A listening Unix socket, for whoever may enter its folder."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(BACKLOG)
+    return listener
+
+
+def bind(host: str, port: int, flag: str = "--port", is_shared: bool = False) -> socket.socket:
     """A listening TCP socket. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets that say they are TCP; without it each token may wait for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)
@@ -34,6 +54,13 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     return listener
 
 
+class Finishing(Protocol):
+    """What still runs after the first signal."""
+
+    async def finish(self, hurry: asyncio.Event) -> None:
+        """Until nothing runs any more, or soon after there is a hurry."""
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to `serve_until_signal`."""
 
@@ -42,14 +69,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(app: FastAPI, drain_timeout_s: float) -> uvicorn.Server:
+def make_server(app: FastAPI) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=int(drain_timeout_s) + 2,  # after `drained` has ended the streams in-band
+        timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         timeout_keep_alive=75,
     )
     return _Server(config)
@@ -58,44 +85,52 @@ def make_server(app: FastAPI, drain_timeout_s: float) -> uvicorn.Server:
 async def serve_until_signal(
     servers: list[tuple[uvicorn.Server, socket.socket]],
     until: Awaitable[None] | None = None,
-    drained: Callable[[], None] = lambda: None,
-    drain_timeout_s: float = 0.0,
     signalled: Callable[[], None] = lambda: None,
+    drain: Finishing | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then lets running requests end; a second signal ends at once.
+    """Serves until SIGTERM or SIGINT, then listens on until `drain` is finished; a second signal ends at once.
 
-    `signalled` is called at the first signal, `drained` when the drain's time is up: it must end what still runs.
-    `until` ends all of it at once, and may raise.
+    `signalled` is called at the first signal. `until` ends all of it at once, and may raise.
     """
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
+    stopping, hurry = asyncio.Event(), asyncio.Event()
 
-    def stop(now: bool = False) -> None:
+    def stop() -> None:
         if not stopping.is_set():
-            loop.call_later(drain_timeout_s, drained)
-            if not now:
-                signalled()
+            signalled()
+            stopping.set()
+            return
+        hurry.set()
         for server, _ in servers:
-            server.force_exit = now or stopping.is_set()
-            server.should_exit = True
-        stopping.set()
+            server.force_exit = server.should_exit  # it is closing already
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     serving = [asyncio.ensure_future(server.serve(sockets=[listener])) for server, listener in servers]
     watched = [asyncio.ensure_future(until)] if until is not None else []
-    waiting = [asyncio.ensure_future(stopping.wait()), *watched]
+    stopped = asyncio.ensure_future(stopping.wait())
     try:
-        await asyncio.wait([*waiting, *serving], return_when=asyncio.FIRST_COMPLETED)
-    finally:
+        await asyncio.wait([stopped, *watched, *serving], return_when=asyncio.FIRST_COMPLETED)
         if not stopping.is_set():
-            drained()
-            stop(now=True)
-        for task in waiting:
-            if not task.done():
-                task.cancel()
+            hurry.set()
+        if drain is not None:
+            await _finish(drain, hurry, watched)
+    finally:
+        for server, _ in servers:
+            server.force_exit = hurry.is_set() or not stopping.is_set()
+            server.should_exit = True
+        for task in (stopped, *watched):
+            task.cancel()
         await asyncio.gather(*serving)
         results = await asyncio.gather(*watched, return_exceptions=True)
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+async def _finish(drain: Finishing, hurry: asyncio.Event, watched: Sequence[asyncio.Future[None]]) -> None:
+    finishing = asyncio.ensure_future(drain.finish(hurry))
+    await asyncio.wait([finishing, *watched], return_when=asyncio.FIRST_COMPLETED)
+    if not finishing.done():
+        hurry.set()
+    await finishing

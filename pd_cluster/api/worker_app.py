@@ -40,7 +40,7 @@ async def run_worker(config: WorkerConfig, listener: socket.socket, cluster_tag:
     ranks = Ranks(config, cluster_tag)
     try:
         await ranks.start()
-        server = make_server(make_app(ranks), drain_timeout_s=1)
+        server = make_server(make_app(ranks))
         await serve_until_signal([(server, listener)], until=ranks.watch(), signalled=ranks.drain)
         await _until_drained(ranks, config.timeouts.drain_timeout_s)
     finally:

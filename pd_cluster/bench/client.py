@@ -36,7 +36,7 @@ class Sample:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)  # of all choices, as far as the server sends them
+    token_ids: tuple[int, ...] = ()  # those that the server told
     served_by: tuple[str, ...] = ()  # x-pd-served-by: prefill, decode
     status: int | None = None  # HTTP status; None: no answer
     error: str | None = None
@@ -97,7 +97,7 @@ class Recorder:
             num_prompt_tokens=self._usage.get("prompt_tokens", 0),
             num_output_tokens=num_output,
             text="".join(self._texts),
-            token_ids=self._token_ids,
+            token_ids=tuple(self._token_ids),
             served_by=served_by,
             status=status,
             error=self._error,

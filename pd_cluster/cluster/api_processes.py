@@ -2,7 +2,7 @@
 
 Each serves the public port on a socket of its own (SO_REUSEPORT), routes by itself and talks to the workers by itself.
 This process asks the workers, decides who is in service, and adds up what the API processes have sent. What is said is
-in reports.py. Knows nothing of HTTP.
+in reports.py, when and why in docs/protocol.md. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from pd_cluster.cluster.instance import Instance
-from pd_cluster.config import ApiConfig
+from pd_cluster.config import ApiProcessConfig
 from pd_cluster.errors import InstanceLost
 from pd_cluster.reports import ApiReport, Instances, InstanceView, MoveOn, OthersTokens, Outstanding, ToApi
 
@@ -28,47 +28,54 @@ log = logging.getLogger(__name__)
 
 PUBLISH_S = 0.05  # at most so often
 MAX_LINE_NBYTES = 16 << 20
-MAX_DEATHS, DEATHS_S = 5, 30.0  # more deaths of one process within this time end the scheduler
-KILL_AFTER_S = 10.0  # longer than its drain may take
+MAX_DEATHS, DEATHS_S = 5, 30.0  # so many deaths of one process within this time end the scheduler
+END_TIMEOUT_S = 10.0  # longer than a drain or a hurry may take
+NOTHING = Outstanding(0, 0)
 
 
 @dataclass(slots=True)
 class _Api:
-    """One process; `report` is the last that it said."""
+    """One process; `report` is the last that it said, `told` the last that it was told of the instances."""
 
-    config: ApiConfig
+    config: ApiProcessConfig
     process: asyncio.subprocess.Process | None = None
     writer: asyncio.StreamWriter | None = None
     report: dict[str, Outstanding] = field(default_factory=dict)
-    died_s: list[float] = field(default_factory=list)
     told: bytes = b""
+    deaths_s: list[float] = field(default_factory=list)
 
     def tell(self, what: ToApi) -> None:
         if self.writer is not None and not self.writer.is_closing():
             self.writer.write(msgspec.json.encode(what) + b"\n")
 
+    def end(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
 
 class ApiProcesses:
-    """`instances` is read whenever `changed()` returns, and the legs that the processes report are written into it."""
+    """What the processes report as outstanding is written into `instances`."""
 
-    def __init__(self, configs: Sequence[ApiConfig], instances: Callable[[], list[Instance]]) -> None:
+    def __init__(self, configs: Sequence[ApiProcessConfig], instances: list[Instance], drain_timeout_s: float) -> None:
         self._apis = [_Api(config) for config in configs]
         self._instances = instances
-        self._stopping = False
+        self._drain_timeout_s = drain_timeout_s
+        self._is_stopping = False
 
-    async def run(self, changed: Callable[[], asyncio.Future[None]]) -> None:
-        """Until cancelled. Raises InstanceLost when a process does not stay alive."""
+    async def run(self, change: Callable[[], Awaitable[None]]) -> None:
+        """Until cancelled; `change` returns when an instance may be another. Raises InstanceLost."""
         async with asyncio.TaskGroup() as group:
             for api in self._apis:
                 group.create_task(self._keep(api))
             while True:
-                await changed()
+                await change()
                 self.publish()
                 await asyncio.sleep(PUBLISH_S)
 
     def publish(self) -> None:
         """Tells every process what it does not know yet."""
-        news = Instances([view_of(instance) for instance in self._instances()])
+        news = Instances([view_of(instance) for instance in self._instances])
         encoded = msgspec.json.encode(news)
         for api in self._apis:
             if encoded != api.told and api.writer is not None:
@@ -80,56 +87,59 @@ class ApiProcesses:
         for api in self._apis:
             api.tell(MoveOn(instance.name, why))
 
-    async def stop(self, drain_timeout_s: float, hurry: asyncio.Event) -> None:
-        """Lets them drain; a hurry is passed on. Nothing of them is left."""
-        self._stopping = True
-        running = [api.process for api in self._apis if api.process is not None and api.process.returncode is None]
-        self._signal(running)
-        ended = [asyncio.ensure_future(process.wait()) for process in running]
-        hurried = asyncio.ensure_future(hurry.wait())
-        if ended:
-            waiting = asyncio.gather(*ended)
-            await asyncio.wait(
-                {waiting, hurried}, timeout=drain_timeout_s + KILL_AFTER_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not waiting.done():
-                self._signal(running)
-                await asyncio.wait({waiting}, timeout=KILL_AFTER_S)
-        hurried.cancel()
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                if process.returncode is None:
-                    process.kill()
-        await asyncio.gather(*ended)
+    # ---- the end
 
-    def _signal(self, processes: Sequence[asyncio.subprocess.Process]) -> None:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                if process.returncode is None:
-                    process.send_signal(signal.SIGTERM)
+    def drain(self) -> None:
+        """Each ends when what it serves has ended."""
+        self._is_stopping = True
+        for api in self._apis:
+            api.end(signal.SIGTERM)
+
+    async def finish(self, hurry: asyncio.Event) -> None:
+        """Until all have; a hurry is passed on. Nothing of them is left."""
+        self._is_stopping = True
+        ended = asyncio.ensure_future(self._ended())
+        hurried = asyncio.ensure_future(hurry.wait())
+        try:
+            timeout_s = self._drain_timeout_s + END_TIMEOUT_S
+            await asyncio.wait({ended, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                if not ended.done():
+                    for api in self._apis:
+                        api.end(number)
+                    await asyncio.wait({ended}, timeout=END_TIMEOUT_S)
+        finally:
+            ended.cancel()
+            hurried.cancel()
+
+    async def _ended(self) -> None:
+        await asyncio.gather(*(api.process.wait() for api in self._apis if api.process is not None))
+
+    # ---- one process
 
     async def _keep(self, api: _Api) -> None:
         """Starts it, hears it, starts it again."""
-        while not self._stopping:
-            reader = await self._start(api)
+        while not self._is_stopping:
+            process, reader = await self._start(api)
             with contextlib.suppress(ConnectionError, msgspec.DecodeError, ValueError):
                 while line := await reader.readline():
                     self._hear(api, msgspec.json.decode(line, type=ApiReport))
-            assert api.process is not None
-            code = await api.process.wait()
+            code = await process.wait()
             self._hear(api, ApiReport({}))
-            if self._stopping:
-                return
-            now_s = time.monotonic()
-            api.died_s = [at_s for at_s in api.died_s if now_s - at_s < DEATHS_S] + [now_s]
-            log.error("API process %d (pid %d) ended with code %d", api.config.index, api.process.pid, code)
-            if len(api.died_s) >= MAX_DEATHS:
-                raise InstanceLost(f"API process {api.config.index} ended {MAX_DEATHS} times within {DEATHS_S:g} s")
+            if not self._is_stopping:
+                self._note_death(api, process.pid, code)
 
-    async def _start(self, api: _Api) -> asyncio.StreamReader:
+    def _note_death(self, api: _Api, pid: int, code: int) -> None:
+        now_s = time.monotonic()
+        api.deaths_s = [at_s for at_s in api.deaths_s if now_s - at_s < DEATHS_S] + [now_s]
+        log.error("API process %d (pid %d) ended with code %d; it is started again", api.config.index, pid, code)
+        if len(api.deaths_s) >= MAX_DEATHS:
+            raise InstanceLost(f"API process {api.config.index} ended {MAX_DEATHS} times within {DEATHS_S:g} s")
+
+    async def _start(self, api: _Api) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
         ours, theirs = socket.socketpair()
         with theirs:
-            api.process = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "pd_cluster.api.api_process",
@@ -137,28 +147,26 @@ class ApiProcesses:
                 pass_fds=[theirs.fileno(), api.config.listener_fd, api.config.admin_fd],
                 stdin=asyncio.subprocess.DEVNULL,
             )
+        api.process = process
         reader, api.writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES)
         api.writer.write(msgspec.json.encode(api.config) + b"\n")
         api.told = b""
         self.publish()
-        return reader
+        return process, reader
 
     def _hear(self, api: _Api, report: ApiReport) -> None:
+        """Adds up, and tells the others what of it is not theirs."""
         api.report = report.outstanding
-        for instance in self._instances():
-            mine = [each.report.get(instance.name, NOTHING) for each in self._apis]
-            instance.num_outstanding = sum(each.num_legs for each in mine)
-            instance.outstanding_tokens = sum(each.num_tokens for each in mine)
+        for instance in self._instances:
+            each = [other.report.get(instance.name, NOTHING) for other in self._apis]
+            instance.num_outstanding = sum(part.num_legs for part in each)
+            instance.outstanding_tokens = sum(part.num_tokens for part in each)
+        all_tokens = {instance.name: instance.outstanding_tokens for instance in self._instances}
         for other in self._apis:
             if other is not api:
                 own = other.report
-                tokens = {
-                    i.name: i.outstanding_tokens - own.get(i.name, NOTHING).num_tokens for i in self._instances()
-                }
+                tokens = {name: total - own.get(name, NOTHING).num_tokens for name, total in all_tokens.items()}
                 other.tell(OthersTokens(tokens))
-
-
-NOTHING = Outstanding(0, 0)
 
 
 def view_of(instance: Instance) -> InstanceView:

@@ -163,6 +163,10 @@ class Cluster:
                 await asyncio.sleep(READY_POLL_S)
         raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
 
+    def pid_of(self, name: str) -> int:
+        """Of the process that was started last under this name."""
+        return self._processes[name].pid
+
     async def wait_failure(self) -> None:
         """Until something ends that is not restarted; raises its error."""
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)

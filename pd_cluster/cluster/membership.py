@@ -14,9 +14,9 @@ import httpx
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.cluster.instance import Instance, InstanceState
+from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.place import Place, resolve_host
-from pd_cluster.cluster.prefixes import KnownBlocks
+from pd_cluster.cluster.roster import Roster
 from pd_cluster.config import Timeouts
 from pd_cluster.errors import ConfigError
 from pd_cluster.mailbox import Mailbox
@@ -41,7 +41,7 @@ def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
     ]
 
 
-class Membership:
+class Membership(Roster):
     """`lost(instance, reason)` is called when a worker that was ready is not any more."""
 
     def __init__(
@@ -53,15 +53,11 @@ class Membership:
         model_identity: str,
         lost: Callable[[Instance, str], None],
     ) -> None:
-        self.instances = instances
+        super().__init__(instances, mailbox, lost)
         self.place = place
         self._hosts = place.hosts  # those of leaving instances, too
-        self._mailbox = mailbox
         self._timeouts = timeouts
         self._model_identity = model_identity
-        self._lost = lost
-        self._by_conn: dict[str, Instance] = {}
-        self._changed = asyncio.Event()
         self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
         self._joined: set[str] = set()  # at run time
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -116,17 +112,17 @@ class Membership:
     async def _ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
         if not instance.port:
             way_out = f"pd-cluster instances add {instance.name} --port PORT"
-            self._set(instance, "unreachable", f"its port is not known; {way_out}")
+            self.set_state(instance, "unreachable", f"its port is not known; {way_out}")
             return
         host = f"[{instance.host}]" if ":" in instance.host else instance.host
         try:
             answer = await client.get(f"http://{host}:{instance.port}/instance")
             info = msgspec.json.decode(answer.content, type=InstanceInfo)
         except httpx.HTTPError:
-            self._set(instance, "unreachable", f"nobody answers at {host}:{instance.port}")
+            self.set_state(instance, "unreachable", f"nobody answers at {host}:{instance.port}")
             return
         except msgspec.DecodeError:
-            self._set(instance, "failed", f"{host}:{instance.port} does not answer as a worker of this version")
+            self.set_state(instance, "failed", f"{host}:{instance.port} does not answer as a worker of this version")
             return
         instance.info = info
         reason = self._misplaced(instance, info)
@@ -134,13 +130,11 @@ class Membership:
             raise ConfigError(reason)
         reason = reason or self._problem(instance, info)
         if reason:
-            self._set(instance, "failed", reason)
+            self.set_state(instance, "failed", reason)
         elif info.state == "ready":
-            self._set(instance, "connecting", "")
-            instance.conn = self._mailbox.connect(info.name, info.epoch, instance.host, info.control_port)
-            self._by_conn[instance.conn] = instance
+            self.connect(instance, info)
         else:
-            self._set(instance, "loading" if info.state == "loading" else "failed", info.error)
+            self.set_state(instance, "loading" if info.state == "loading" else "failed", info.error)
 
     def _misplaced(self, instance: Instance, info: InstanceInfo) -> str:
         """Why whoever answers here is not this entry of the table; "" when it is."""
@@ -172,57 +166,14 @@ class Membership:
             )
         return ""
 
-    # ---- the mailbox's events, on the event loop
+    # ---- who works with whom
 
-    def on_opened(self, conn: str) -> None:
-        instance = self._by_conn.get(conn)
-        if instance is not None:
-            self._was_ready = True
-            self._set(instance, "ready", "")
-            self.tell_peers()
+    def _has_come(self, instance: Instance) -> None:
+        self._was_ready = True
+        self.tell_peers()
 
-    def on_heartbeat(self, conn: str, load: wire.Load) -> None:
-        instance = self._by_conn.get(conn)
-        if instance is not None:
-            instance.load = load
-            instance.num_heartbeats += 1
-            self._note_links(instance)
-            self.wake()
-
-    def on_cache_keys(self, conn: str, news: wire.CacheKeys) -> None:
-        instance = self._by_conn.get(conn)
-        if instance is not None:
-            instance.known_blocks.hear(news)
-
-    def on_closed(self, conn: str, reason: str) -> None:
-        instance = self._by_conn.pop(conn, None)
-        if instance is None:
-            return
-        was_ready = instance.is_ready
-        self._set(instance, "unreachable", reason)
-        instance.conn = ""
-        instance.load = wire.Load()
-        instance.known_blocks = KnownBlocks()
-        if was_ready:
-            self._lost(instance, reason)
-            self.tell_peers()
-
-    def _note_links(self, prefill: Instance) -> None:
-        for decode in self.instances:
-            if decode.role == "decode" and prefill.linked_to(decode):
-                prefill.was_linked = decode.was_linked = True
-
-    async def change(self) -> None:
-        """Until anything is heard of any worker."""
-        await self._changed.wait()
-
-    def wake(self) -> None:
-        """Whoever waits goes on; who waits from now on waits for the next time."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def instance_of(self, conn: str) -> Instance | None:
-        return self._by_conn.get(conn)
+    def _has_gone(self, instance: Instance) -> None:
+        self.tell_peers()
 
     def tell_peers(self) -> None:
         """Everybody who is ready, and what they are now, to all of them."""
@@ -230,13 +181,6 @@ class Membership:
         peers = wire.Peers([instance.to_peer() for instance in ready])
         for instance in ready:
             self._mailbox.send(instance.conn, peers)
-
-    def _set(self, instance: Instance, state: InstanceState, reason: str) -> None:
-        if (instance.state, instance.reason) != (state, reason):
-            level = logging.WARNING if state in ("failed", "misplaced") else logging.INFO
-            log.log(level, "%s is %s%s", instance.name, state, f": {reason}" if reason else "")
-        instance.state, instance.reason = state, reason
-        self.wake()
 
 
 def _role(is_prefill: bool) -> Role:

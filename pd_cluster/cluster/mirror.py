@@ -32,6 +32,7 @@ class Mirror(Roster):
         super().__init__([], mailbox, lost)
         self._move_on = move_on
         self._views: dict[str, InstanceView] = {}
+        self._open: set[str] = set()  # connections
 
     async def run(self, tell: Callable[[ApiReport], None]) -> None:
         """Connects again to whom it should be connected to, and reports what is outstanding, until cancelled."""
@@ -84,7 +85,7 @@ class Mirror(Roster):
             instance.info = view.info
         if view.state != "ready":
             self.set_state(instance, view.state, view.reason)
-        elif instance.conn in self.open_conns:
+        elif instance.conn in self._open:
             self.set_state(instance, "ready", "")
         else:
             self._connect_if_wanted(instance)
@@ -94,6 +95,14 @@ class Mirror(Roster):
         if view.state == "ready" and view.info is not None and not instance.conn:
             instance.info = view.info
             self.connect(instance, view.info)
+
+    def on_opened(self, conn: str) -> None:
+        self._open.add(conn)
+        super().on_opened(conn)
+
+    def on_closed(self, conn: str, reason: str) -> None:
+        self._open.discard(conn)
+        super().on_closed(conn, reason)
 
     def _leave(self, instance: Instance) -> None:
         """As if its connection had closed."""

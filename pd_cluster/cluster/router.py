@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.membership import Membership
 from pd_cluster.cluster.policy import Ask, Pair, Policy, alone
 from pd_cluster.cluster.predict import Goals, check_goals, within_tpot
+from pd_cluster.cluster.roster import Roster
 from pd_cluster.cluster.stream import Request, Sequence, Setback, Stream, ask_of
 from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, PdClusterError, Unavailable
@@ -25,25 +27,42 @@ from pd_cluster.types import Leg, LegEnd, PromptOutput, SamplingParams, TokenOut
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 6
 MAX_DEATHS = 2  # of instances that a request was on: then it may be what they died of
-REPLAY_WAIT_S = 30.0  # for an instance that can go on
+MAX_DEATHS_TOGETHER = 3  # when they die together, it is rather a host's or an operator's doing
 NO_GOALS = Goals()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayLimits:
+    """How long a request is tried again."""
+
+    max_attempts: int = 6  # after the first
+    wait_s: float = 30.0  # for an instance that can go on
+    together_s: float = 3.5  # deaths within this may have one cause; what was lost so lately may be back at once
 
 
 class Router:
     """`goals`: what would miss them is refused, before anything is done for it."""
 
-    def __init__(self, mailbox: Mailbox, choose: Policy, request_timeout_s: float, goals: Goals = NO_GOALS) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        choose: Policy,
+        request_timeout_s: float,
+        replay: ReplayLimits | None = None,
+        goals: Goals = NO_GOALS,
+    ) -> None:
         self._mailbox = mailbox
         self._choose = choose
         self._goals = goals
         self._request_timeout_s = request_timeout_s
+        self._limits = replay or ReplayLimits()
         self._streams: dict[str, Stream] = {}
         self._counter = itertools.count()
         self._life = secrets.token_hex(4)
+        self._lost_s = -math.inf  # when an instance was lost last
         self.timelines = Timelines()
-        self.membership: Membership  # set by whoever builds both
+        self.membership: Roster  # set by whoever builds both
 
     @property
     def num_streams(self) -> int:
@@ -73,7 +92,8 @@ class Router:
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
         deadline_s = loop.time() + timeout_s if timeout_s else None
-        stream = self._open(Request(prompt_token_ids, sampling, cache_salt, session, priority))
+        request = Request(prompt_token_ids, sampling, cache_salt, session, priority)
+        stream = self._open(request, ask := ask_of(request), await self._first_pair(ask))
         stream.prompted = prompted
         prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
         self.timelines.routed(
@@ -106,12 +126,13 @@ class Router:
         """Another attempt, elsewhere, after what was delivered. Raises the setback's error when there shall be none."""
         if stream.is_finished:
             return
-        if stream.num_deaths >= MAX_DEATHS:
-            raise InstanceLost(f"{setback.error}; it is the second instance that this request was on, and the last")
-        if stream.attempt >= MAX_ATTEMPTS:
+        if len(stream.deaths_s) >= (MAX_DEATHS_TOGETHER if self._died_together(stream) else MAX_DEATHS):
+            which = f"it is number {len(stream.deaths_s)} of the instances that died with this request"
+            raise InstanceLost(f"{setback.error}; {which}, and the last")
+        if stream.attempt > self._limits.max_attempts:
             raise setback.error
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + REPLAY_WAIT_S
+        until_s = loop.time() + self._limits.wait_s
         while True:
             try:
                 stream.prefill, stream.decode = self._choose(self.membership.instances, stream.ask)
@@ -128,13 +149,28 @@ class Router:
         self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, stream.decode.name)
         self._submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
-    def _open(self, request: Request) -> Stream:
-        """Raises Unavailable, Overloaded."""
-        ask = ask_of(request)
-        prefill, decode = self._admit(ask)
+    async def _first_pair(self, ask: Ask) -> Pair:
+        """Where the last instance was lost just now, a new request waits a moment for one to be back.
+
+        Raises Unavailable, Overloaded.
+        """
+        while True:
+            try:
+                return self._admit(ask)
+            except Unavailable as error:
+                try:
+                    async with asyncio.timeout_at(self._lost_s + self._limits.together_s):
+                        await self.membership.change()
+                except TimeoutError:
+                    raise error from None
+
+    def _died_together(self, stream: Stream) -> bool:
+        return stream.deaths_s[-1] - stream.deaths_s[0] <= self._limits.together_s if stream.deaths_s else True
+
+    def _open(self, request: Request, ask: Ask, pair: Pair) -> Stream:
         request_id = f"{self._life}-{next(self._counter)}"
         sequences = [Sequence(index) for index in range(request.sampling.n)]
-        stream = Stream(request_id, 0, {}, request, ask, prefill, decode, sequences, self._mailbox.send)
+        stream = Stream(request_id, 0, {}, request, ask, *pair, sequences, self._mailbox.send)
         self._streams[request_id] = stream
         return stream
 
@@ -247,10 +283,11 @@ class Router:
 
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Every request with a leg there goes on elsewhere, if it can."""
+        self._lost_s = asyncio.get_running_loop().time()
         for stream in list(self._streams.values()):
             for conn in [conn for conn, member in stream.legs.items() if member is instance]:
                 self._leg_ended(stream, conn)
-                stream.num_deaths += 1
+                stream.deaths_s.append(self._lost_s)
                 self._retreat(stream, InstanceLost(f"{instance.name} was lost while it served this request: {reason}"))
 
 

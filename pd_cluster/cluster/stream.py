@@ -78,7 +78,7 @@ class Stream:
     is_prompted: bool = False
     has_prefill_spoken: bool = False  # and so has told of the prompt, which the first token must not come before
     queue: asyncio.Queue[TokenOutput | Exception | Setback | None] = field(default_factory=asyncio.Queue)
-    num_deaths: int = 0  # of instances that it was on
+    deaths_s: list[float] = field(default_factory=list)  # when attempts of it ended with an instance's death
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
 
     def put(self, token: TokenOutput) -> None:

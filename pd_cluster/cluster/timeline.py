@@ -93,6 +93,7 @@ class Timeline:
             "prefill": self.prefill,
             "decode": self.decode,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_replays": sum(what == "replayed" for _, what in self.own),
             "duration_ms": None if self.ended_s is None else self._ms(self.ended_s),
         }
 

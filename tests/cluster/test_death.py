@@ -210,16 +210,40 @@ def test_the_scheduler_is_restarted(cluster: LiveCluster, model: Path) -> None:
     assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
 
 
-def test_sigterm_lets_running_streams_end(cluster: LiveCluster) -> None:
-    stream = Streaming(cluster.url, max_tokens=400)
+def test_sigterm_lets_running_streams_end(cluster: LiveCluster, expected: list[int]) -> None:
+    """Meanwhile the port stays open: health and new requests get a 503, on connections old and new."""
+    with httpx.Client(base_url=cluster.url, trust_env=False) as kept_alive:
+        assert kept_alive.get("/health").status_code == 200
+        stream = Streaming(cluster.url)
+        begun = first_tokens(stream)
+        cluster.kill("scheduler", signal.SIGTERM)
+        cluster.wait_until("it is draining", lambda: cluster.health()[1]["status"] == "draining")
+        health = httpx.get(f"{cluster.url}/health", trust_env=False)
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        refused = [
+            kept_alive.post("/v1/completions", json=body),
+            httpx.post(f"{cluster.url}/v1/completions", json=body, trust_env=False),
+            httpx.get(f"{cluster.url}/v1/models", trust_env=False),
+        ]
+        for answer in (health, *refused):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        for answer in refused:
+            assert "stopping" in answer.json()["error"]["message"]
+            assert answer.headers["connection"] == "close"
+        (rest,) = stream.to_the_end()
+    assert begun + rest == expected
+    assert cluster.await_exit("scheduler", timeout_s=3) == 0
+
+
+def test_a_second_signal_ends_streams_at_once_and_in_band(cluster: LiveCluster) -> None:
+    stream = Streaming(cluster.url)
     stream.next()
     cluster.kill("scheduler", signal.SIGTERM)
-    events = [stream.next()[1]]
-    while events[-1] != "[DONE]":
-        events.append(stream.next()[1])
-    assert not any("error" in json.loads(event) for event in events[:-1])
-    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
-    assert cluster.await_exit("scheduler") == 0
+    cluster.wait_until("it is draining", lambda: cluster.health()[1]["status"] == "draining")
+    cluster.kill("scheduler", signal.SIGTERM)
+    _, error = stream.until_error()
+    assert "shutting down" in error["message"]
+    assert cluster.await_exit("scheduler", timeout_s=3) == 0
 
 
 def test_a_drain_that_takes_too_long_ends_the_stream_in_band(cluster: LiveCluster) -> None:

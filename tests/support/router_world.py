@@ -11,7 +11,7 @@ from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership
 from pd_cluster.cluster.policy import least_loaded
 from pd_cluster.cluster.predict import Goals
-from pd_cluster.cluster.router import NO_GOALS, Router
+from pd_cluster.cluster.router import NO_GOALS, ReplayLimits, Router
 from pd_cluster.mailbox import Mailbox
 from pd_cluster.types import FinishReason, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
 
@@ -44,13 +44,15 @@ class FakeMembership:
 class World:
     """A router over two prefill and two decode instances, all linked."""
 
-    def __init__(self, request_timeout_s: float = 0.0, goals: Goals = NO_GOALS) -> None:
+    def __init__(
+        self, request_timeout_s: float = 0.0, replay: ReplayLimits | None = None, goals: Goals = NO_GOALS
+    ) -> None:
         self.instances = [ready(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
         links = {i.key: "up (shm)" for i in self.instances if i.role == "decode"}
         for prefill in self.instances[:2]:
             prefill.load = wire.Load(links=links)
         self.mailbox = FakeMailbox()
-        self.router = Router(cast(Mailbox, self.mailbox), least_loaded, request_timeout_s, goals)
+        self.router = Router(cast(Mailbox, self.mailbox), least_loaded, request_timeout_s, replay, goals)
         self.membership = FakeMembership(self.instances)
         self.router.membership = cast(Membership, self.membership)
 

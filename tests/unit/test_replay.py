@@ -11,8 +11,9 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster import router
+from pd_cluster.cluster.router import ReplayLimits
 from pd_cluster.cluster.stream import Stream
-from pd_cluster.errors import GenerationError, InstanceLost
+from pd_cluster.errors import GenerationError, InstanceLost, Unavailable
 from pd_cluster.types import LegEnd, Resumed, SamplingParams, TokenOutput
 from tests.support.router_world import World, rest_of, run, token
 
@@ -135,15 +136,59 @@ def test_without_any_prefill_instance_decode_instances_prefill() -> None:
     run(test())
 
 
-def test_a_request_that_was_on_two_instances_that_died_is_not_tried_again() -> None:
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
+def test_how_many_deaths_a_request_may_meet(apart: bool) -> None:
+    """Two one after the other may be its own doing; of two at the same moment it is rather a victim, of three not."""
+    most = 2 if apart else 3
+
+    async def test() -> None:
+        world = World(replay=ReplayLimits(together_s=-1.0 if apart else 60.0))
+        serving, first, _ = await world.begin()
+        for attempt in range(most):
+            *_, conn = await next_attempt(world, attempt)
+            world.lose(conn.removeprefix("to-"))
+        with pytest.raises(InstanceLost, match=rf"was lost .* number {most} of the instances"):
+            await first
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_both_instances_of_a_request_die_at_once() -> None:
+    """One attempt, one death; and where the second is only seen after the request has gone there, another."""
+
     async def test() -> None:
         world = World()
-        serving, first, _ = await world.begin()
+        serving, first, rid = await world.begin()
+        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+        assert (await first).position == 0
+        rest = asyncio.ensure_future(rest_of(serving))
         world.lose("decode-0")
-        await next_attempt(world, 1)
+        assert list(await next_attempt(world, 1)) == ["to-decode-1"]
+        world.lose("prefill-0")
         world.lose("decode-1")
-        with pytest.raises(InstanceLost, match=r"decode-1 was lost .* second instance that this request was on"):
+        ((conn, submit),) = (await next_attempt(world, 2)).items()
+        assert (conn, submit.resumed) == ("to-prefill-1", [Resumed(0, [5])])
+        world.outputs(conn, token(rid, 1, 6, "length", attempt=2))
+        assert await rest == [1]
+        world.assert_home()
+
+    run(test())
+
+
+@pytest.mark.parametrize("max_attempts", [0, 2])
+def test_how_often_it_is_tried_again(max_attempts: int) -> None:
+    async def test() -> None:
+        world = World(replay=ReplayLimits(max_attempts=max_attempts))
+        serving, first, rid = await world.begin()
+        for attempt in range(max_attempts + 1):
+            conn = next(iter(await next_attempt(world, attempt)))
+            assert not first.done()
+            world.outputs(conn, ended=LegEnd(rid, attempt, "the link is down", is_fault=True))
+        with pytest.raises(GenerationError, match="the link is down"):
             await first
+        assert world.mailbox.of(wire.Submit)[-1][1].attempt == max_attempts
         await serving.aclose()
         world.assert_home()
 
@@ -176,11 +221,9 @@ def test_it_waits_for_somebody_to_come_back() -> None:
     run(test())
 
 
-def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "REPLAY_WAIT_S", 0.01)
-
+def test_it_does_not_wait_for_ever() -> None:
     async def test() -> None:
-        world = World()
+        world = World(replay=ReplayLimits(wait_s=0.01))
         serving, first, _ = await world.begin()
         for instance in world.instances[1:]:
             instance.state = "unreachable"
@@ -189,6 +232,38 @@ def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
             await first
         await serving.aclose()
         world.assert_home()
+
+    run(test())
+
+
+def test_a_new_request_waits_a_moment_when_everybody_was_lost_just_now() -> None:
+    """As after the scheduler itself stood still. Without a loss, or too long after it, nobody waits."""
+
+    async def test() -> None:
+        for together_s, is_served in ((60.0, True), (0.01, False)):
+            world = World(replay=ReplayLimits(together_s=together_s))
+            for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+                world.lose(name)
+            first = asyncio.ensure_future(anext(world.serve()))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not first.done()
+            if not is_served:
+                with pytest.raises(Unavailable, match="no prefill and no decode instance is ready"):
+                    await first
+                continue
+            for instance in world.instances:
+                instance.state = "ready"
+            world.membership.changed.set()
+            while not world.mailbox.of(wire.Submit):
+                await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        world = World()
+        for instance in world.instances:
+            instance.state = "unreachable"
+        with pytest.raises(Unavailable):
+            await anext(world.serve())
 
     run(test())
 
@@ -259,10 +334,10 @@ class Workers:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_faults_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "MAX_DEATHS", 1000)
-    monkeypatch.setattr(router, "MAX_ATTEMPTS", 1000)
+    monkeypatch.setattr(router, "MAX_DEATHS_TOGETHER", 1000)
 
     async def test() -> None:
-        world = World()
+        world = World(replay=ReplayLimits(max_attempts=1000))
         workers = Workers(world, seed)
         rng = workers.rng
         sampling = SamplingParams(n=rng.randrange(1, 4), max_tokens=rng.randrange(1, 9))

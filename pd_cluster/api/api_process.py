@@ -1,0 +1,92 @@
+"""One API process of several: `python -m pd_cluster.api.api_process FD`.
+
+FD is one end of a socket pair whose other end the scheduler holds: down come the configuration and who is in the
+cluster, up goes what is outstanding (reports.py). It ends with the scheduler, and at SIGTERM as the scheduler does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from pd_cluster.api.drain import Drain
+from pd_cluster.api.edge import Edge
+from pd_cluster.api.public_app import public_app
+from pd_cluster.api.server import make_server, serve_until_signal
+from pd_cluster.api.timelines import timeline_app
+from pd_cluster.cluster.mirror import Mirror
+from pd_cluster.config import ApiProcessConfig
+from pd_cluster.engine.process import die_with_parent
+from pd_cluster.errors import PdClusterError
+from pd_cluster.reports import ApiReport, ToApi
+
+MAX_LINE_NBYTES = 16 << 20
+
+
+async def serve(channel: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE_NBYTES)
+    config = msgspec.json.decode(await reader.readline(), type=ApiProcessConfig)
+    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    edge = Edge(config.api, config.secret, config.index)
+    mirror = Mirror(edge.mailbox, edge.router.on_lost, edge.router.move_on)
+    service = edge.over(mirror)
+    edge.mailbox.start()
+    try:
+        drain = Drain(config.api.timeouts.drain_timeout_s, edge.router.end_all)
+        app = public_app(service, mirror.instances, config.api.is_openai, drain)
+        servers = [
+            (make_server(app), socket.socket(fileno=config.listener_fd)),
+            (make_server(timeline_app(edge.router.timelines)), socket.socket(fileno=config.admin_fd)),
+        ]
+        until = _until(mirror, reader, writer, edge.handler.fatal)
+        await serve_until_signal(servers, until, drain.begin, drain)
+    finally:
+        await service.guides.close()
+        edge.mailbox.close()
+
+
+async def _until(
+    mirror: Mirror, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fatal: asyncio.Future[None]
+) -> None:
+    """Until the scheduler is gone, or something here has failed."""
+
+    def tell(report: ApiReport) -> None:
+        writer.write(msgspec.json.encode(report) + b"\n")
+
+    tasks = [asyncio.ensure_future(mirror.run(tell)), asyncio.ensure_future(_listen(mirror, reader))]
+    try:
+        done, _ = await asyncio.wait([*tasks, fatal], return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _listen(mirror: Mirror, reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        while line := await reader.readline():
+            mirror.hear(msgspec.json.decode(line, type=ToApi))
+
+
+def main(fd: int) -> int:
+    die_with_parent()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(serve(socket.socket(fileno=fd)))
+        except PdClusterError as error:
+            print(f"pd-cluster: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,96 @@
+"""How a server that stops lets go: what runs ends, what comes is refused with 503, and the port stays open meanwhile.
+
+Knows nothing of signals or sockets: `begin` is called at the first signal, `finish` says when the listener may close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pd_cluster.api.http import MAX_BODY_NBYTES, error_response
+from pd_cluster.errors import Unavailable
+
+LAST_WORDS_S = 2.0  # for in-band errors to leave, once what runs was told to end
+REFUSED_BODY_S = 1.0
+ALWAYS_ANSWERED = ("/health", "/metrics")
+
+
+class Drain:
+    """`end_running` must end what still runs, in-band where it can."""
+
+    def __init__(self, timeout_s: float, end_running: Callable[[], None]) -> None:
+        self.is_draining = False
+        self._timeout_s = timeout_s
+        self._end_running = end_running
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(self) -> None:
+        self.is_draining = True
+
+    async def finish(self, hurry: asyncio.Event) -> None:
+        """Until nothing runs any more. When the time is over or there is `hurry`, what runs is ended."""
+        idle, hurried = asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(hurry.wait())
+        try:
+            await asyncio.wait({idle, hurried}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._num_running:
+                self._end_running()
+                await asyncio.wait({idle}, timeout=LAST_WORDS_S)
+        finally:
+            idle.cancel()
+            hurried.cancel()
+
+    def started(self) -> None:
+        self._num_running += 1
+        self._idle.clear()
+
+    def ended(self) -> None:
+        self._num_running -= 1
+        if not self._num_running:
+            self._idle.set()
+
+
+class DrainGate:
+    """The outermost layer of an app: counts requests from first byte to last, and refuses while draining."""
+
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+        self._app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in ALWAYS_ANSWERED:
+            await self._app(scope, receive, send)
+        elif self._drain.is_draining:
+            await _refuse(scope, receive, send)
+        else:
+            self._drain.started()
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._drain.ended()
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """The connection closes, so that a client's next request goes to another server."""
+    await _skip_body(receive)
+    response = error_response(Unavailable("this server is stopping and takes no new requests"))
+    response.headers["Connection"] = "close"
+    await response(scope, receive, send)
+
+
+async def _skip_body(receive: Receive) -> None:
+    """A connection that closes on an unread body is reset, and the client may never see the answer."""
+    nbytes = 0
+    try:
+        async with asyncio.timeout(REFUSED_BODY_S):
+            while nbytes < MAX_BODY_NBYTES:
+                message: Message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return
+                nbytes += len(message["body"])
+    except TimeoutError:
+        return

@@ -1,0 +1,106 @@
+"""What every process that serves requests has: a mailbox, a router, and text in and out of them.
+
+Who is in the cluster comes from outside (`over`): from the workers themselves or from the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+
+from pd_cluster import wire
+from pd_cluster.api.service import TextService
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.cluster.policy import POLICIES
+from pd_cluster.cluster.predict import Goals
+from pd_cluster.cluster.roster import Roster
+from pd_cluster.cluster.router import ReplayLimits, Router
+from pd_cluster.config import ApiConfig, Timeouts
+from pd_cluster.mailbox import Mailbox
+
+
+class Handler:
+    """Carries the mailbox's events from its thread to the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.roster: Roster
+        self.router: Router
+        self.fatal: asyncio.Future[None] = loop.create_future()
+
+    def on_opened(self, conn: str, peer: str, kind: str) -> None:
+        self._call(self.roster.on_opened, conn)
+
+    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
+        if isinstance(body, wire.Outputs):
+            self.router.timelines.heard(conn, body.now_s)  # here, before it waits for its turn on the loop
+            self._call(self.router.on_outputs, conn, body)
+        elif isinstance(body, wire.Heartbeat) and body.load is not None:
+            self._call(self.roster.on_heartbeat, conn, body.load)
+        elif isinstance(body, wire.CacheKeys):
+            self._call(self.roster.on_cache_keys, conn, body)
+
+    def on_closed(self, conn: str, peer: str, reason: str) -> None:
+        self._call(self.roster.on_closed, conn, reason)
+        self._call(self.router.timelines.gone, conn)
+
+    def on_fatal(self, error: BaseException) -> None:
+        self._call(self.fatal.set_exception, error)
+
+    def load(self) -> wire.Load | None:
+        return None
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+class Edge:
+    """On the event loop that it is made on. Raises ConfigError for a model that cannot be served.
+
+    `index` tells several processes of one scheduler apart: workers know them by name, and drawn seeds must differ.
+    """
+
+    def __init__(self, config: ApiConfig, secret: bytes, index: int | None = None) -> None:
+        engine, routing, timeouts = config.engine, config.routing, config.timeouts
+        self.config = config
+        self.checkpoint = Checkpoint.open(engine.model)
+        self._limit = self.checkpoint.max_model_len(engine.max_model_len)
+        self._seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))
+        name = "scheduler" if index is None else f"scheduler-{index}"
+        self.handler = Handler(asyncio.get_running_loop())
+        self.mailbox = Mailbox(name, secrets.randbits(62), "scheduler", secret, timeouts, self.handler)
+        self.router = self.handler.router = Router(
+            self.mailbox,
+            POLICIES[routing.policy],
+            timeouts.request_timeout_s,
+            replay_limits(routing.max_attempts, timeouts),
+            Goals(routing.slo_ttft_s, routing.slo_tpot_s),
+        )
+
+    def follow(self, roster: Roster) -> None:
+        """What the mailbox hears of instances goes there."""
+        self.router.membership = self.handler.roster = roster
+
+    def over(self, roster: Roster) -> TextService:
+        """Requests go to these instances."""
+        self.follow(roster)
+        config = self.config
+        return TextService(
+            self.router,
+            self.checkpoint,
+            config.engine.model,
+            config.served_model_names,
+            self._limit,
+            self._seed,
+            config.max_logprobs,
+            config.engine.max_num_seqs,
+            config.timeouts.guided_timeout_s,
+            config.routing.has_priorities,
+        )
+
+
+def replay_limits(max_attempts: int, timeouts: Timeouts) -> ReplayLimits:
+    together_s = timeouts.dead_after_s + timeouts.heartbeat_interval_s  # the latest that a death is seen
+    return ReplayLimits(max_attempts, timeouts.replay_wait_s, together_s)

@@ -1,0 +1,121 @@
+"""The faults of `bench faults`: what is done to a cluster of two prefill and two decode instances under load.
+
+Every script leaves the cluster whole, and tells what it saw. Knows nothing of the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pd_cluster.bench.faults_stage import Stage
+
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+BREATH_S = 1.0  # after a kill, for requests to be everywhere again
+DEATH_GOAL_S, STALL_GOAL_S, SERVED_GOAL_S = 1.0, 4.0, 5.0
+SCHEDULER_STALL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a script measured. `back_s`: when service was back after the scheduler's death, on the monotonic clock."""
+
+    detected_s: list[float] = field(default_factory=list)  # from each signal to /instances
+    served_s: list[float] = field(
+        default_factory=list
+    )  # from the start of the new scheduler's process to its first answer
+    back_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a script may use. `probe` is a request that is answered quickly."""
+
+    stage: Stage
+    stall_s: float
+    probe: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`goal_s`: how soon the loss must be seen; None where nothing is lost."""
+
+    title: str
+    script: Callable[[Means], Awaitable[Seen]]
+    goal_s: float | None = None
+
+
+async def kill(means: Means, role: str) -> Seen:
+    """The parent of the first instance; and when it is back, the process that computes of the second."""
+    detected_s = []
+    for name, kill_it in ((f"{role}-0", means.stage.kill), (f"{role}-1", means.stage.kill_ranks)):
+        at_s = kill_it(name)
+        detected_s.append(await means.stage.lost(name) - at_s)
+        await means.stage.whole()
+        await asyncio.sleep(BREATH_S)
+    return Seen(detected_s)
+
+
+async def kill_two(means: Means) -> Seen:
+    """A prefill and a decode instance in the same moment: one of each is left."""
+    at_s = means.stage.kill("prefill-0")
+    means.stage.kill("decode-0")
+    detected_s = await means.stage.lost("prefill-0", "decode-0") - at_s
+    await means.stage.whole()
+    return Seen([detected_s])
+
+
+async def stall(means: Means, name: str) -> Seen:
+    """All its processes stand still for a while, and go on."""
+    at_s = means.stage.stop(name)
+    try:
+        detected_s = await means.stage.lost(name) - at_s
+        await asyncio.sleep(max(0.0, means.stall_s - detected_s))
+    finally:
+        means.stage.go_on(name)
+    await means.stage.whole()
+    return Seen([detected_s])
+
+
+async def rolling_restart(means: Means) -> Seen:
+    for name in WORKERS:
+        old_pid = means.stage.pid_of(name)
+        means.stage.kill(name, signal.SIGTERM)
+        await means.stage.new_pid(name, old_pid)
+        await means.stage.whole()
+    return Seen()
+
+
+async def restart_scheduler(means: Means) -> Seen:
+    old_pid = means.stage.pid_of("scheduler")
+    means.stage.kill("scheduler")
+    started_s = await means.stage.new_pid("scheduler", old_pid)
+    back_s = await means.stage.served(means.probe)
+    await means.stage.whole()
+    return Seen(served_s=[back_s - started_s], back_s=back_s)
+
+
+async def stall_scheduler(means: Means) -> Seen:
+    """Long enough for the workers to give it up."""
+    means.stage.kill("scheduler", signal.SIGSTOP)
+    try:
+        await asyncio.sleep(min(SCHEDULER_STALL_S, means.stall_s))
+    finally:
+        means.stage.kill("scheduler", signal.SIGCONT)
+    await means.stage.whole()
+    return Seen()
+
+
+FAULTS: dict[str, Fault] = {
+    "kill-prefill": Fault("kill -9 of a prefill instance", lambda means: kill(means, "prefill"), DEATH_GOAL_S),
+    "kill-decode": Fault("kill -9 of a decode instance", lambda means: kill(means, "decode"), DEATH_GOAL_S),
+    "kill-both": Fault("kill -9 of one of each at once", kill_two, DEATH_GOAL_S),
+    "stall-decode": Fault("SIGSTOP of a decode instance", lambda means: stall(means, "decode-1"), STALL_GOAL_S),
+    "stall-prefill": Fault("SIGSTOP of a prefill instance", lambda means: stall(means, "prefill-1"), STALL_GOAL_S),
+    "rolling": Fault("rolling restart of the workers", rolling_restart),
+    "kill-scheduler": Fault("kill -9 of the scheduler", restart_scheduler),
+    "stall-scheduler": Fault("SIGSTOP of the scheduler", stall_scheduler),
+}

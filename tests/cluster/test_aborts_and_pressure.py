@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import httpx
 import pytest
 
 from pd_cluster.types import SamplingParams
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import LiveCluster, children_of, in_parallel
 from tests.support.engines import assert_same, random_prompt
 from tests.support.reference_beams import assert_same_beams
 
@@ -31,9 +34,11 @@ def cluster(
 ) -> Iterator[LiveCluster]:
     """Two and two, with room for only a few requests each: prefill and decode both fill up and must preempt.
 
-    One of the clusters recomputes who was preempted, the other swaps, as far as its little room goes.
+    One of the clusters recomputes who was preempted, the other swaps, as far as its little room goes; and has two API
+    processes.
     """
     mode = {"shm": "recompute", "dist": "swap"}[request.param]
+    num_api_workers = {"shm": 1, "dist": 2}[request.param]
     flags = [
         "--block-size=8",
         "--num-blocks=40",
@@ -44,6 +49,7 @@ def cluster(
         f"--preemption-mode={mode}",
         "--swap-space=0.002",
         "--scheduling-policy=priority",
+        f"--api-workers={num_api_workers}",
     ]
     folder = tmp_path_factory.mktemp(f"pressure-{request.param}")
     with LiveCluster(folder, model, num_prefill=2, num_decode=2, arguments=flags) as running:
@@ -179,3 +185,58 @@ def test_long_outputs_overflow_the_decode_pool(cluster: LiveCluster, model: Path
         alone = cluster.complete(prompt, 90, **fields)
         assert outputs[at] == alone, f"request {at} differs from the same request alone"
     cluster.assert_home()
+
+
+def test_an_api_process_that_dies_is_started_again(cluster: LiveCluster, model: Path) -> None:
+    """Kill -9 in the middle of streams: only its own clients notice, and nothing stays held anywhere."""
+    pids = api_processes(cluster)
+    if not pids:
+        pytest.skip("this cluster's scheduler serves by itself")
+    assert len(pids) == 2
+    prompt = random_prompt(random.Random(26), 30)
+    begun = threading.Semaphore(0)
+    outputs: list[list[int]] = []
+
+    def stream() -> None:
+        fields = {"max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        found: list[int] = []
+        where, body = f"{cluster.url}/v1/completions", {"prompt": prompt, **fields}
+        with httpx.stream("POST", where, json=body, timeout=60, trust_env=False) as answer:  # a connection of its own
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    if not found:
+                        begun.release()
+                    found += json.loads(line[6:])["choices"][0].get("token_ids") or []
+        outputs.append(found)
+
+    def kill() -> None:
+        for _ in range(4):
+            assert begun.acquire(timeout=30)
+        os.kill(pids[0], signal.SIGKILL)
+
+    errors = in_parallel([*[stream] * 8, kill], concurrency=9)
+    assert all(isinstance(error, httpx.HTTPError) for error in errors), errors
+    assert len(outputs) + len(errors) == 8
+    for output in outputs:
+        assert_same(model, prompt, output, 100)
+    cluster.wait_until("two API processes", lambda: len(set(api_processes(cluster)) - {pids[0]}) == 2)
+    cluster.wait_until("both serve", lambda: all(serves(cluster) for _ in range(12)))
+    cluster.assert_home()
+    kept = cluster.client.get(f"{cluster.admin_url}/requests").json()["requests"]
+    assert {request["status"] for request in kept} <= {"finished", "running", "failed"}
+    assert len(kept) > 5
+
+
+def api_processes(cluster: LiveCluster) -> list[int]:
+    children = children_of(cluster.processes["scheduler"].pid)
+    return [pid for pid in children if b"api_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def serves(cluster: LiveCluster) -> bool:
+    """Over a new connection, which any of the processes may take."""
+    try:
+        with httpx.Client(timeout=5, trust_env=False) as client:
+            body = {"prompt": [1, 2, 3], "max_tokens": 2}
+            return client.post(f"{cluster.url}/v1/completions", json=body).status_code == 200
+    except httpx.HTTPError:
+        return False

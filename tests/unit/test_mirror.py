@@ -1,0 +1,229 @@
+"""The cluster as an API process knows it: by the scheduler's word and by its own connections."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.cluster.api_processes import ApiProcesses, view_of
+from pd_cluster.cluster.instance import Instance
+from pd_cluster.cluster.mirror import Mirror
+from pd_cluster.config import ApiConfig, ApiProcessConfig, EngineConfig, RoutingConfig, Timeouts
+from pd_cluster.mailbox import Mailbox
+from pd_cluster.reports import (
+    ApiReport,
+    InstanceInfo,
+    Instances,
+    InstanceView,
+    MoveOn,
+    OthersTokens,
+    Outstanding,
+    ToApi,
+)
+
+
+class FakeMailbox:
+    def __init__(self) -> None:
+        self.opened: list[tuple[str, int]] = []
+        self.closed: list[str] = []
+
+    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+        self.opened.append((name, epoch))
+        return f"{name}@{epoch}#{len(self.opened)}"
+
+    def disconnect(self, conn: str) -> None:
+        self.closed.append(conn)
+
+
+class World:
+    def __init__(self) -> None:
+        self.mailbox = FakeMailbox()
+        self.lost: list[str] = []
+        self.moved: list[str] = []
+        self.mirror = Mirror(
+            cast(Mailbox, self.mailbox),
+            lambda instance, why: self.lost.append(instance.name),
+            lambda instance, why: self.moved.append(instance.name),
+        )
+
+    def hear(self, *views: InstanceView) -> None:
+        """As it comes over the socket."""
+        news = msgspec.json.decode(msgspec.json.encode(Instances(list(views))), type=ToApi)
+        self.mirror.hear(news)
+
+    def states(self) -> dict[str, str]:
+        return {instance.name: instance.shown_state for instance in self.mirror.instances}
+
+    def conn(self, name: str) -> str:
+        return next(instance.conn for instance in self.mirror.instances if instance.name == name)
+
+
+def view(name: str, epoch: int = 1, state: Any = "ready", **more: Any) -> InstanceView:
+    role: Any = more.pop("role", name.partition("-")[0])
+    info = InstanceInfo(
+        name=name,
+        role=role,
+        state="ready",
+        server_ip="127.0.0.1",
+        device_ids=["0"],
+        epoch=epoch,
+        pid=7,
+        control_port=5,
+    )
+    return InstanceView(
+        name=name, role=role, host="127.0.0.1", port=1, device_ids=["0"], state=state, info=info, **more
+    )
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 5))
+
+
+def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> None:
+    async def test() -> None:
+        world = World()
+        world.hear(view("prefill-0"), view("decode-0", state="loading"))
+        assert world.states() == {"prefill-0": "connecting", "decode-0": "loading"}
+        assert world.mailbox.opened == [("prefill-0", 1)]
+        world.mirror.on_opened(world.conn("prefill-0"))
+        world.hear(view("prefill-0"), view("decode-0"))
+        assert world.states() == {"prefill-0": "ready", "decode-0": "connecting"}
+        world.hear(view("prefill-0", state="unreachable", reason="x"), view("decode-0"))
+        assert world.states()["prefill-0"] == "unreachable"
+        world.hear(view("prefill-0"), view("decode-0"))  # the scheduler's own connection had failed, not this one
+        assert world.states()["prefill-0"] == "ready"
+        assert world.mailbox.opened == [("prefill-0", 1), ("decode-0", 1)]
+        assert world.lost == []
+
+    run(test())
+
+
+def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_instance() -> None:
+    async def test() -> None:
+        world = World()
+        world.hear(view("decode-0"))
+        world.mirror.on_opened(world.conn("decode-0"))
+        world.mirror.on_closed(world.conn("decode-0"), "cut")
+        assert world.states() == {"decode-0": "unreachable"}
+        assert world.lost == ["decode-0"]
+        world.hear(view("decode-0"))
+        assert world.mailbox.opened == [("decode-0", 1)] * 2
+
+    run(test())
+
+
+def test_a_new_life_ends_the_old_one() -> None:
+    async def test() -> None:
+        world = World()
+        world.hear(view("decode-0"))
+        old = world.conn("decode-0")
+        world.mirror.on_opened(old)
+        world.hear(view("decode-0", epoch=2))
+        assert (world.lost, world.mailbox.closed) == (["decode-0"], [old])
+        assert world.mailbox.opened[-1] == ("decode-0", 2)
+        world.mirror.on_opened(world.conn("decode-0"))
+        assert world.states() == {"decode-0": "ready"}
+        assert world.mirror.instances[0].epoch == 2
+
+    run(test())
+
+
+def test_who_leaves_is_lost_and_roles_and_service_are_the_schedulers_word() -> None:
+    async def test() -> None:
+        world = World()
+        world.hear(view("prefill-0"), view("decode-0"))
+        for name in ("prefill-0", "decode-0"):
+            world.mirror.on_opened(world.conn(name))
+        world.hear(view("prefill-0", role="decode", service="out"))
+        (left,) = world.mirror.instances
+        assert (left.name, left.role, left.takes_requests) == ("prefill-0", "decode", False)
+        assert world.lost == ["decode-0"]
+        world.mirror.hear(MoveOn("prefill-0", "its drain is over"))
+        world.mirror.hear(OthersTokens({"prefill-0": 30}))
+        assert (world.moved, left.others_tokens) == (["prefill-0"], 30)
+
+    run(test())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_any_story_it_knows_what_the_scheduler_knows(seed: int) -> None:
+    """Random lives and connections; when nothing changes any more, who is ready there is ready here."""
+
+    async def test() -> None:
+        rng, world = random.Random(seed), World()
+        epochs = dict.fromkeys(("prefill-0", "prefill-1", "decode-0"), 1)
+        for _ in range(60):
+            name = rng.choice(list(epochs))
+            epochs[name] += rng.random() < 0.3
+            world.hear(*(view(n, e, rng.choice(["ready", "ready", "loading"])) for n, e in epochs.items()))
+            for conn in [i.conn for i in world.mirror.instances if i.conn and rng.random() < 0.5]:
+                rng.choice([world.mirror.on_opened, lambda c: world.mirror.on_closed(c, "cut")])(conn)
+        for _ in range(3):
+            world.hear(*(view(n, e) for n, e in epochs.items()))
+            for instance in world.mirror.instances:
+                world.mirror.on_opened(instance.conn)
+        assert {i.name: (i.state, i.epoch) for i in world.mirror.instances} == {
+            n: ("ready", e) for n, e in epochs.items()
+        }
+
+    run(test())
+
+
+# ---- the scheduler's side
+
+
+def test_what_processes_report_is_added_up_and_told_to_the_others() -> None:
+    instances = [Instance(name, "decode", "127.0.0.1", 1, ["0"]) for name in ("decode-0", "decode-1")]
+    processes = ApiProcesses([config(index) for index in range(3)], instances, 1.0)
+    told: list[tuple[int, dict[str, int]]] = []
+    for index, api in enumerate(processes._apis):
+        api.writer = cast(asyncio.StreamWriter, Writer(index, told))
+    first, second, _ = processes._apis
+    processes._hear(first, ApiReport({"decode-0": Outstanding(2, 100)}))
+    processes._hear(second, ApiReport({"decode-0": Outstanding(1, 7), "decode-1": Outstanding(1, 5)}))
+    assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(3, 107), (1, 5)]
+    assert told[-2:] == [(0, {"decode-0": 7, "decode-1": 5}), (2, {"decode-0": 107, "decode-1": 5})]
+    processes._hear(first, ApiReport({}))  # as when it has died
+    assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(1, 7), (1, 5)]
+
+
+class Writer:
+    def __init__(self, index: int, told: list[tuple[int, dict[str, int]]]) -> None:
+        self._index, self._told = index, told
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, line: bytes) -> None:
+        news = msgspec.json.decode(line, type=ToApi)
+        assert isinstance(news, OthersTokens)
+        self._told.append((self._index, news.tokens))
+
+
+def config(index: int) -> ApiProcessConfig:
+    api = ApiConfig(
+        engine=EngineConfig(model="m"),
+        served_model_names=[],
+        is_openai=True,
+        timeouts=Timeouts(),
+        routing=RoutingConfig(),
+        max_logprobs=5,
+    )
+    made = ApiProcessConfig(index=index, api=api, secret=b"s" * 32, listener_fd=1, admin_fd=2, log_level="INFO")
+    assert msgspec.json.decode(msgspec.json.encode(made), type=ApiProcessConfig) == made
+    return made
+
+
+def test_a_view_says_all_that_routing_reads() -> None:
+    instance = Instance("decode-0", "prefill", "h", 9, ["4"], state="failed", reason="r", service="out")
+    instance.next_role = "decode"
+    instance.load = wire.Load(num_running=3)
+    seen = view_of(instance)
+    assert (seen.name, seen.role, seen.state, seen.reason) == ("decode-0", "prefill", "failed", "r")
+    assert (seen.service, seen.next_role, seen.host, seen.port) == ("out", "decode", "h", 9)

@@ -92,9 +92,10 @@ def timeline_routes(timelines: TimelineSource) -> APIRouter:
     async def timeline(request_id: str) -> dict[str, Any]:
         found = await timelines.find(request_id)
         if found is None:
+            kept = await timelines.last(1)
             raise RequestNotFound(
-                f"id: no request {reprlib.repr(request_id)} is kept; of the last {timelines.max_requests} at most "
-                f"are: GET /requests, or `pd-cluster trace` without an id, lists them",
+                f"id: no request {reprlib.repr(request_id)} is kept; of the last {kept['max_kept']} at most, "
+                f"{kept['num_kept']} are: GET /requests, or `pd-cluster trace` without an id, lists them",
                 param="id",
                 code="request_not_found",
             )

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from pd_cluster.api.admin_app import AdminAccess, admin_app
+from pd_cluster.api.timelines import LocalTimelines
 from pd_cluster.cluster import timeline
 from pd_cluster.cluster.timeline import Timeline, Timelines
 from pd_cluster.wire import TraceEvent
@@ -188,7 +189,9 @@ def test_all_events_together_are_bounded() -> None:
 
 def get(world: World, path: str) -> tuple[int, Any]:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(admin_app(ElasticWorld().elastic, world.timelines, AdminAccess("t" * 16, True)))
+        transport = httpx.ASGITransport(
+            admin_app(ElasticWorld().elastic, LocalTimelines(world.timelines), AdminAccess("t" * 16, True))
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return await client.get(path)
 

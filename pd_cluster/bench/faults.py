@@ -56,9 +56,10 @@ class FaultsBench:
     @property
     def command(self) -> str:
         model = f" --model {self.model}" if self.model else ""
-        only = f" --faults {','.join(self.faults)}" if self.faults != tuple(FAULTS) else ""
-        sizes = f"--num-requests {self.num_requests} --load {self.load:g} --seed {self.seed}"
-        return f"pd-cluster bench faults{model}{only} {sizes}"
+        default = QUICK_FAULTS if self.quick else tuple(FAULTS)
+        only = f" --faults {','.join(self.faults)}" if self.faults != default else ""
+        size = "--quick" if self.quick else f"--num-requests {self.num_requests}"
+        return f"pd-cluster bench faults{model}{only} {size} --load {self.load:g} --seed {self.seed}"
 
 
 def make_bench(model: str, faults: str, num_requests: int, load: float, seed: int, quick: bool) -> FaultsBench:

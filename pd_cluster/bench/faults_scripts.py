@@ -52,6 +52,7 @@ async def kill(means: Means, role: str) -> Seen:
     """The parent of the first instance; and when it is back, the process that computes of the second."""
     detected_s = []
     for name, kill_it in ((f"{role}-0", means.stage.kill), (f"{role}-1", means.stage.kill_ranks)):
+        await means.stage.busy(name)
         at_s = kill_it(name)
         detected_s.append(await means.stage.lost(name) - at_s)
         await means.stage.whole()
@@ -61,6 +62,7 @@ async def kill(means: Means, role: str) -> Seen:
 
 async def kill_two(means: Means) -> Seen:
     """A prefill and a decode instance in the same moment: one of each is left."""
+    await means.stage.busy("decode-0")
     at_s = means.stage.kill("prefill-0")
     means.stage.kill("decode-0")
     detected_s = await means.stage.lost("prefill-0", "decode-0") - at_s
@@ -70,6 +72,7 @@ async def kill_two(means: Means) -> Seen:
 
 async def stall(means: Means, name: str) -> Seen:
     """All its processes stand still for a while, and go on."""
+    await means.stage.busy(name)
     at_s = means.stage.stop(name)
     try:
         detected_s = await means.stage.lost(name) - at_s

@@ -24,6 +24,8 @@ POLL_S = 0.02
 WHOLE_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 5.0
+BUSY = 4  # requests of an instance that a fault shall meet
+BUSY_TIMEOUT_S = 10.0
 
 Entries = list[dict[str, Any]]
 
@@ -84,6 +86,15 @@ class Stage:
                 return time.monotonic()
             await asyncio.sleep(POLL_S)
         raise PdClusterError(f"the loss of {', '.join(names)} was not noticed within {WHOLE_TIMEOUT_S:g} s")
+
+    async def busy(self, name: str) -> None:
+        """Until an instance has several requests, so that a fault cannot miss; not longer than BUSY_TIMEOUT_S."""
+        deadline_s = time.monotonic() + BUSY_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            found = [e["num_outstanding"] for e in await self.instances() if e["instance_id"] == name]
+            if found and found[0] >= BUSY:
+                return
+            await asyncio.sleep(POLL_S)
 
     async def whole(self) -> None:
         """Until every instance is ready and every link is up."""

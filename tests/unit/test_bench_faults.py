@@ -205,6 +205,16 @@ def test_a_loss_that_nobody_notices_is_an_error(monkeypatch: pytest.MonkeyPatch)
         asyncio.run(stage_of({"/instances": [{"instances": [instance("decode-0")]}]}).lost("decode-0"))
 
 
+def test_a_fault_waits_for_a_busy_instance_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cluster.bench.faults_stage.POLL_S", 0.0)
+    told = [{"instances": [instance("decode-0", num_outstanding=count)]} for count in (0, 3, 4)]
+    stage = stage_of({"/instances": told})
+    asyncio.run(stage.busy("decode-0"))
+    assert len(told) == 1
+    monkeypatch.setattr("pd_cluster.bench.faults_stage.BUSY_TIMEOUT_S", 0.01)
+    asyncio.run(stage_of({"/instances": [{"instances": []}]}).busy("decode-0"))
+
+
 def test_replays_are_counted_in_the_run_that_they_belong_to() -> None:
     def told(**counts: int) -> dict[str, Any]:
         return {"requests": [{"request_id": name, "num_replays": count} for name, count in counts.items()]}
@@ -237,3 +247,5 @@ def test_the_command_can_be_repeated() -> None:
         bench.command
         == "pd-cluster bench faults --model m --faults rolling,kill-both --num-requests 10 --load 0.5 --seed 3"
     )
+    quick = make_bench("", "", 1000, 0.7, 0, quick=True)
+    assert quick.command == "pd-cluster bench faults --quick --load 0.7 --seed 0"

@@ -145,6 +145,20 @@ def test_events_of_strangers_are_dropped() -> None:
         tell("nobody")
 
 
+def test_how_often_a_request_went_on_elsewhere() -> None:
+    world = World()
+    world.route("r")
+    world.route("other")
+    for attempt in (1, 2):
+        world.timelines.replayed("r", f"r-{attempt}", "to-d2", "decode-1")
+    world.tell("to-d2", TraceEvent("r-2", 1.0, "submitted"), now_s=1.0)
+    assert [(entry["request_id"], entry["num_replays"]) for entry in world.timelines.last(9)] == [
+        ("other", 0),
+        ("r", 2),
+    ]
+    assert ("decode-1", "submitted") in [(who, what) for _, who, what in world.events("r")]
+
+
 # ---- bounds
 
 
@@ -214,6 +228,7 @@ def test_the_routes() -> None:
         "prefill": "prefill-0",
         "decode": "decode-0",
         "num_prompt_tokens": 7,
+        "num_replays": 0,
         "duration_ms": 500.0,
     }
     assert (body["requests"][1]["status"], body["requests"][1]["duration_ms"]) == ("running", None)

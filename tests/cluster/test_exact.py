@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster.cluster.policy import POLICIES
 from pd_cluster.types import Request, SamplingParams
 from tests.support.checkpoints import CONFIGS
 from tests.support.cluster import LiveCluster, in_parallel
@@ -119,3 +120,26 @@ def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Pat
     assert choices == [expected] * 8
     cluster.wait_until("hits are told", lambda: cluster.instance("prefill-0")["num_prefix_hit_tokens"] > 0)
     cluster.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whatever_the_routing(checkpoint: Checkpoints, tmp_path: Path, policy: str) -> None:
+    """Conversations and new prompts, many at once: wherever they are computed, the tokens are the same."""
+    model = checkpoint("llama")
+    rng = random.Random(31)
+    flags = ["--num-blocks=200", "--max-model-len=256", f"--routing-policy={policy}"]
+    with LiveCluster(tmp_path, model, 2, 2, flags) as cluster:
+
+        def talk(prompt: list[int], name: str) -> None:
+            for _ in range(3):
+                output = cluster.complete(prompt, 12, prompt_cache_key=name)
+                assert_same(model, prompt, output, 12)
+                prompt = [*prompt, *output, *random_prompt(random.Random(name), 20)]
+
+        prompts = [random_prompt(rng, rng.randrange(1, 120)) for _ in range(30)]
+        jobs = [lambda p=prompt, n=f"u{at}": talk(p, n) for at, prompt in enumerate(prompts)]  # type: ignore[misc]
+        assert in_parallel(jobs, 10) == []
+        cluster.assert_home()
+        hits = sum(instance["num_prefix_hit_tokens"] for instance in cluster.instances())
+        assert hits > 0

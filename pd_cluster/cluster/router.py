@@ -110,7 +110,7 @@ class Router:
             return
         if stream.num_deaths >= MAX_DEATHS:
             raise InstanceLost(f"{setback.error}; it is the second instance that this request was on, and the last")
-        if stream.attempt >= MAX_ATTEMPTS:
+        if stream.attempt - stream.num_moves >= MAX_ATTEMPTS:
             raise setback.error
         loop = asyncio.get_running_loop()
         until_s = loop.time() + REPLAY_WAIT_S
@@ -234,6 +234,7 @@ class Router:
         """Every request with a leg there goes on elsewhere, if it can. The instance lives, and is told to stop them."""
         for stream in list(self._streams.values()):
             if any(member is instance for member in stream.legs.values()):
+                stream.num_moves += 1
                 self._retreat(stream, GenerationError(f"{instance.name} gave up this request: {why}"))
 
     def on_lost(self, instance: Instance, reason: str) -> None:

@@ -68,6 +68,7 @@ class Stream:
     has_prefill_spoken: bool = False  # and so has told of the prompt, which the first token must not come before
     queue: asyncio.Queue[TokenOutput | Exception | Setback | None] = field(default_factory=asyncio.Queue)
     num_deaths: int = 0  # of instances that it was on
+    num_moves: int = 0  # attempts that ended because somebody wanted their instance empty
     failed_pairs: set[tuple[str, str]] = field(default_factory=set)
 
     def put(self, token: TokenOutput) -> None:

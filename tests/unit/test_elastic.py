@@ -111,6 +111,36 @@ def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death() -> None
     run(test())
 
 
+@pytest.mark.parametrize(("command", "more"), [("drain", []), ("remove", []), ("change_role", ["decode"])])
+def test_the_same_command_again_changes_the_deadline(command: str, more: list[str]) -> None:
+    world = ElasticWorld()
+    busy(world["prefill-0"])
+    ask = getattr(world.elastic, command)
+    assert ask("prefill-0", *more).drain_deadline_s == 30.0
+    world.now_s = 10.0
+    assert ask("prefill-0", *more).drain_deadline_s == 30.0
+    assert ask("prefill-0", *more, timeout_s=0.5).drain_deadline_s == 10.5
+
+
+def test_a_request_outlives_any_number_of_drains() -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        serving = world.router.serve(PROMPT, SamplingParams(max_tokens=100))
+        reading = asyncio.ensure_future(anext(serving))
+        for at in range(20):
+            while len(world.mailbox.of(wire.Submit)) < 2 * (at + 1):
+                await asyncio.sleep(0)
+            name = world.mailbox.of(wire.Submit)[-1][0].removeprefix("to-")
+            world.elastic.drain(name, timeout_s=0.0)
+            world.elastic.tick()
+            world.elastic.undrain(name)
+        assert not reading.done()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+    run(test())
+
+
 def test_a_worker_that_never_says_it_is_empty_changes_after_the_deadline_all_the_same() -> None:
     world = ElasticWorld()
     world["decode-0"].load = wire.Load(num_held_blocks=7)

@@ -24,7 +24,7 @@ class Admin:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def token(self) -> str:
-        """ "" when nothing names one. Raises ConfigError for a file that cannot be used."""
+        """Empty when nothing names one. Raises ConfigError for a file that cannot be used."""
         if self.token_file:
             return read_admin_token(self.token_file)
         if self.secret_file or self.env.get("GLOBAL_RANK_TABLE_FILE_PATH"):

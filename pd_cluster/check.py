@@ -66,7 +66,7 @@ def _instances(place: Place, env: Mapping[str, str]) -> Table:
     try:
         ports = [str(port) for port in node_ports(env, place)]
     except ConfigError:
-        if place.role == "scheduler" or env.get("NODE_PORTS"):
+        if place.role == "scheduler" or env.get("NODE_PORTS") or env.get("NODE_PORTS_FILE"):
             raise
     table = Table("instance", "host", "devices", "port", title=str(place.table.file))
     for at, (name, server) in enumerate(zip(place.names, place.table.instances, strict=True)):

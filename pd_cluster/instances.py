@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 DEFAULT_ADMIN = "http://127.0.0.1:9001"
 TOKEN_FILE = typer.Option(
-    "--admin-token-file", envvar="PD_CLUSTER_ADMIN_TOKEN_FILE", help="The scheduler's admin token."
+    "--admin-token-file",
+    envvar=["PD_CLUSTER_ADMIN_TOKEN_FILE", "PD_CLUSTER_SERVE_ADMIN_TOKEN_FILE"],
+    help="The scheduler's admin token.",
 )
 SECRET_FILE = typer.Option(
-    "--secret-file", envvar="PD_CLUSTER_SECRET_FILE", help="The cluster's secret, when the token is derived from it."
+    "--secret-file",
+    envvar=["PD_CLUSTER_SECRET_FILE", "PD_CLUSTER_SERVE_SECRET_FILE"],
+    help="The cluster's secret, when the token is derived from it.",
 )
 ADMIN = typer.Option("--admin", help=f"The scheduler's admin address; default: {DEFAULT_ADMIN}.")
 FORCE = typer.Option("--force", help="Also the last instance of its role that takes requests.")
@@ -82,7 +86,7 @@ def remove(
 
     asked = _command(context, name, admin, admin_token_file, secret_file)
     asked.send("remove", {"force": force, "timeout_s": timeout})
-    asked.finish(no_wait, is_gone, "has left; its process may be ended", timeout)
+    asked.finish(no_wait, is_gone, "has left; its process may be ended")
 
 
 @app.command()
@@ -104,11 +108,11 @@ def drain(
     if undo:
         if force or timeout is not None:
             raise ConfigError("--undo: goes with neither --force nor --timeout; leave these out")
-        asked.send("undrain", {})
-        print(f"{name} is in service")
+        entry = asked.send("undrain", {})
+        print(f"{name} is in service" + (f" as soon as it is {entry['next_role']}" if entry["next_role"] else ""))
         return
     asked.send("drain", {"force": force, "timeout_s": timeout})
-    asked.finish(no_wait, is_drained, "is drained; `drain --undo` puts it back in service", timeout)
+    asked.finish(no_wait, is_drained, "is drained; `drain --undo` puts it back in service")
 
 
 @app.command()
@@ -128,7 +132,7 @@ def role(
 
     asked = _command(context, name, admin, admin_token_file, secret_file)
     asked.send("role", {"role": role, "force": force, "timeout_s": timeout})
-    asked.finish(no_wait, has_role(role), f"is {role}", timeout)
+    asked.finish(no_wait, has_role(role), f"is {role}")
 
 
 def _command(context: typer.Context, name: str, url: str, token_file: str, secret_file: str) -> Command:

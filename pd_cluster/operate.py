@@ -14,8 +14,7 @@ from pd_cluster.errors import PdClusterError
 from pd_cluster.show import fetch_instances
 
 POLL_S = 0.2
-DRAIN_TIMEOUT_S = 30.0  # the scheduler's --drain-timeout, if nobody changed it
-MARGIN_S = 15.0  # for what follows a drain, and for asking
+MARGIN_S = 15.0  # for what follows the scheduler's own deadline, and for asking
 JOIN_TIMEOUT_S = 300.0  # a model may have to be loaded first
 
 Entry = dict[str, Any]
@@ -49,9 +48,10 @@ class Command:
         self._admin = admin
         self._name = name
         self._said = ""
+        self._timeout_s = 0.0  # of the drain, as the scheduler says
 
-    def send(self, command: str, body: dict[str, Any]) -> None:
-        """ "" as the command adds one to the list. Raises PdClusterError in the scheduler's own words."""
+    def send(self, command: str, body: dict[str, Any]) -> Entry:
+        """The instance's entry then; no command adds one. Raises PdClusterError in the scheduler's own words."""
         path = f"/instances/{quote(self._name, safe='')}/{command}" if command else "/instances"
         response = asyncio.run(self._admin.ask(path, body))
         raise_unauthorized(response)
@@ -61,13 +61,16 @@ class Command:
             except (ValueError, KeyError, TypeError):
                 raise not_an_admin(response) from None
             raise PdClusterError(message)
+        entry: Entry = response.json()
+        self._timeout_s = entry["drain_timeout_s"]
+        return entry
 
-    def finish(self, no_wait: bool, is_done: IsDone, result: str, timeout_s: float | None) -> None:
+    def finish(self, no_wait: bool, is_done: IsDone, result: str, timeout_s: float | None = None) -> None:
         """Raises PdClusterError when it is not done in time."""
         if no_wait:
             print(f"{self._name}: asked; `pd-cluster instances` shows how far it is")
             return
-        asyncio.run(self._wait(is_done, (DRAIN_TIMEOUT_S if timeout_s is None else timeout_s) + MARGIN_S))
+        asyncio.run(self._wait(is_done, (self._timeout_s if timeout_s is None else timeout_s) + MARGIN_S))
         print(f"{self._name} {result}")
 
     async def _wait(self, is_done: IsDone, timeout_s: float) -> None:

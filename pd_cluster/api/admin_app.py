@@ -143,6 +143,7 @@ def describe(instance: Instance) -> dict[str, Any]:
         "role": instance.role,
         "next_role": instance.next_role,
         "service": instance.service,
+        "drain_timeout_s": instance.drain_timeout_s,
         "state": instance.shown_state,
         "reason": instance.reason or None,
         "pid": info.pid if info is not None else None,

@@ -36,15 +36,33 @@ class Seen:
     role: Role
     num_waiting: int
     num_running: int
-    held_share: float  # of its KV blocks
-    outstanding_tokens: int
+    held_share: float = 0.0  # of its KV blocks
+    num_exporting: int = 0
+    outstanding_tokens: int = 0
+
+    @property
+    def num_prompts(self) -> int:
+        """Of a prefill instance: what decode instances still wait for."""
+        return self.num_waiting + self.num_running
+
+    @property
+    def is_held_up(self) -> bool:
+        """Of a prefill instance: it has prompts and computes none, because others wait there for decode instances."""
+        return bool(self.num_waiting and self.num_exporting and not self.num_running)
 
     @classmethod
     def of(cls, instance: Instance) -> Seen:
         load = instance.load
         held_share = load.num_held_blocks / max(1, load.num_blocks)
-        tokens = instance.outstanding_tokens
-        return cls(instance.name, instance.role, load.num_waiting, load.num_running, held_share, tokens)
+        return cls(
+            instance.name,
+            instance.role,
+            load.num_waiting,
+            load.num_running,
+            held_share,
+            load.num_exporting,
+            instance.outstanding_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +93,11 @@ def busy(sample: Sample, role: Role, rules: Rules, num_fewer: int = 0) -> float:
     """How busy a role is, or would be with `num_fewer` instances less; 1 is as much as it should be."""
     seen = [each for each in sample.instances if each.role == role]
     num = max(1, len(seen) - num_fewer)
-    num_waiting, num_running = sum(each.num_waiting for each in seen), sum(each.num_running for each in seen)
     if role == "prefill":
-        return (num_waiting + num_running) / (rules.num_prompts * num)
+        return sum(each.num_prompts for each in seen if not each.is_held_up) / (rules.num_prompts * num)
+    num_prompts = sum(each.num_prompts for each in sample.instances if each.role == "prefill")
+    num_waiting = max(0, sum(each.num_waiting for each in seen) - num_prompts)  # the others wait for prefill
+    num_running = sum(each.num_running for each in seen)
     held = sum(each.held_share for each in seen) / num
     return max(held, num_waiting / (rules.num_waiting * num), num_running / (rules.num_running * num))
 

@@ -65,6 +65,8 @@ class Elastic:
             self._refuse_the_last(instance, force)
             instance.service = "out"
             self._begin(instance, timeout_s)
+        elif timeout_s is not None:
+            self._begin(instance, timeout_s)  # once more, with another deadline
         return instance
 
     def undrain(self, name: str) -> Instance:
@@ -82,6 +84,8 @@ class Elastic:
         if instance.service != "leaving":
             self._refuse_the_last(instance, force)
             self._leave(instance, timeout_s)
+        elif timeout_s is not None:
+            self._begin(instance, timeout_s)
         self._removed.add(name)
         return instance
 
@@ -94,6 +98,8 @@ class Elastic:
         elif instance.next_role is None:
             self._refuse_the_last(instance, force)
             instance.next_role = role
+            self._begin(instance, timeout_s)
+        elif timeout_s is not None:
             self._begin(instance, timeout_s)
         return instance
 
@@ -108,15 +114,15 @@ class Elastic:
         for other in self.instances:
             if other is not known and (other.host, other.port) == (instance.host, port):
                 raise Refused(f"port: {port} of {instance.host} is the port of {other.name}; give its own", "port")
+        if known is not None and known.service == "leaving":
+            raise Refused(f"{name} is leaving; add it when it is gone")
+        if known is not None and known.port != port and known.state in ("ready", "connecting"):
+            raise Refused(f"{name} is there already, at port {known.port}; remove it first")
         self._membership.accept(place)
         self._removed.discard(name)
         if known is None:
             self._membership.join(instance)
             return instance
-        if known.service == "leaving":
-            raise Refused(f"{name} is leaving; add it when it is gone")
-        if known.port != port and known.state in ("ready", "connecting"):
-            raise Refused(f"{name} is there already, at port {known.port}; remove it first")
         known.port = port
         return known
 
@@ -171,7 +177,7 @@ class Elastic:
 
     def _begin(self, instance: Instance, timeout_s: float | None) -> None:
         timeout_s = self._drain_timeout_s if timeout_s is None else timeout_s
-        instance.drain_deadline_s = self._clock() + timeout_s
+        instance.drain_timeout_s, instance.drain_deadline_s = timeout_s, self._clock() + timeout_s
         log.info("%s is %s: it takes no more requests", instance.name, instance.shown_state)
         self._begun.set()
 

@@ -42,6 +42,7 @@ class Instance:
     service: Service = "in"
     next_role: Role | None = None  # what it changes to as soon as it is empty
     drain_deadline_s: float = 0.0  # until then what runs there may end there
+    drain_timeout_s: float = 0.0  # how long that was when it began
 
     @property
     def epoch(self) -> int:

@@ -129,7 +129,7 @@ class Router:
         if len(stream.deaths_s) >= (MAX_DEATHS_TOGETHER if self._died_together(stream) else MAX_DEATHS):
             which = f"it is number {len(stream.deaths_s)} of the instances that died with this request"
             raise InstanceLost(f"{setback.error}; {which}, and the last")
-        if stream.attempt > self._limits.max_attempts:
+        if stream.attempt - stream.num_moves > self._limits.max_attempts:
             raise setback.error
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._limits.wait_s
@@ -279,6 +279,7 @@ class Router:
         """Every request with a leg there goes on elsewhere, if it can. The instance lives, and is told to stop them."""
         for stream in list(self._streams.values()):
             if any(member is instance for member in stream.legs.values()):
+                stream.num_moves += 1
                 self._retreat(stream, GenerationError(f"{instance.name} gave up this request: {why}"))
 
     def on_lost(self, instance: Instance, reason: str) -> None:

@@ -79,6 +79,7 @@ class Stream:
     has_prefill_spoken: bool = False  # and so has told of the prompt, which the first token must not come before
     queue: asyncio.Queue[TokenOutput | Exception | Setback | None] = field(default_factory=asyncio.Queue)
     deaths_s: list[float] = field(default_factory=list)  # when attempts of it ended with an instance's death
+    num_moves: int = 0  # attempts that ended because somebody wanted their instance empty
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
 
     def put(self, token: TokenOutput) -> None:

@@ -16,11 +16,11 @@ NEVER = float("-inf")
 
 
 def prefill(name: str, num_prompts: int, tokens: int = 0) -> Seen:
-    return Seen(name, "prefill", num_prompts, 0, 0.0, tokens)
+    return Seen(name, "prefill", num_prompts, 0, outstanding_tokens=tokens)
 
 
 def decode(name: str, held: float = 0.0, num_waiting: int = 0, num_running: int = 0, tokens: int = 0) -> Seen:
-    return Seen(name, "decode", num_waiting, num_running, held, tokens)
+    return Seen(name, "decode", num_waiting, num_running, held, outstanding_tokens=tokens)
 
 
 def recorded(*instances: Seen, num: int = 11, is_settled: bool = True) -> list[Sample]:
@@ -34,10 +34,32 @@ def name_of(flip: Flip | None) -> tuple[str, Role] | None:
 PROMPTS_WAIT = [prefill("prefill-0", 6), decode("decode-0", 0.1, tokens=9), decode("decode-1", 0.1, tokens=5)]
 POOL_IS_FULL = [prefill("prefill-0", 0), prefill("prefill-1", 1), decode("decode-0", 1.0, num_waiting=3)]
 
+# As `pd-cluster instances` showed them: 40 requests at a time of 700 prompt and 2 output tokens, then of 8 and 600.
+LONG_PROMPTS = [
+    Seen("prefill-0", "prefill", 19, 1, 44 / 300),
+    Seen("prefill-1", "prefill", 18, 1, 88 / 300),
+    Seen("decode-0", "decode", 19, 0, 44 / 300),
+    Seen("decode-1", "decode", 18, 0, 88 / 300),
+]
+LONG_ANSWERS = [
+    Seen("prefill-0", "prefill", 0, 0, 4 / 300),
+    Seen("prefill-1", "prefill", 0, 0, 4 / 300),
+    Seen("decode-0", "decode", 11, 9, 204 / 300),
+    Seen("decode-1", "decode", 13, 7, 266 / 300),
+]
+HELD_UP = [  # decode instances are full, and so prefill instances are full of prompts that nobody takes
+    Seen("prefill-0", "prefill", 9, 0, 1.0, num_exporting=20),
+    Seen("prefill-1", "prefill", 9, 0, 1.0, num_exporting=20),
+    Seen("decode-0", "decode", 58, 4, 1.0),
+]
+
 
 @pytest.mark.parametrize(
     ("instances", "wanted"),
     [
+        (LONG_PROMPTS, ("decode-1", "prefill")),
+        (LONG_ANSWERS, ("prefill-1", "decode")),
+        (HELD_UP, ("prefill-1", "decode")),
         (PROMPTS_WAIT, ("decode-1", "prefill")),
         (POOL_IS_FULL, ("prefill-1", "decode")),
         (

@@ -13,10 +13,12 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.api.admin_app import AdminAccess, admin_app
+from pd_cluster.api.timelines import LocalTimelines
 from pd_cluster.cluster.elastic import Tables
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.place import Place
-from pd_cluster.cluster.policy import least_loaded, linked_pairs
+from pd_cluster.cluster.policy import Ask, least_loaded, linked_pairs
+from pd_cluster.cluster.prefixes import Prompt
 from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
 from pd_cluster.types import SamplingParams
 from ranktable_tools import RankTable
@@ -99,7 +101,7 @@ def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death() -> None
             await asyncio.sleep(0)
         conn, again = world.mailbox.of(wire.Submit)[-1]
         assert (conn, again.leg, again.resumed[0].output_token_ids) == ("to-decode-1", "hybrid", [11])
-        assert stream.num_deaths == 0
+        assert (stream.deaths_s, stream.num_moves) == ([], 1)
         late = token(request_id, 1, 99)
         world.router.on_outputs("to-decode-0", wire.Outputs([late]))
         more = [token(request_id, 1, 12, attempt=1), token(request_id, 2, 13, "length", attempt=1)]
@@ -107,6 +109,36 @@ def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death() -> None
         await reading
         assert tokens == [11, 12, 13]
         assert world["decode-0"].shown_state == "drained"
+
+    run(test())
+
+
+@pytest.mark.parametrize(("command", "more"), [("drain", []), ("remove", []), ("change_role", ["decode"])])
+def test_the_same_command_again_changes_the_deadline(command: str, more: list[str]) -> None:
+    world = ElasticWorld()
+    busy(world["prefill-0"])
+    ask = getattr(world.elastic, command)
+    assert ask("prefill-0", *more).drain_deadline_s == 30.0
+    world.now_s = 10.0
+    assert ask("prefill-0", *more).drain_deadline_s == 30.0
+    assert ask("prefill-0", *more, timeout_s=0.5).drain_deadline_s == 10.5
+
+
+def test_a_request_outlives_any_number_of_drains() -> None:
+    async def test() -> None:
+        world = ElasticWorld()
+        serving = world.router.serve(PROMPT, SamplingParams(max_tokens=100))
+        reading = asyncio.ensure_future(anext(serving))
+        for at in range(20):
+            while len(world.mailbox.of(wire.Submit)) < 2 * (at + 1):
+                await asyncio.sleep(0)
+            name = world.mailbox.of(wire.Submit)[-1][0].removeprefix("to-")
+            world.elastic.drain(name, timeout_s=0.0)
+            world.elastic.tick()
+            world.elastic.undrain(name)
+        assert not reading.done()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
     run(test())
 
@@ -161,14 +193,17 @@ def test_a_drained_instance_that_changes_stays_drained() -> None:
 
 
 def test_one_that_is_down_changes_at_once_and_comes_back_with_its_new_role() -> None:
-    world = ElasticWorld()
-    world.membership.on_closed("to-decode-1", "it died")
-    world.elastic.change_role("decode-1", "prefill")
-    world.elastic.tick()
-    assert world["decode-1"].role == "prefill"
-    world.make_ready(world["decode-1"])
-    world.membership.on_opened("to-decode-1")
-    assert world.told()["decode-1"]["decode-1"] == "prefill"
+    async def test() -> None:
+        world = ElasticWorld()
+        world.membership.on_closed("to-decode-1", "it died")
+        world.elastic.change_role("decode-1", "prefill")
+        world.elastic.tick()
+        assert world["decode-1"].role == "prefill"
+        world.make_ready(world["decode-1"])
+        world.membership.on_opened("to-decode-1")
+        assert world.told()["decode-1"]["decode-1"] == "prefill"
+
+    run(test())
 
 
 # ---- the last one
@@ -187,7 +222,7 @@ def test_the_last_of_a_role_stays_unless_forced(command: str) -> None:
     assert world["prefill-0"].takes_requests
     ask(force=True)
     assert not world["prefill-0"].takes_requests
-    prefill, decode = least_loaded(world.membership.instances)
+    prefill, decode = least_loaded(world.membership.instances, Ask(Prompt([1], "")))
     assert (prefill.name, prefill) == ("decode-0", decode), "one instance alone serves"
 
 
@@ -367,7 +402,7 @@ def send(
     world: ElasticWorld, path: str, body: Any = None, token: str | None = TOKEN, is_open: bool = True, raw: bytes = b""
 ) -> tuple[int, Any]:
     async def ask() -> httpx.Response:
-        app = admin_app(world.elastic, world.router.timelines, AdminAccess(TOKEN, is_open))
+        app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, is_open))
         headers = {"Authorization": f"Bearer {token}".encode("latin-1")} if token is not None else {}
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://x", headers=headers

@@ -1,0 +1,180 @@
+"""`pd-cluster instances` against an admin port without sockets: what it sends, waits for and says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from pd_cluster import admin, operate
+from pd_cluster.admin import Admin
+from pd_cluster.cli import app
+from pd_cluster.cluster.place import admin_token
+from pd_cluster.errors import ConfigError, PdClusterError, Unauthorized
+
+VARIABLES = [f"PD_CLUSTER_{way}{what}_FILE" for way in ("", "SERVE_") for what in ("ADMIN_TOKEN", "SECRET")]
+TOKEN = "a-token-of-some-length"
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {
+        "instance_id": "decode-0",
+        "role": "decode",
+        "next_role": None,
+        "service": "in",
+        "drain_timeout_s": 0.0,
+        "state": "ready",
+        "reason": None,
+        "num_outstanding": 0,
+        "kv_sent_nbytes": 0,
+        **changes,
+    }
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[httpx.Request]]:
+    """Whoever asks gets this answer; the requests are kept."""
+    asked: list[httpx.Request] = []
+
+    def use(answer: Answer) -> list[httpx.Request]:
+        def note(request: httpx.Request) -> httpx.Response:
+            asked.append(request)
+            return answer(request)
+
+        def client(**options: Any) -> httpx.AsyncClient:
+            return real(transport=httpx.MockTransport(note), **options)
+
+        monkeypatch.setattr(admin.httpx, "AsyncClient", client)
+        return asked
+
+    real = httpx.AsyncClient
+    monkeypatch.setattr(operate, "POLL_S", 0.0)
+    for name in (*VARIABLES, "GLOBAL_RANK_TABLE_FILE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return use
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    file.chmod(0o600)
+    return file
+
+
+def states(*entries: dict[str, Any] | None) -> Answer:
+    """The list as it is from one question to the next; the last one stays. Commands are taken."""
+    left = itertools.chain(entries, itertools.repeat(entries[-1]))
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            return httpx.Response(200, json=entry())
+        found = next(left)
+        return httpx.Response(200, json={"instances": [found] if found is not None else []})
+
+    return answer
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, ["instances", *words])
+
+
+def test_a_drain_is_waited_for(answers: Callable[[Answer], list[httpx.Request]], token_file: Path) -> None:
+    busy = entry(service="out", state="draining", num_outstanding=2)
+    asked = answers(states(busy, busy, {**busy, "num_outstanding": 1}, entry(service="out", state="drained")))
+    done = invoke("drain", "decode-0", "--timeout=7", f"--admin-token-file={token_file}")
+    assert done.exit_code == 0
+    assert done.stdout == "decode-0 is drained; `drain --undo` puts it back in service\n"
+    assert done.stderr.splitlines() == ["decode-0: draining, 2 requests there", "decode-0: draining, 1 request there"]
+    assert (asked[0].method, asked[0].url.path) == ("POST", "/instances/decode-0/drain")
+    assert asked[0].read() == b'{"force":false,"timeout_s":7.0}'
+    assert {request.headers["authorization"] for request in asked} == {f"Bearer {TOKEN}"}
+
+
+COMMANDS: list[tuple[list[str], dict[str, Any] | None, str]] = [
+    (["remove", "decode-0"], None, "decode-0 has left; its process may be ended"),
+    (["role", "decode-0", "prefill"], entry(role="prefill"), "decode-0 is prefill"),
+    (["add", "decode-0", "--port=8090"], entry(), "decode-0 is here"),
+    (["drain", "decode-0", "--undo"], entry(), "decode-0 is in service"),
+    (["drain", "decode-0", "--no-wait"], entry(), "decode-0: asked; `pd-cluster instances` shows how far it is"),
+]
+
+
+@pytest.mark.parametrize(("words", "then", "said"), COMMANDS, ids=[" ".join(words) for words, _, _ in COMMANDS])
+def test_one_line_says_that_it_is_done(
+    answers: Callable[[Answer], list[httpx.Request]], words: list[str], then: dict[str, Any] | None, said: str
+) -> None:
+    answers(states(entry(state="unreachable", next_role="prefill"), then))
+    done = invoke(*words)
+    assert (done.exit_code, done.stdout) == (0, said + "\n")
+
+
+def test_what_does_not_end_is_given_up(
+    answers: Callable[[Answer], list[httpx.Request]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(states(entry(service="out", state="draining", num_outstanding=1)))
+    monkeypatch.setattr(operate, "MARGIN_S", 0.0)
+    done = invoke("drain", "decode-0", "--timeout=0")
+    assert isinstance(done.exception, PdClusterError)
+    assert str(done.exception) == "decode-0 is not done after 0 s: draining, 1 request there"
+
+
+def test_who_cannot_join_says_why(answers: Callable[[Answer], list[httpx.Request]]) -> None:
+    answers(states(entry(state="connecting"), entry(state="failed", reason="it serves another model")))
+    done = invoke("add", "decode-0", "--port=8090")
+    assert str(done.exception) == "decode-0 is in the list and cannot serve: it serves another model"
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "said"),
+    [
+        (httpx.Response(401, json={"error": {"message": "x"}}), Unauthorized, "--admin-token-file FILE"),
+        (httpx.Response(409, json={"error": {"message": "it is the last"}}), PdClusterError, "it is the last"),
+        (httpx.Response(500, text="?"), PdClusterError, "does not answer as a scheduler's admin address (HTTP 500)"),
+        (httpx.Response(404, json=[]), PdClusterError, "does not answer as a scheduler's admin address (HTTP 404)"),
+    ],
+)
+def test_refusals_are_passed_on(
+    answers: Callable[[Answer], list[httpx.Request]], response: httpx.Response, kind: type[Exception], said: str
+) -> None:
+    answers(lambda request: response)
+    done = invoke("remove", "decode-0")
+    assert isinstance(done.exception, kind)
+    assert said in str(done.exception)
+
+
+def test_undo_has_no_deadline() -> None:
+    for more in ("--force", "--timeout=1"):
+        assert str(invoke("drain", "decode-0", "--undo", more).exception).startswith("--undo: goes with neither")
+
+
+def test_where_the_token_comes_from(token_file: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef")
+    secret.chmod(0o600)
+    assert Admin("u").token() == ""
+    assert Admin("u", "", str(secret)).token() == admin_token(b"0123456789abcdef")
+    assert Admin("u", str(token_file), str(secret)).token() == TOKEN
+    table = tmp_path / "table.json"
+    table.write_text("{}")
+    from_table = Admin("u", env={"GLOBAL_RANK_TABLE_FILE_PATH": str(table)}).token()
+    assert len(from_table) == 64
+    assert Admin("u", "", str(secret), {"GLOBAL_RANK_TABLE_FILE_PATH": str(table)}).token() != from_table
+    with pytest.raises(ConfigError, match="--admin-token-file /nowhere: No such file"):
+        Admin("u", "/nowhere").token()
+
+
+def test_options_before_the_command_hold_for_it(
+    answers: Callable[[Answer], list[httpx.Request]], token_file: Path
+) -> None:
+    asked = answers(states(None))
+    invoke("--admin=http://one:1", f"--admin-token-file={token_file}", "remove", "decode-0")
+    invoke("--admin=http://one:1", "remove", "decode-0", "--admin=http://two:2")
+    assert [str(request.url.host) for request in asked] == ["one", "one", "two", "two"]
+    assert asked[0].headers["authorization"] == f"Bearer {TOKEN}"

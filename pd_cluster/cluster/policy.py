@@ -149,6 +149,8 @@ def why_unavailable(instances: Sequence[Instance]) -> str:
     down = [
         f"{i.name} is {i.shown_state}{f' ({i.reason})' if i.reason else ''}" for i in instances if i.role in missing
     ]
+    if missing and not down:
+        return f"there is no {' and no '.join(missing)} instance"
     if missing:
         return f"no {' and no '.join(missing)} instance is ready: {'; '.join(down)}"
     return f"no prefill instance has a link to a decode instance: {'; '.join(refused_links(instances))}"

@@ -14,10 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pd_cluster.cluster.launcher import ADMIN_TOKEN
 from pd_cluster.types import SamplingParams
 from tests.support.cluster import LiveCluster, children_of, in_parallel
 from tests.support.engines import assert_same, random_prompt
 from tests.support.reference_beams import assert_same_beams
+from tests.support.steady_stream import SteadyStream
 
 Checkpoints = Callable[..., Path]
 NUM_REQUESTS, CONCURRENCY = 200, 16
@@ -184,6 +186,36 @@ def test_long_outputs_overflow_the_decode_pool(cluster: LiveCluster, model: Path
         assert len(outputs[at]) == 90
         alone = cluster.complete(prompt, 90, **fields)
         assert outputs[at] == alone, f"request {at} differs from the same request alone"
+    cluster.assert_home()
+
+
+def test_drains_and_roles_under_a_steady_stream(cluster: LiveCluster) -> None:
+    """Out of service and back, another role and back: no request is lost, no token is different, nothing stays held."""
+
+    def do(name: str, what: str, **fields: object) -> None:
+        token = (cluster.folder / ADMIN_TOKEN).read_text().strip()
+        where = f"{cluster.admin_url}/instances/{name}/{what}"
+        answer = cluster.client.post(where, json=fields, headers={"Authorization": f"Bearer {token}"})
+        assert answer.status_code == 200, answer.text
+
+    def is_now(name: str, **fields: str) -> Callable[[], bool]:
+        return lambda: fields.items() <= cluster.instance(name).items()
+
+    stream = SteadyStream(cluster, longest=60)
+    with stream.running():
+        do("decode-1", "drain")
+        cluster.wait_until("drained", is_now("decode-1", state="drained"))
+        do("decode-1", "undrain")
+        do("prefill-1", "role", role="decode")
+        cluster.wait_until("decode", is_now("prefill-1", role="decode"))
+        cluster.wait_until("linked", cluster.is_whole)
+        do("decode-0", "role", role="prefill", timeout_s=0.0)  # what runs there goes on elsewhere
+        cluster.wait_until("prefill", is_now("decode-0", role="prefill"))
+        cluster.wait_until("linked", cluster.is_whole)
+        do("decode-0", "role", role="decode")
+        do("prefill-1", "role", role="prefill")
+        cluster.wait_until("as before", lambda: all(is_now(n, role=n[:-2])() for n in ("decode-0", "prefill-1")))
+        cluster.wait_until("linked", cluster.is_whole)
     cluster.assert_home()
 
 

@@ -6,28 +6,22 @@ One cluster of two prefill and two decode instances for all tests, with a secret
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pd_cluster.cluster.launcher import ADMIN_TOKEN, Member, free_ports
 from ranktable_tools import generate, write
 from tests.support.cluster import LiveCluster
-from tests.support.engines import random_prompt
+from tests.support.steady_stream import SteadyStream
 
 pytestmark = pytest.mark.slow  # about half a minute, most of it two starts of rank processes
 
 Checkpoints = Callable[..., Path]
-CONCURRENCY = 4
-NUM_PROMPTS = 12
 ROLES = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
@@ -86,72 +80,22 @@ class Elastic(LiveCluster):
         self.wait_until("all instances are ready and linked", self.is_whole)
 
 
-class Stream:
-    """Requests one after the other on several threads; each answer must be what it was before anything changed."""
-
-    def __init__(self, cluster: LiveCluster) -> None:
-        rng = random.Random(5)
-        self._url = cluster.url
-        self._asks = [(random_prompt(rng, rng.randrange(8, 120)), rng.randrange(8, 160)) for _ in range(NUM_PROMPTS)]
-        self._stopping = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self.faults: list[str] = []
-        self.num_answered = 0
-        with httpx.Client(timeout=60, trust_env=False) as client:
-            self._expected = [self._answer(client, at) for at in range(NUM_PROMPTS)]
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self._stopping.clear()
-        self._threads = [threading.Thread(target=self._run, args=(at,), daemon=True) for at in range(CONCURRENCY)]
-        for thread in self._threads:
-            thread.start()
-        before = self.num_answered
-        try:
-            yield
-        finally:
-            self._stopping.set()
-            for thread in self._threads:
-                thread.join(60)
-        assert not any(thread.is_alive() for thread in self._threads), "requests hang"
-        assert self.faults == []
-        assert self.num_answered - before >= CONCURRENCY
-
-    def _run(self, seed: int) -> None:
-        rng = random.Random(seed)
-        with httpx.Client(timeout=60, trust_env=False) as client:
-            while not self._stopping.is_set():
-                at = rng.randrange(NUM_PROMPTS)
-                try:
-                    if (found := self._answer(client, at)) != self._expected[at]:
-                        self.faults.append(f"request {at}: {found} and not {self._expected[at]}")
-                except (httpx.HTTPError, AssertionError) as error:
-                    self.faults.append(f"request {at}: {error}")
-                self.num_answered += 1
-
-    def _answer(self, client: httpx.Client, at: int) -> list[int]:
-        prompt, max_tokens = self._asks[at]
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        answer = client.post(f"{self._url}/v1/completions", json={**body, "return_token_ids": True})
-        assert answer.status_code == 200, answer.text
-        tokens: list[int] = answer.json()["choices"][0]["token_ids"]
-        return tokens
-
-
-@pytest.fixture(scope="module")
-def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elastic]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two API processes"])
+def cluster(
+    request: pytest.FixtureRequest, checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Elastic]:
     folder = tmp_path_factory.mktemp("elastic")
-    arguments = [f"--secret-file={folder / 'secret'}", "--num-blocks=512"]
+    arguments = [f"--secret-file={folder / 'secret'}", "--num-blocks=512", f"--api-workers={request.param}"]
     with Elastic(folder, checkpoint("llama", max_position_embeddings=512), 2, 2, arguments) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def stream(cluster: Elastic) -> Stream:
-    return Stream(cluster)
+def stream(cluster: Elastic) -> SteadyStream:
+    return SteadyStream(cluster)
 
 
-def test_drain_and_undo(cluster: Elastic, stream: Stream) -> None:
+def test_drain_and_undo(cluster: Elastic, stream: SteadyStream) -> None:
     with stream.running():
         for name in ("decode-0", "prefill-1"):
             assert cluster.does("drain", name) == f"{name} is drained; `drain --undo` puts it back in service"
@@ -163,7 +107,7 @@ def test_drain_and_undo(cluster: Elastic, stream: Stream) -> None:
     cluster.assert_home()
 
 
-def test_roles_there_and_back(cluster: Elastic, stream: Stream) -> None:
+def test_roles_there_and_back(cluster: Elastic, stream: SteadyStream) -> None:
     epochs = {each["instance_id"]: each["epoch"] for each in cluster.instances()}
     with stream.running():
         assert cluster.does("role", "prefill-1", "decode") == "prefill-1 is decode"
@@ -184,7 +128,7 @@ def test_roles_there_and_back(cluster: Elastic, stream: Stream) -> None:
     assert epochs == {each["instance_id"]: each["epoch"] for each in cluster.instances()}, "nobody was started again"
 
 
-def test_leave_and_come_back(cluster: Elastic, stream: Stream) -> None:
+def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:
     port = cluster.instance("prefill-0")["port"]
     with stream.running():
         assert cluster.does("remove", "prefill-0") == "prefill-0 has left; its process may be ended"
@@ -221,7 +165,7 @@ def grown(cluster: Elastic) -> Member:
     return Member("prefill-2", command, {**like.env, "RANK_TABLE_FILE_PATH": table}, port)
 
 
-def test_a_new_worker_joins_and_leaves_with_its_entry(cluster: Elastic, stream: Stream) -> None:
+def test_a_new_worker_joins_and_leaves_with_its_entry(cluster: Elastic, stream: SteadyStream) -> None:
     scheduler = cluster.processes["scheduler"]
     table = Path(cluster.members["scheduler"].env["GLOBAL_RANK_TABLE_FILE_PATH"])
     before = table.read_bytes()
@@ -266,7 +210,7 @@ def test_a_faulty_table_changes_nothing(cluster: Elastic) -> None:
     assert cluster.is_whole()
 
 
-def test_a_worker_that_starts_again_keeps_the_role_that_it_was_given(cluster: Elastic, stream: Stream) -> None:
+def test_a_worker_that_starts_again_keeps_the_role_that_it_was_given(cluster: Elastic, stream: SteadyStream) -> None:
     cluster.does("role", "prefill-1", "decode")
     cluster.kill("prefill-1")
     cluster.await_exit("prefill-1")
@@ -278,7 +222,7 @@ def test_a_worker_that_starts_again_keeps_the_role_that_it_was_given(cluster: El
         cluster.wait_until("it decodes", lambda: cluster.instance("prefill-1")["kv_received_nbytes"] > before)
 
 
-def test_a_scheduler_that_starts_again_knows_the_tables_roles(cluster: Elastic, stream: Stream) -> None:
+def test_a_scheduler_that_starts_again_knows_the_tables_roles(cluster: Elastic, stream: SteadyStream) -> None:
     assert cluster.roles()["prefill-1"] == "decode", "of the test before"
     cluster.kill("scheduler")
     cluster.await_exit("scheduler")

@@ -102,6 +102,11 @@ def test_why_nobody_can_serve() -> None:
     )
 
 
+def test_why_a_cluster_without_a_role_cannot_serve() -> None:
+    assert why_not() == "there is no prefill and no decode instance"
+    assert why_not(instance("decode-0")) == "there is no prefill instance"
+
+
 def test_why_ready_instances_cannot_serve() -> None:
     p0, d0 = instance("prefill-0"), instance("decode-0")
     assert why_not(p0, d0) == "no prefill instance has a link to a decode instance: prefill-0 to decode-0: opening"

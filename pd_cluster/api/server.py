@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from pd_cluster.errors import ConfigError
 
 BACKLOG = 2048
+UNREAD_TIMEOUT_S = 120  # a client that takes nothing of what was sent to it for so long loses its connection
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
@@ -23,6 +24,7 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     # asyncio sets TCP_NODELAY only on sockets that say they are TCP; without it each token may wait for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)  # connections inherit it
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)
@@ -45,10 +47,14 @@ class _Server(uvicorn.Server):
 def make_server(app: FastAPI, drain_timeout_s: float) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
+        loop="none",  # whoever serves has chosen it
+        http="httptools",
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,  # nobody asks who the client is
         timeout_graceful_shutdown=int(drain_timeout_s) + 2,  # after `drained` has ended the streams in-band
         timeout_keep_alive=75,
     )

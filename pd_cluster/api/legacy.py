@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from pd_cluster.api.http import (
     CLIENT_CLOSED_REQUEST,
     EventStream,
-    chain,
+    PlainRoute,
     error_body,
     json_response,
     read_body,
@@ -31,7 +31,7 @@ from pd_cluster.text import Tokenizer
 
 
 def legacy_routes(service: TextService) -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=PlainRoute)
 
     @routes.post("/generate")
     async def generate(http: Request) -> Response:
@@ -44,11 +44,8 @@ def legacy_routes(service: TextService) -> APIRouter:
         if request.stream:
             check_streamed_texts(len(generation.sequences), len(prompt), generation.sampling.max_tokens)
             frames = _frames(service, request, generation, prompt)
-            first = await unless_disconnected(http, anext(frames))
-            if first is None:
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
-            return EventStream(chain(first, frames), headers, media_type="application/json")
-        pieces = await unless_disconnected(http, service.complete(generation))
+            return EventStream(frames, headers=headers, media_type="application/json")
+        pieces = await unless_disconnected(http.receive, service.complete(generation))
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return await json_response(

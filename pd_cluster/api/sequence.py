@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from pd_cluster.text import Detokenizer, StopStrings
 from pd_cluster.types import FinishReason, Logprobs, TokenOutput
 
@@ -17,8 +19,7 @@ class TokenLogprobs(NamedTuple):
     text_offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """New text of one sequence, and the tokens that came since its last piece. Its last piece has a finish_reason."""
 
     index: int

@@ -18,6 +18,7 @@ from pd_cluster.errors import ConfigError
 
 BACKLOG = 2048
 CLOSE_TIMEOUT_S = 3  # for connections to close, once the listener has
+UNREAD_TIMEOUT_S = 120  # a client that takes nothing of what was sent to it for so long loses its connection
 
 
 def bind_several(host: str, port: int, count: int) -> list[socket.socket]:
@@ -43,6 +44,7 @@ def bind(host: str, port: int, flag: str = "--port", is_shared: bool = False) ->
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)  # connections inherit it
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)
@@ -72,10 +74,14 @@ class _Server(uvicorn.Server):
 def make_server(app: FastAPI) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
+        loop="none",  # whoever serves has chosen it
+        http="httptools",
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,  # nobody asks who the client is
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         timeout_keep_alive=75,
     )

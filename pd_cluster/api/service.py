@@ -9,7 +9,7 @@ import reprlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -195,7 +195,7 @@ class TextService:
         """Checks the limits. Raises RequestError."""
         token_ids = truncated(request, token_ids, self.max_model_len, default_max_tokens or 1)
         wanted = self._max_tokens(request, token_ids, default_max_tokens, param)
-        if not all(0 <= i < self._limits.vocab_size for i in token_ids):
+        if min(token_ids) < 0 or max(token_ids) >= self._limits.vocab_size:
             raise RequestError(f"{param}: token ids must be in 0 to {self._limits.vocab_size - 1}", param=param)
         sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
         sampling = msgspec.structs.replace(sampling, bad_words=await self._bad_words(request))
@@ -298,7 +298,7 @@ class TextService:
         if len(pieces) > generation.num_choices:
             generation.keep_best()
         whole = [joined(pieces[sequence.index]) for sequence in generation.sequences]
-        return [replace(piece, index=index) for index, piece in enumerate(whole)]
+        return [msgspec.structs.replace(piece, index=index) for index, piece in enumerate(whole)]
 
     def _tokens(self, generation: Generation) -> AsyncIterator[TokenOutput]:
         return self.router.serve(

@@ -19,6 +19,7 @@ from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.policy import Ask, Pair, Policy, alone
 from pd_cluster.cluster.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.roster import Roster
+from pd_cluster.cluster.slices import Slices
 from pd_cluster.cluster.stream import Request, Sequence, Setback, Stream, ask_of
 from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, PdClusterError, Unavailable
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 2  # of instances that a request was on: then it may be what they died of
 MAX_DEATHS_TOGETHER = 3  # when they die together, it is rather a host's or an operator's doing
 NO_GOALS = Goals()
+
+
+def _unheard(prompt: PromptOutput) -> None:
+    """For prompts that nobody wants to hear of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class Router:
         self._request_timeout_s = request_timeout_s
         self._limits = replay or ReplayLimits()
         self._streams: dict[str, Stream] = {}
+        self._slices = Slices(self._on_slice)
         self._counter = itertools.count()
         self._life = secrets.token_hex(4)
         self._lost_s = -math.inf  # when an instance was lost last
@@ -73,7 +79,7 @@ class Router:
         prompt_token_ids: list[int],
         sampling: SamplingParams,
         routed: Callable[[Stream], None] = lambda stream: None,
-        prompted: Callable[[PromptOutput], None] = lambda prompt: None,
+        prompted: Callable[[PromptOutput], None] = _unheard,
         cache_salt: str = "",
         client_id: str = "",
         received_s: float | None = None,
@@ -101,24 +107,31 @@ class Router:
         )
         self._submit(stream, timeout_s)
         routed(stream)
+        late = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
+        # One timer a request: one around every wait costs more than all that is done with a token.
+        expiry = loop.call_at(deadline_s, stream.inbox.put, late) if deadline_s is not None else None
         is_first = True
         try:
             while not stream.is_over:
-                async with asyncio.timeout_at(deadline_s):
-                    item = await stream.queue.get()
-                    if isinstance(item, Setback):
-                        await self._replay(stream, item, deadline_s)
+                item = await stream.inbox.get()
+                if isinstance(item, TokenOutput):
+                    if not stream.take(item):
                         continue
-                if isinstance(item, Exception):
-                    raise item
-                if item is not None and stream.take(item):
                     if is_first:
                         self.timelines.first_token(stream.request_id)
                         is_first = False
                     yield item
+                elif isinstance(item, Setback):
+                    async with asyncio.timeout_at(deadline_s):
+                        await self._replay(stream, item, deadline_s)
+                elif item is not None:
+                    raise item
         except TimeoutError:
-            raise DeadlineExceeded(f"the request took longer than {timeout_s:g} s") from None
+            raise late from None
         finally:
+            if expiry is not None:
+                expiry.cancel()
+            stream.prompted = _unheard  # the reader may hold the stream: no circle that outlives the request
             self._finish(stream)
             self.timelines.ended(stream.request_id, "" if stream.is_over else _why(sys.exception()))
 
@@ -218,6 +231,11 @@ class Router:
             self._mailbox.send(conn, wire.Abort(stream.request_id, stream.attempt))
             self._leg_ended(stream, conn)
 
+    def _give_up(self, stream: Stream) -> None:
+        """Nobody reads. What has come may still be read, and why there is no more."""
+        self._abort_legs(stream)
+        stream.inbox.put(GenerationError(f"the client leaves more than {stream.max_unread} tokens unread"))
+
     def _retreat(self, stream: Stream, error: GenerationError) -> None:
         """The attempt has failed, whatever its other leg still does."""
         self._abort_legs(stream)
@@ -232,6 +250,9 @@ class Router:
     # ---- events from the workers
 
     def on_outputs(self, conn: str, outputs: wire.Outputs) -> None:
+        self._slices.add(conn, outputs)
+
+    def _on_slice(self, conn: str, outputs: wire.Outputs) -> None:
         for prompt in outputs.prompts:
             if (stream := self._stream_of(conn, prompt)) is not None:
                 stream.put_prompt(prompt)
@@ -241,6 +262,8 @@ class Router:
                 stream.put(token)
                 if token.finish_reason is not None and stream.is_finished:
                     self._leg_ended(stream, conn)
+                elif len(stream.inbox) > stream.max_unread:
+                    self._give_up(stream)
         for ended in outputs.ended:
             self._on_leg_end(conn, ended)
         self.timelines.add(conn, outputs.events)
@@ -268,12 +291,12 @@ class Router:
                 stream.ask.avoid.add((stream.prefill.key, stream.decode.key))
                 self._retreat(stream, error)
             else:
-                stream.queue.put_nowait(error)
+                stream.inbox.put(error)
 
     def end_all(self) -> None:
         """This process stops: whatever still runs ends with an error in its stream."""
         for stream in self._streams.values():
-            stream.queue.put_nowait(GenerationError("the server is shutting down"))
+            stream.inbox.put(GenerationError("the server is shutting down"))
 
     def move_on(self, instance: Instance, why: str) -> None:
         """Every request with a leg there goes on elsewhere, if it can. The instance lives, and is told to stop them."""

@@ -14,6 +14,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.api.http import error_response
+from pd_cluster.cluster import stream as stream_module
 from pd_cluster.cluster.predict import Goals
 from pd_cluster.cluster.stream import Request, Sequence, Stream, ask_of
 from pd_cluster.cluster.timeline import Timeline
@@ -22,6 +23,15 @@ from pd_cluster.types import LegEnd, PromptOutput, SamplingParams, TokenOutput
 from tests.support.router_world import PROMPT, SAMPLING, World, ready, rest_of, run, token
 
 # ---- Stream.put
+
+
+def read_now(stream: Stream) -> list[TokenOutput]:
+    """What a reader gets without waiting."""
+
+    async def read() -> list[TokenOutput]:
+        return [cast(TokenOutput, await stream.inbox.get()) for _ in range(len(stream.inbox))]
+
+    return asyncio.run(read())
 
 
 def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
@@ -46,8 +56,7 @@ def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
         for item in offered[: rng.randrange(len(offered) + 1)]:
             stream.put(item)
             come |= {(item.index, item.position)} if item.attempt == 1 else set()
-            while not stream.queue.empty():
-                out = cast(TokenOutput, stream.queue.get_nowait())
+            for out in read_now(stream):
                 left[out.index].append(out)
             for index in range(n):
                 gapless = next(p for p in range(num_tokens + 1) if (index, p) not in come)
@@ -205,6 +214,51 @@ def test_the_deadline() -> None:
         with pytest.raises(DeadlineExceeded, match=r"longer than 0\.05 s"):
             await anext(serving)
         assert world.aborted() == ["to-decode-0", "to-prefill-0"]
+        world.assert_home()
+
+    run(test())
+
+
+def test_a_reader_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its legs end when too much has come; what has come can still be read, and then why there is no more."""
+    monkeypatch.setattr(stream_module, "MAX_UNREAD_TOKENS", 3)
+    monkeypatch.setattr(stream_module, "MAX_UNREAD_STEPS", 3)
+
+    async def test() -> None:
+        world = World()
+        _, other_first, other = await world.begin()
+        serving, first, rid = await world.begin(SamplingParams(max_tokens=99))
+        world.outputs("to-prefill-1", token(rid, 0), ended=LegEnd(rid, 0))
+        assert (await first).position == 0
+        for position in range(1, 4):
+            world.outputs("to-decode-1", token(rid, position))
+        assert world.aborted() == []
+        world.outputs("to-decode-1", token(rid, 4))
+        world.outputs("to-decode-1", token(rid, 5), token(rid, 6))
+        assert world.aborted() == ["to-decode-1"]
+        assert [(await anext(serving)).position for _ in range(4)] == [1, 2, 3, 4]
+        with pytest.raises(GenerationError, match="leaves more than 3 tokens unread"):
+            await anext(serving)
+        world.outputs("to-prefill-0", token(other, 0, finish="length"))
+        assert (await other_first).position == 0
+
+    run(test())
+
+
+def test_an_answer_that_comes_at_once_is_not_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a beam search, and the last tokens of any."""
+    monkeypatch.setattr(stream_module, "MAX_UNREAD_TOKENS", 3)
+    monkeypatch.setattr(stream_module, "MAX_UNREAD_STEPS", 3)
+
+    async def test() -> None:
+        world = World()
+        for sampling in (SamplingParams(max_tokens=9, beam_width=2), SamplingParams(max_tokens=4)):
+            serving, first, rid = await world.begin(sampling)
+            conn = world.mailbox.of(wire.Submit)[-2][0]
+            last = sampling.max_tokens - 1
+            world.outputs(conn, *(token(rid, p, finish="length" if p == last else None) for p in range(last + 1)))
+            assert (await first).position == 0
+            assert await rest_of(serving) == list(range(1, last + 1))
         world.assert_home()
 
     run(test())

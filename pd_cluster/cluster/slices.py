@@ -1,0 +1,59 @@
+"""A worker's large messages, a slice at a time: between two slices the event loop reads requests and first tokens.
+
+A step of a full decode instance is hundreds of tokens, each of which wakes a reader and makes a write: milliseconds
+that nobody else should have to wait for. What waits is kept by leg, so that a loop that has fallen behind hands each
+reader all its tokens at once, and so catches up. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pd_cluster import wire
+from pd_cluster.types import LegEnd, TokenOutput
+
+SLICE_NUM_TOKENS = 8
+SHARE = 8  # a slice is this part of the legs that wait, when that is more: however busy the loop is, they get on
+MOST_OF_LEG = 64  # tokens of one leg in a slice
+
+Leg = tuple[str, str]  # connection, request id
+
+
+class Slices:
+    """What is told of one leg is handled in order; legs take turns in the order in which they began to wait."""
+
+    def __init__(self, handle: Callable[[str, wire.Outputs], None]) -> None:
+        self._handle = handle
+        self._waiting: dict[Leg, list[TokenOutput | LegEnd]] = {}
+
+    def add(self, conn: str, outputs: wire.Outputs) -> None:
+        """Handles a small message at once, of a large one the first slice, unless others wait."""
+        items: list[TokenOutput | LegEnd] = [*outputs.tokens, *outputs.ended]
+        waiting = self._waiting
+        if len(items) <= SLICE_NUM_TOKENS and not any((conn, item.request_id) in waiting for item in items):
+            self._handle(conn, outputs)
+            return
+        if outputs.prompts or outputs.events:  # of prompts before their tokens
+            self._handle(conn, wire.Outputs(prompts=outputs.prompts, events=outputs.events, now_s=outputs.now_s))
+        is_first = not waiting
+        for item in items:
+            waiting.setdefault((conn, item.request_id), []).append(item)
+        if is_first:
+            self._next()
+
+    def _next(self) -> None:
+        chosen: dict[str, list[TokenOutput | LegEnd]] = {}
+        num_chosen, num_left = 0, len(self._waiting) - len(self._waiting) // SHARE
+        while self._waiting and (num_chosen < SLICE_NUM_TOKENS or len(self._waiting) > num_left):
+            leg = next(iter(self._waiting))
+            items = self._waiting.pop(leg)
+            if len(items) > MOST_OF_LEG:
+                self._waiting[leg] = items[MOST_OF_LEG:]  # behind the others
+            chosen.setdefault(leg[0], []).extend(items[:MOST_OF_LEG])
+            num_chosen += len(items)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        for conn, items in chosen.items():
+            tokens = [item for item in items if isinstance(item, TokenOutput)]
+            self._handle(conn, wire.Outputs(tokens, [item for item in items if isinstance(item, LegEnd)]))

@@ -1,0 +1,104 @@
+"""How `bench router` judges: the fit of two loads, what is added to TTFT, goals, ratios; what it reads of processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.bench import router_processes
+from pd_cluster.bench.report import Result
+from pd_cluster.bench.router import RouterBench, make_bench
+from pd_cluster.bench.router_figures import OURS, Cost, Measured, added_ttft_s, fit, results
+from pd_cluster.bench.router_processes import check_open_files, cpu_s, rss_nbytes, waited_s
+from pd_cluster.bench.router_spec import LoadResult, Workload
+from pd_cluster.errors import ConfigError
+
+MANY = Workload(name="many", num_requests=10, num_tokens=1000, num_open=10)
+FEW = Workload(name="few", num_requests=1000, num_tokens=2, num_open=10)
+
+
+def result(cpu_s: float = 0.0, **more: object) -> LoadResult:
+    fields = {
+        "took_s": 2.0,
+        "cpu_s": cpu_s,
+        "own_cpu_s": 0.1,
+        "num_done": 1,
+        "num_events": 1,
+        "errors": [],
+        "times_s": {},
+        "gaps_s": [],
+        "waited_s": 0.0,
+        "rss_before_nbytes": 0,
+        "rss_after_nbytes": 0,
+    }
+    return LoadResult(**(fields | more))  # type: ignore[arg-type]
+
+
+def by_name(found: list[Result]) -> dict[str, Result]:
+    return {each.name: each for each in found}
+
+
+def test_two_shapes_of_load_tell_the_two_costs_apart() -> None:
+    token_s, request_s = 40e-6, 1e-3
+    loads = [(w, result(w.all_tokens * token_s + w.num_requests * request_s)) for w in (MANY, FEW)]
+    for found in (fit(*loads), fit(*reversed(loads))):
+        assert found.token_s == pytest.approx(token_s)
+        assert found.request_s == pytest.approx(request_s)
+
+
+def test_what_a_router_adds_is_what_the_worker_did_not_take() -> None:
+    client = {1: (10.0, 10.5), 2: (11.0, 11.2), 3: (12.0, 12.1)}
+    worker = {1: (100.0, 100.4), 2: (101.0, 101.2)}  # of the third nothing is known
+    assert added_ttft_s(client, worker) == pytest.approx([0.1, 0.0])
+
+
+def test_goals_are_for_our_own_router_alone() -> None:
+    paced = (Workload(name="p", num_requests=1, num_tokens=64, num_open=0, rate_per_s=100.0), result(cpu_s=1.0))
+    held = (
+        Workload(name="h", num_requests=4, num_tokens=64, num_open=4, hold=True),
+        result(rss_before_nbytes=1 << 20, rss_after_nbytes=(1 << 20) + 4 * 41 * 1024),
+    )
+    ours = Measured(OURS, [Cost(40e-6, 1e-3), Cost(60e-6, 2e-3), Cost(44e-6, 1e-3)], paced, held, num_errors=1)
+    other = Measured("other", [Cost(20e-6, 0.5e-3), Cost(20e-6, 0.5e-3), Cost(22e-6, 1e-3)], paced, held)
+    found = by_name(results([ours, other]))
+    assert found["pd-cluster cpu_per_token"].value == pytest.approx(44)
+    assert (found["pd-cluster cpu_per_token"].goal, found["pd-cluster cpu_per_token"].met) == (50.0, True)
+    assert found["pd-cluster cpu_per_request"].value == pytest.approx(1.0)
+    assert found["pd-cluster cpu_then"].value == pytest.approx(50)
+    assert (found["pd-cluster memory_per_stream"].value, found["pd-cluster memory_per_stream"].met) == (41.0, False)
+    assert found["pd-cluster added_ttft_p99"].met is False, "nothing was measured"
+    assert found["pd-cluster errors"].met is False
+    assert {r.goal for name, r in found.items() if name.startswith("other") and "errors" not in name} == {None}
+    assert found["cpu_per_token / other's"].value == pytest.approx(2.0)
+    assert found["cpu_per_request / other's"].value == pytest.approx(2.0)
+    assert not [r for r in results([ours], with_goals=False) if r.goal is not None and "errors" not in r.name]
+
+
+def test_the_paced_load_takes_its_share_of_a_core() -> None:
+    workload = RouterBench().paced(Cost(token_s=50e-6, request_s=1e-3))
+    assert workload.rate_per_s * (1e-3 + workload.num_tokens * 50e-6) == pytest.approx(0.8)
+    assert RouterBench().paced(Cost(-1.0, -1.0)).rate_per_s < 10_000, "a fit through noise"
+
+
+def test_a_process_is_read_with_its_children() -> None:
+    pid = os.getpid()
+    before_s = cpu_s(pid)
+    while cpu_s(pid) == before_s:
+        sum(range(10_000))
+    assert waited_s(pid) >= 0
+    assert 1 << 20 < rss_nbytes(pid) < 1 << 40
+    assert router_processes.family(pid)[0] == pid
+    assert Path(f"/proc/{pid}").exists()
+
+
+def test_too_many_streams_for_this_machine() -> None:
+    with pytest.raises(ConfigError, match=r"^the hard limit of open files is \d+; 1000000000000 are needed"):
+        check_open_files(10**12)
+
+
+def test_quick_is_small() -> None:
+    bench = make_bench(3, 4000, "", quick=True)
+    assert (bench.rounds, bench.streams) == (1, 50)
+    assert bench.command == "pd-cluster bench router --rounds 1 --streams 50 --quick"

@@ -34,8 +34,8 @@ class Handler:
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
         if isinstance(body, wire.Outputs):
-            self.router.timelines.heard(conn, body.now_s)  # here, before it waits for its turn on the loop
-            self._call(self.router.on_outputs, conn, body)
+            heard_s = self.router.timelines.heard(conn, body.now_s)  # here, before it waits for its turn on the loop
+            self._call(self.router.on_outputs, conn, body, heard_s)
         elif isinstance(body, wire.Heartbeat) and body.load is not None:
             self._call(self.roster.on_heartbeat, conn, body.load)
         elif isinstance(body, wire.CacheKeys):

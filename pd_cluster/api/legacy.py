@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -35,8 +36,9 @@ def legacy_routes(service: TextService) -> APIRouter:
 
     @routes.post("/generate")
     async def generate(http: Request) -> Response:
+        received_s = time.monotonic()
         request = parse(await read_body(http), GenerateRequest)
-        generation = await service.completion(request, request.prompt)
+        generation = await service.completion(request, request.prompt, received_s=received_s)
         generation.client_id = f"generate-{secrets.token_hex(12)}"
         headers = {"x-request-id": generation.client_id}  # the bodies have no place for it
         is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None

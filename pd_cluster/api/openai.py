@@ -48,16 +48,18 @@ def openai_routes(service: TextService) -> APIRouter:
 
     @routes.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
     async def chat(http: Request) -> Response:
+        received_s = time.monotonic()
         request = parse(await read_body(http), ChatCompletionRequest)
         answer = ChatAnswer(request, service.check_model(request.model), service.tokenizer)
-        return await _answer(http, service, answer, await service.chat(request))
+        return await _answer(http, service, answer, await service.chat(request, received_s))
 
     @routes.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(http: Request) -> Response:
+        received_s = time.monotonic()
         request = parse(await read_body(http), CompletionRequest)
         name = service.check_model(request.model)
         prompt = _one_prompt(request.prompt)
-        generation = await service.completion(request, prompt, request.add_special_tokens)
+        generation = await service.completion(request, prompt, request.add_special_tokens, received_s)
         echoed = ""
         if request.echo:
             is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None

@@ -7,7 +7,6 @@ import contextlib
 import random
 import reprlib
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,8 +132,8 @@ class TextService:
             code="model_not_found",
         )
 
-    async def chat(self, request: ChatCompletionRequest) -> Generation:
-        received_s = time.monotonic()
+    async def chat(self, request: ChatCompletionRequest, received_s: float | None = None) -> Generation:
+        """`received_s`: since when the request is here, for its timeline."""
         messages = [message.to_template(at) for at, message in enumerate(request.messages)]
         num_chars = sum(len(message.get("content", "")) for message in messages)
         num_chars += MESSAGE_NUM_CHARS * (len(messages) - 1)
@@ -148,8 +147,13 @@ class TextService:
         )
         return await self._generation(request, token_ids, None, "messages", received_s)
 
-    async def completion(self, request: GenerationRequest, prompt: str | list[int], special: bool = True) -> Generation:
-        received_s = time.monotonic()
+    async def completion(
+        self,
+        request: GenerationRequest,
+        prompt: str | list[int],
+        special: bool = True,
+        received_s: float | None = None,
+    ) -> Generation:
         if isinstance(prompt, str):
             token_ids = await self._tokenize(
                 lambda: self.tokenizer.encode(prompt, special), len(prompt), request, "prompt"
@@ -190,7 +194,7 @@ class TextService:
         token_ids: list[int],
         default_max_tokens: int | None,
         param: str,
-        received_s: float,
+        received_s: float | None,
     ) -> Generation:
         """Checks the limits. Raises RequestError."""
         token_ids = truncated(request, token_ids, self.max_model_len, default_max_tokens or 1)

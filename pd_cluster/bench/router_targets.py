@@ -36,11 +36,22 @@ SGLANG_ROUTER = "sglang-router"  # its environment's name, too
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A router that serves. `pid` is its process; `times_file` is there when its workers have ended."""
+    """A router that serves. `pid` is its process; `times_file` is there when its workers have ended.
+
+    `admin_url`: where it tells what it added to the last requests' TTFT; "" where it does not.
+    """
 
     port: int
     pid: int
     times_file: Path
+    admin_url: str = ""
+
+    def added_ttft_ms(self) -> list[float]:
+        """Of the last requests, by time stamps inside the router."""
+        if not self.admin_url:
+            return []
+        answer = httpx.get(f"{self.admin_url}/requests?limit=1000", timeout=10, trust_env=False).json()
+        return [request["added_ttft_ms"] for request in answer["requests"] if request["status"] == "finished"]
 
     def times_s(self) -> dict[int, tuple[float, float]]:
         """A request's seed -> when its prompt was read by a worker, and when its first token was sent."""
@@ -81,7 +92,7 @@ def own_scheduler(folder: Path, step_s: float) -> Iterator[Target]:
         _made_up_workers("router_workers", spec, folder),
         _process(scheduler.command, scheduler.env, folder / "scheduler.log") as process,
     ):
-        target = Target(launch.port, process.pid, Path(spec.times_file))
+        target = Target(launch.port, process.pid, Path(spec.times_file), launch.admin_url)
         _await_answer(f"{launch.url}/health", process, folder / "scheduler.log", all_ok=True)
         yield target
 

@@ -118,7 +118,7 @@ class Router:
                     if not stream.take(item):
                         continue
                     if is_first:
-                        self.timelines.first_token(stream.request_id)
+                        self.timelines.first_token(stream.request_id, stream.heard_s)
                         is_first = False
                     yield item
                 elif isinstance(item, Setback):
@@ -249,10 +249,11 @@ class Router:
 
     # ---- events from the workers
 
-    def on_outputs(self, conn: str, outputs: wire.Outputs) -> None:
-        self._slices.add(conn, outputs)
+    def on_outputs(self, conn: str, outputs: wire.Outputs, heard_s: float | None = None) -> None:
+        """`heard_s`: when it was read, by the timelines' clock; None: just now."""
+        self._slices.add(conn, outputs, self.timelines.now_s() if heard_s is None else heard_s)
 
-    def _on_slice(self, conn: str, outputs: wire.Outputs) -> None:
+    def _on_slice(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
         for prompt in outputs.prompts:
             if (stream := self._stream_of(conn, prompt)) is not None:
                 stream.put_prompt(prompt)
@@ -260,6 +261,8 @@ class Router:
         for token in outputs.tokens:
             if (stream := self._stream_of(conn, token)) is not None:
                 stream.put(token)
+                if not stream.heard_s:
+                    stream.heard_s = heard_s
                 if token.finish_reason is not None and stream.is_finished:
                     self._leg_ended(stream, conn)
                 elif len(stream.inbox) > stream.max_unread:

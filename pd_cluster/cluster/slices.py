@@ -21,39 +21,52 @@ Leg = tuple[str, str]  # connection, request id
 
 
 class Slices:
-    """What is told of one leg is handled in order; legs take turns in the order in which they began to wait."""
+    """What is told of one leg is handled in order; legs take turns in the order in which they began to wait.
 
-    def __init__(self, handle: Callable[[str, wire.Outputs], None]) -> None:
+    `handle` gets the time, too, when the first of what it is handed was heard.
+    """
+
+    def __init__(self, handle: Callable[[str, wire.Outputs, float], None]) -> None:
         self._handle = handle
         self._waiting: dict[Leg, list[TokenOutput | LegEnd]] = {}
+        self._heard_s: dict[Leg, float] = {}  # of those that wait
 
-    def add(self, conn: str, outputs: wire.Outputs) -> None:
+    def add(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
         """Handles a small message at once, of a large one the first slice, unless others wait."""
         items: list[TokenOutput | LegEnd] = [*outputs.tokens, *outputs.ended]
         waiting = self._waiting
         if len(items) <= SLICE_NUM_TOKENS and not any((conn, item.request_id) in waiting for item in items):
-            self._handle(conn, outputs)
+            self._handle(conn, outputs, heard_s)
             return
         if outputs.prompts or outputs.events:  # of prompts before their tokens
-            self._handle(conn, wire.Outputs(prompts=outputs.prompts, events=outputs.events, now_s=outputs.now_s))
+            early = wire.Outputs(prompts=outputs.prompts, events=outputs.events, now_s=outputs.now_s)
+            self._handle(conn, early, heard_s)
         is_first = not waiting
         for item in items:
-            waiting.setdefault((conn, item.request_id), []).append(item)
+            leg = conn, item.request_id
+            waiting.setdefault(leg, []).append(item)
+            self._heard_s.setdefault(leg, heard_s)
         if is_first:
             self._next()
 
     def _next(self) -> None:
         chosen: dict[str, list[TokenOutput | LegEnd]] = {}
+        heard_s: dict[str, float] = {}
         num_chosen, num_left = 0, len(self._waiting) - len(self._waiting) // SHARE
         while self._waiting and (num_chosen < SLICE_NUM_TOKENS or len(self._waiting) > num_left):
             leg = next(iter(self._waiting))
             items = self._waiting.pop(leg)
+            leg_heard_s = self._heard_s[leg]
             if len(items) > MOST_OF_LEG:
                 self._waiting[leg] = items[MOST_OF_LEG:]  # behind the others
+            else:
+                del self._heard_s[leg]
+            heard_s[leg[0]] = min(heard_s.get(leg[0], leg_heard_s), leg_heard_s)
             chosen.setdefault(leg[0], []).extend(items[:MOST_OF_LEG])
             num_chosen += len(items)
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._next)
         for conn, items in chosen.items():
             tokens = [item for item in items if isinstance(item, TokenOutput)]
-            self._handle(conn, wire.Outputs(tokens, [item for item in items if isinstance(item, LegEnd)]))
+            ended = [item for item in items if isinstance(item, LegEnd)]
+            self._handle(conn, wire.Outputs(tokens, ended), heard_s[conn])

@@ -108,6 +108,7 @@ class Stream:
     is_prompted: bool = False
     has_prefill_spoken: bool = False  # and so has told of the prompt, which the first token must not come before
     inbox: Inbox = field(default_factory=Inbox)
+    heard_s: float = 0.0  # when a first token was read here, by the timelines' clock; 0: none yet
     deaths_s: list[float] = field(default_factory=list)  # when attempts of it ended with an instance's death
     num_moves: int = 0  # attempts that ended because somebody wanted their instance empty
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs

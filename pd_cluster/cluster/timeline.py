@@ -47,6 +47,7 @@ class Timeline:
     status: TimelineStatus = "running"
     error: str = ""
     ended_s: float | None = None
+    added_s: float = 0.0  # of the time to the first token, what passed in this process
     own: list[tuple[float, str]] = field(default_factory=list)  # the scheduler's events
     others: list[tuple[WorkerClock, TraceEvent]] = field(default_factory=list)
     num_dropped: int = 0
@@ -93,6 +94,7 @@ class Timeline:
             "prefill": self.prefill,
             "decode": self.decode,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "added_ttft_ms": round(1e3 * self.added_s, 3),
             "num_replays": sum(what == "replayed" for _, what in self.own),
             "duration_ms": None if self.ended_s is None else self._ms(self.ended_s),
         }
@@ -139,6 +141,7 @@ class Timelines:
         ids = [each for each in (client_id, request_id, transfer_id) if each]
         timeline = Timeline(ids, num_prompt_tokens, received_s, prefill[1], decode[1], dict([prefill, decode]))
         timeline.own += [(received_s, "received"), (now_s, "routed")]
+        timeline.added_s = now_s - received_s
         self._kept[request_id] = timeline
         self._by_id.update(dict.fromkeys(ids, timeline))
         while len(self._kept) > self.max_requests:
@@ -152,9 +155,16 @@ class Timelines:
             timeline.members = {**timeline.members, conn: name}
             self._by_id[transfer_id] = timeline
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request_id: str, heard_s: float) -> None:
+        """The reader has it; it was read from the socket at `heard_s`."""
         if timeline := self._kept.get(request_id):
-            timeline.own.append((self._clock(), "first token"))
+            now_s = self._clock()
+            timeline.own.append((now_s, "first token"))
+            timeline.added_s += now_s - heard_s
+
+    def now_s(self) -> float:
+        """By its clock."""
+        return self._clock()
 
     def ended(self, request_id: str, error: str = "") -> None:
         if timeline := self._kept.get(request_id):
@@ -164,12 +174,14 @@ class Timelines:
 
     # ---- what workers tell
 
-    def heard(self, conn: str, now_s: float) -> None:
-        """A message that was sent at `now_s` of the worker's clock is here."""
+    def heard(self, conn: str, now_s: float) -> float:
+        """A message that was sent at `now_s` of the worker's clock is here. Returns when, by this clock."""
+        arrival_s = self._clock()
         clock = self._clocks.get(conn)
         if clock is None:
             clock = self._clocks[conn] = WorkerClock(conn)
-        clock.heard(now_s, self._clock())
+        clock.heard(now_s, arrival_s)
+        return arrival_s
 
     def gone(self, conn: str) -> None:
         """The connection is over; its events keep its clock."""

@@ -60,7 +60,14 @@ def test_goals_are_for_our_own_router_alone() -> None:
         Workload(name="h", num_requests=4, num_tokens=64, num_open=4, hold=True),
         result(rss_before_nbytes=1 << 20, rss_after_nbytes=(1 << 20) + 4 * 41 * 1024),
     )
-    ours = Measured(OURS, [Cost(40e-6, 1e-3), Cost(60e-6, 2e-3), Cost(44e-6, 1e-3)], paced, held, num_errors=1)
+    ours = Measured(
+        OURS,
+        [Cost(40e-6, 1e-3), Cost(60e-6, 2e-3), Cost(44e-6, 1e-3)],
+        paced,
+        held,
+        num_errors=1,
+        inside_ms=[1.0] * 98 + [30.0, 40.0],
+    )
     other = Measured("other", [Cost(20e-6, 0.5e-3), Cost(20e-6, 0.5e-3), Cost(22e-6, 1e-3)], paced, held)
     found = by_name(results([ours, other]))
     assert found["pd-cluster cpu_per_token"].value == pytest.approx(44)
@@ -68,7 +75,9 @@ def test_goals_are_for_our_own_router_alone() -> None:
     assert found["pd-cluster cpu_per_request"].value == pytest.approx(1.0)
     assert found["pd-cluster cpu_then"].value == pytest.approx(50)
     assert (found["pd-cluster memory_per_stream"].value, found["pd-cluster memory_per_stream"].met) == (41.0, False)
-    assert found["pd-cluster added_ttft_p99"].met is False, "nothing was measured"
+    assert (found["pd-cluster added_ttft_p50"].value, found["pd-cluster added_ttft_p99"].met) == (1.0, False)
+    assert found["pd-cluster added_ttft_seen_outside_p99"].goal is None
+    assert "other added_ttft_p99" not in found, "only this project's router tells"
     assert found["pd-cluster errors"].met is False
     assert {r.goal for name, r in found.items() if name.startswith("other") and "errors" not in name} == {None}
     assert found["cpu_per_token / other's"].value == pytest.approx(2.0)

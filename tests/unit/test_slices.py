@@ -31,7 +31,16 @@ def test_every_leg_keeps_its_order() -> None:
             rng = random.Random(seed)
             seen: dict[tuple[str, str], list[object]] = {}
 
-            def handle(conn: str, outputs: wire.Outputs, into: dict[tuple[str, str], list[object]] = seen) -> None:
+            heard: list[float] = []
+
+            def handle(
+                conn: str,
+                outputs: wire.Outputs,
+                heard_s: float,
+                into: dict[tuple[str, str], list[object]] = seen,
+                at: list[float] = heard,
+            ) -> None:
+                at.append(heard_s)
                 for item in [*outputs.prompts, *outputs.tokens, *outputs.ended]:
                     into.setdefault((conn, item.request_id), []).append(item)
 
@@ -47,11 +56,13 @@ def test_every_leg_keeps_its_order() -> None:
                 prompts = [PromptOutput("new", 0, position)]
                 for item in [*prompts, *tokens, *ended]:
                     sent.setdefault((conn, item.request_id), []).append(item)
-                slices.add(conn, wire.Outputs(tokens, ended, prompts))
+                slices.add(conn, wire.Outputs(tokens, ended, prompts), float(position))
                 if rng.random() < 0.5:
                     await asyncio.sleep(0)
             await settle()
             assert seen == sent
+            assert set(heard) <= set(map(float, range(12)))
+            assert not slices._heard_s
 
     run(test())
 
@@ -59,12 +70,12 @@ def test_every_leg_keeps_its_order() -> None:
 def test_others_do_not_wait_for_a_large_message() -> None:
     async def test() -> None:
         seen: list[tuple[str, int]] = []
-        slices = Slices(lambda conn, outputs: seen.append((conn, len(outputs.tokens))))
-        slices.add("large", step(0))
+        slices = Slices(lambda conn, outputs, heard_s: seen.append((conn, len(outputs.tokens))))
+        slices.add("large", step(0), 0.0)
         assert seen == [("large", SLICE_NUM_TOKENS)], "its first slice is handled at once"
-        slices.add("small", step(0, 1))
+        slices.add("small", step(0, 1), 0.0)
         assert seen[1:] == [("small", 1)]
-        slices.add("large", wire.Outputs([token(f"r{LARGE - 1}", 1)]))
+        slices.add("large", wire.Outputs([token(f"r{LARGE - 1}", 1)]), 0.0)
         assert len(seen) == 2, "behind what waits of its leg"
         await settle()
         assert sum(count for conn, count in seen if conn == "large") == LARGE + 1
@@ -77,9 +88,9 @@ def test_who_has_fallen_behind_hands_over_all_that_waits() -> None:
 
     async def test() -> None:
         seen: list[list[TokenOutput]] = []
-        slices = Slices(lambda conn, outputs: seen.append(outputs.tokens))
+        slices = Slices(lambda conn, outputs, heard_s: seen.append(outputs.tokens))
         for position in range(5):
-            slices.add("d", step(position))
+            slices.add("d", step(position), 0.0)
         await settle()
         later = [item for tokens in seen[1:] for item in tokens if item.request_id == f"r{LARGE - 1}"]
         (together,) = [tokens for tokens in seen if later[0] in tokens]
@@ -93,9 +104,9 @@ def test_who_has_fallen_behind_hands_over_all_that_waits() -> None:
 def test_one_leg_that_says_very_much_lets_others_in_between() -> None:
     async def test() -> None:
         seen: list[list[str]] = []
-        slices = Slices(lambda conn, outputs: seen.append([item.request_id for item in outputs.tokens]))
+        slices = Slices(lambda conn, outputs, heard_s: seen.append([item.request_id for item in outputs.tokens]))
         beams = [token("beams", position) for position in range(3 * MOST_OF_LEG)]
-        slices.add("d", wire.Outputs([*beams, token("other", 0)]))
+        slices.add("d", wire.Outputs([*beams, token("other", 0)]), 0.0)
         await settle()
         assert list(map(len, seen)) == [MOST_OF_LEG, MOST_OF_LEG + 1, MOST_OF_LEG]
         assert "other" in seen[1]
@@ -107,14 +118,28 @@ def test_a_slice_that_fails_does_not_keep_the_others() -> None:
     async def test() -> None:
         seen: list[int] = []
 
-        def handle(conn: str, outputs: wire.Outputs) -> None:
+        def handle(conn: str, outputs: wire.Outputs, heard_s: float) -> None:
             seen.append(len(outputs.tokens))
             if len(seen) == 2:
                 raise ValueError("on purpose")
 
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        Slices(handle).add("a", step(0))
+        Slices(handle).add("a", step(0), 0.0)
         await settle()
         assert sum(seen) == LARGE
+
+    run(test())
+
+
+def test_a_slice_was_heard_when_the_first_of_it_was() -> None:
+    async def test() -> None:
+        heard: list[float] = []
+        slices = Slices(lambda conn, outputs, heard_s: heard.append(heard_s))
+        slices.add("d", step(0), 1.0)
+        slices.add("d", step(1), 2.0)
+        slices.add("e", wire.Outputs([token("other", 0)]), 3.0)
+        await settle()
+        assert (heard[0], heard[1], heard[2]) == (1.0, 3.0, 1.0)
+        assert heard[-1] == 1.0 or heard[-1] == 2.0
 
     run(test())

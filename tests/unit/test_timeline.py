@@ -51,10 +51,11 @@ def test_a_whole_life() -> None:
     world.route("r", "cmpl-1", received_s=99.5)
     world.now_s = 101.0
     world.tell("to-p", event("r", 10.0, "submitted"), now_s=10.75)  # its clock is 90.25 s behind
-    world.timelines.first_token("r")
+    world.timelines.first_token("r", heard_s=100.75)
     world.now_s = 102.0
     world.timelines.ended("r")
     assert world.find("cmpl-1") is world.find("r") is world.find("r-0")
+    assert world.find("r").summary(102.0)["added_ttft_ms"] == 750.0  # until it was routed, and after it was heard
     assert world.find("r").to_json() == {
         "request_id": "cmpl-1",
         "ids": ["cmpl-1", "r", "r-0"],
@@ -141,7 +142,8 @@ def test_events_of_strangers_are_dropped() -> None:
     world.tell("to-p", event("nobody", 1.0), now_s=1.0)
     world.tell("to-other", event("r", 1.0), now_s=1.0)
     assert [what for *_, what in world.events("r")] == ["received", "routed"]
-    for tell in (world.timelines.first_token, world.timelines.ended, world.timelines.gone):
+    world.timelines.first_token("stranger", 1.0)
+    for tell in (world.timelines.ended, world.timelines.gone):
         tell("nobody")
 
 
@@ -230,6 +232,7 @@ def test_the_routes() -> None:
         "num_prompt_tokens": 7,
         "num_replays": 0,
         "duration_ms": 500.0,
+        "added_ttft_ms": 0.0,
     }
     assert (body["requests"][1]["status"], body["requests"][1]["duration_ms"]) == ("running", None)
     assert len(get(world, "/requests?limit=25")[1]["requests"]) == 25

@@ -86,6 +86,7 @@ class Edge:
     def over(self, roster: Roster) -> TextService:
         """Requests go to these instances."""
         self.follow(roster)
+        self.router.expect_instances()
         config = self.config
         return TextService(
             self.router,

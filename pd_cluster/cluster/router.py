@@ -162,6 +162,10 @@ class Router:
         self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, stream.decode.name)
         self._submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
+    def expect_instances(self) -> None:
+        """From now on they become known: what comes early waits a moment for them, as when all were lost just now."""
+        self._lost_s = asyncio.get_running_loop().time()
+
     async def _first_pair(self, ask: Ask) -> Pair:
         """Where the last instance was lost just now, a new request waits a moment for one to be back.
 

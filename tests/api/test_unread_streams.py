@@ -58,7 +58,7 @@ async def serving(source: Source) -> AsyncIterator[int]:
         return EventStream(kinds[kind](), lambda: {"x-late": kind})
 
     listener = server.bind("127.0.0.1", 0)
-    uvicorn = server.make_server(app, 0)
+    uvicorn = server.make_server(app)
     running = asyncio.ensure_future(uvicorn.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1]

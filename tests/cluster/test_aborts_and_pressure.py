@@ -234,6 +234,7 @@ def test_an_api_process_that_dies_is_started_again(cluster: LiveCluster, model: 
         found: list[int] = []
         where, body = f"{cluster.url}/v1/completions", {"prompt": prompt, **fields}
         with httpx.stream("POST", where, json=body, timeout=60, trust_env=False) as answer:  # a connection of its own
+            assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     if not found:

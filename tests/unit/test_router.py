@@ -602,3 +602,26 @@ def test_a_priority_goes_with_both_legs() -> None:
         first.cancel()
 
     run(test())
+
+
+def test_a_router_that_has_just_begun_waits_for_its_instances() -> None:
+    async def test() -> None:
+        world = World()
+        for instance in world.instances:
+            instance.state = "connecting"
+        with pytest.raises(Unavailable):
+            await anext(world.serve())
+        world.router.expect_instances()
+        waiting = asyncio.ensure_future(anext(world.serve()))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        assert world.mailbox.sent == []
+        for instance in world.instances:
+            instance.state = "ready"
+        world.membership.changed.set()
+        while not world.mailbox.of(wire.Submit):
+            await asyncio.sleep(0)
+        waiting.cancel()
+
+    run(test())

@@ -80,7 +80,11 @@ class MoveOn(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-ToApi = Instances | OthersTokens | MoveOn
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to API process: drain, and stay until it is said again; then end at once."""
+
+
+ToApi = Instances | OthersTokens | MoveOn | Stop
 
 
 class Outstanding(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +93,10 @@ class Outstanding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ApiReport(msgspec.Struct, frozen=True):
-    """API process to scheduler: what it has sent and not seen finished, by instance."""
+    """API process to scheduler: what it has sent and not seen finished, by instance.
+
+    `is_idle`: it was told to stop, and serves nothing any more.
+    """
 
     outstanding: dict[str, Outstanding]
+    is_idle: bool = False

@@ -150,11 +150,11 @@ class ServeOptions:
             "link_keepalive",
             "guided_timeout",
         ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 and finite")
         for name in ("request_timeout", "drain_timeout", "replay_wait"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative or infinite")
         if self.guided_timeout > MOST_GUIDED_TIMEOUT_S:
             raise ConfigError(f"--guided-timeout {self.guided_timeout:g}: must be at most {MOST_GUIDED_TIMEOUT_S:g}")
         if self.dead_after < 2 * self.heartbeat_interval:

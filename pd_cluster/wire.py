@@ -39,7 +39,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_query_tokens: int = 0  # prompt tokens of admitted requests
     num_prefix_hit_tokens: int = 0  # those of them that were in the prefix cache
     num_queued_tokens: int = 0  # of prompts that are here and not computed yet
-    num_resident_tokens: int = 0  # prompt and output tokens of all sequences that are here
     prefill_tokens_per_s: float = 0.0  # of late, in steps that computed prompts; 0: none yet
     decode_step_s: float = 0.0  # of late, a step that gave running sequences their next token; 0: none yet
     num_steps: int = 0

@@ -1,7 +1,7 @@
 """One API process of several: `python -m pd_cluster.api.api_process FD`.
 
 FD is one end of a socket pair whose other end the scheduler holds: down come the configuration and who is in the
-cluster, up goes what is outstanding (reports.py). It ends with the scheduler, and at SIGTERM as the scheduler does.
+cluster, up goes what is outstanding (reports.py). It ends with the scheduler, or when it says so.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import sys
+from collections.abc import Callable, Sequence
 
 import msgspec
 import uvloop
@@ -25,7 +27,7 @@ from pd_cluster.cluster.mirror import Mirror
 from pd_cluster.config import ApiProcessConfig
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import PdClusterError
-from pd_cluster.reports import ApiReport, ToApi
+from pd_cluster.reports import ApiReport, Stop, ToApi
 
 MAX_LINE_NBYTES = 16 << 20
 
@@ -40,28 +42,37 @@ async def serve(channel: socket.socket) -> None:
     service = edge.over(mirror)
     edge.mailbox.start()
     try:
-        drain = Drain(config.api.timeouts.drain_timeout_s, edge.router.end_all)
+        drain = Drain(config.api.timeouts.drain_timeout_s, edge.router.end_all, stays=True)
         app = public_app(service, mirror.instances, config.api.is_openai, drain)
         servers = [
             (make_server(app), socket.socket(fileno=config.listener_fd)),
             (make_server(timeline_app(edge.router.timelines)), socket.socket(fileno=config.admin_fd)),
         ]
-        until = _until(mirror, reader, writer, edge.handler.fatal)
-        await serve_until_signal(servers, until, drain.begin, drain)
+        stops: list[Callable[[], None]] = []
+        until = _until(mirror, reader, writer, edge.handler.fatal, drain, stops)
+        await serve_until_signal(servers, until, drain.begin, drain, stops.append)
     finally:
         await service.guides.close()
         edge.mailbox.close()
 
 
 async def _until(
-    mirror: Mirror, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fatal: asyncio.Future[None]
+    mirror: Mirror,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    fatal: asyncio.Future[None],
+    drain: Drain,
+    stops: Sequence[Callable[[], None]],
 ) -> None:
-    """Until the scheduler is gone, or something here has failed."""
+    """Until the scheduler is gone, or something here has failed. `stops` are called when it says so."""
 
     def tell(report: ApiReport) -> None:
         writer.write(msgspec.json.encode(report) + b"\n")
 
-    tasks = [asyncio.ensure_future(mirror.run(tell)), asyncio.ensure_future(_listen(mirror, reader))]
+    tasks = [
+        asyncio.ensure_future(mirror.run(tell, lambda: drain.is_idle)),
+        asyncio.ensure_future(_listen(mirror, reader, stops)),
+    ]
     try:
         done, _ = await asyncio.wait([*tasks, fatal], return_when=asyncio.FIRST_COMPLETED)
         for each in done:
@@ -72,14 +83,21 @@ async def _until(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _listen(mirror: Mirror, reader: asyncio.StreamReader) -> None:
+async def _listen(mirror: Mirror, reader: asyncio.StreamReader, stops: Sequence[Callable[[], None]]) -> None:
     with contextlib.suppress(ConnectionError):
         while line := await reader.readline():
-            mirror.hear(msgspec.json.decode(line, type=ToApi))
+            news = msgspec.json.decode(line, type=ToApi)
+            if isinstance(news, Stop):
+                for stop in stops:
+                    stop()
+            else:
+                mirror.hear(news)
 
 
 def main(fd: int) -> int:
     die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach whole groups; the scheduler decides
+        signal.signal(number, signal.SIG_IGN)
     tune()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -19,10 +19,14 @@ ALWAYS_ANSWERED = ("/health", "/metrics")
 
 
 class Drain:
-    """`end_running` must end what still runs, in-band where it can."""
+    """`end_running` must end what still runs, in-band where it can.
 
-    def __init__(self, timeout_s: float, end_running: Callable[[], None]) -> None:
+    Who `stays` goes on refusing until it is hurried: others of its kind may still have something to end.
+    """
+
+    def __init__(self, timeout_s: float, end_running: Callable[[], None], stays: bool = False) -> None:
         self.is_draining = False
+        self._stays = stays
         self._timeout_s = timeout_s
         self._end_running = end_running
         self._num_running = 0
@@ -35,14 +39,19 @@ class Drain:
     async def finish(self, hurry: asyncio.Event) -> None:
         """Until nothing runs any more. When the time is over or there is `hurry`, what runs is ended."""
         idle, hurried = asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(hurry.wait())
+        enough = {hurried} if self._stays else {idle, hurried}
         try:
-            await asyncio.wait({idle, hurried}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(enough, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self._num_running:
                 self._end_running()
                 await asyncio.wait({idle}, timeout=LAST_WORDS_S)
         finally:
             idle.cancel()
             hurried.cancel()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_draining and not self._num_running
 
     def started(self) -> None:
         self._num_running += 1

@@ -47,6 +47,11 @@ async def read_body(request: Request) -> bytes:
     return b"".join(parts)
 
 
+def session_of(request: Request) -> str:
+    """What a client calls the session that its request belongs to; "" where it does not say."""
+    return request.headers.get("x-session-id", "")
+
+
 def error_body(error: Exception) -> dict[str, Any]:
     """{"error": {message, type, param, code}}; nothing of ours leaks from an unexpected exception."""
     kind, param, code = "internal_error", None, None
@@ -163,7 +168,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
-    watcher.add_done_callback(lambda _: task.cancel())
+    watcher.add_done_callback(lambda _, cancel=task.cancel: cancel())  # type: ignore[misc]
     try:
         return await task
     except asyncio.CancelledError:
@@ -172,6 +177,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
         return None
     finally:
         watcher.cancel()
+        del task  # its exception knows this frame
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

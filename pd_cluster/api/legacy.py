@@ -19,6 +19,7 @@ from pd_cluster.api.http import (
     error_body,
     json_response,
     read_body,
+    session_of,
     unless_disconnected,
 )
 from pd_cluster.api.limits import check_streamed_texts
@@ -40,6 +41,7 @@ def legacy_routes(service: TextService) -> APIRouter:
         request = parse(await read_body(http), GenerateRequest)
         generation = await service.completion(request, request.prompt, received_s=received_s)
         generation.client_id = f"generate-{secrets.token_hex(12)}"
+        generation.session = generation.session or session_of(http)
         headers = {"x-request-id": generation.client_id}  # the bodies have no place for it
         is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
         prompt = str(request.prompt) if is_whole else service.tokenizer.decode(generation.prompt_token_ids)

@@ -20,14 +20,13 @@ from pd_cluster.api.http import (
     event,
     json_response,
     read_body,
+    session_of,
     unless_disconnected,
 )
 from pd_cluster.api.parse import parse
 from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from pd_cluster.api.service import Generation, TextService
 from pd_cluster.errors import PdClusterError, RequestError
-
-SESSION_HEADER = "x-session-id"
 
 
 def openai_routes(service: TextService) -> APIRouter:
@@ -71,7 +70,7 @@ def openai_routes(service: TextService) -> APIRouter:
 
 async def _answer(http: Request, service: TextService, answer: Answer, generation: Generation) -> Response:
     generation.client_id = answer.id
-    generation.session = generation.session or http.headers.get(SESSION_HEADER, "")
+    generation.session = generation.session or session_of(http)
     if not answer.wanted.stream:
         pieces = await unless_disconnected(http.receive, service.complete(generation))
         if pieces is None:

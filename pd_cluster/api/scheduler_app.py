@@ -58,7 +58,7 @@ class Scheduler:
         self._edge.follow(self.membership)
         self._listeners = listeners
         self._processes: ApiProcesses | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="pd-cluster-api-")  # mode 0700
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         if len(listeners) > 1:
             self._processes = self._several(place.secret, log_level)
         move_on = router.move_on if self._processes is None else self._processes.move_on
@@ -76,7 +76,8 @@ class Scheduler:
             await self._serve(admin, failure)
         finally:
             self._edge.mailbox.close()
-            self._folder.cleanup()
+            if self._folder is not None:
+                self._folder.cleanup()
 
     async def _serve(self, admin: Server, failure: Awaitable[None]) -> None:
         """The public port, too, by this very process."""
@@ -89,6 +90,7 @@ class Scheduler:
             await service.guides.close()
 
     def _several(self, secret: bytes, log_level: str) -> ApiProcesses:
+        self._folder = tempfile.TemporaryDirectory(prefix="pd-cluster-api-")  # mode 0700
         configs = []
         for index, listener in enumerate(self._listeners):
             admin = bind_unix(self._admin_path(index))
@@ -102,9 +104,10 @@ class Scheduler:
                     log_level=log_level,
                 )
             )
-        return ApiProcesses(configs, self.membership.instances, self._config.timeouts.drain_timeout_s)
+        return ApiProcesses(configs, self._listeners, self.membership.instances, self._config.timeouts.drain_timeout_s)
 
     def _admin_path(self, index: int) -> Path:
+        assert self._folder is not None
         return Path(self._folder.name) / f"api-{index}"
 
     def _timelines(self) -> TimelineSource:

@@ -30,9 +30,12 @@ def bind_several(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A listening Unix socket, for whoever may enter its folder."""
+    """A listening Unix socket, for whoever may enter its folder. Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {path}: {error}; is TMPDIR too long?") from None
     listener.listen(BACKLOG)
     return listener
 
@@ -88,17 +91,23 @@ def make_server(app: FastAPI) -> uvicorn.Server:
     return _Server(config)
 
 
+def _listen_to_signals(stop: Callable[[], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
 async def serve_until_signal(
     servers: list[tuple[uvicorn.Server, socket.socket]],
     until: Awaitable[None] | None = None,
     signalled: Callable[[], None] = lambda: None,
     drain: Finishing | None = None,
+    listen: Callable[[Callable[[], None]], None] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then listens on until `drain` is finished; a second signal ends at once.
 
-    `signalled` is called at the first signal. `until` ends all of it at once, and may raise.
+    With `listen` signals are somebody else's: it is given what to call instead. `signalled` is called at the first
+    signal. `until` ends all of it at once, and may raise.
     """
-    loop = asyncio.get_running_loop()
     stopping, hurry = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
@@ -110,8 +119,7 @@ async def serve_until_signal(
         for server, _ in servers:
             server.force_exit = server.should_exit  # it is closing already
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    (listen or _listen_to_signals)(stop)
     serving = [asyncio.ensure_future(server.serve(sockets=[listener])) for server, listener in servers]
     watched = [asyncio.ensure_future(until)] if until is not None else []
     stopped = asyncio.ensure_future(stopping.wait())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import sys
 import time
@@ -22,11 +21,12 @@ import msgspec
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.config import ApiProcessConfig
 from pd_cluster.errors import InstanceLost
-from pd_cluster.reports import ApiReport, Instances, InstanceView, MoveOn, OthersTokens, Outstanding, ToApi
+from pd_cluster.reports import ApiReport, Instances, InstanceView, MoveOn, OthersTokens, Outstanding, Stop, ToApi
 
 log = logging.getLogger(__name__)
 
 PUBLISH_S = 0.05  # at most so often
+SHARE_S = 0.1
 MAX_LINE_NBYTES = 16 << 20
 MAX_DEATHS, DEATHS_S = 5, 30.0  # so many deaths of one process within this time end the scheduler
 END_TIMEOUT_S = 10.0  # longer than a drain or a hurry may take
@@ -38,9 +38,11 @@ class _Api:
     """One process; `report` is the last that it said, `told` the last that it was told of the instances."""
 
     config: ApiProcessConfig
+    listener: socket.socket
     process: asyncio.subprocess.Process | None = None
     writer: asyncio.StreamWriter | None = None
     report: dict[str, Outstanding] = field(default_factory=dict)
+    is_idle: bool = False  # it drains and serves nothing any more, or has ended
     told: bytes = b""
     deaths_s: list[float] = field(default_factory=list)
 
@@ -48,30 +50,43 @@ class _Api:
         if self.writer is not None and not self.writer.is_closing():
             self.writer.write(msgspec.json.encode(what) + b"\n")
 
-    def end(self, number: signal.Signals) -> None:
+    def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
+                self.process.kill()
 
 
 class ApiProcesses:
-    """What the processes report as outstanding is written into `instances`."""
+    """What the processes report as outstanding is written into `instances`. `listeners` are theirs, in order."""
 
-    def __init__(self, configs: Sequence[ApiProcessConfig], instances: list[Instance], drain_timeout_s: float) -> None:
-        self._apis = [_Api(config) for config in configs]
+    def __init__(
+        self,
+        configs: Sequence[ApiProcessConfig],
+        listeners: Sequence[socket.socket],
+        instances: list[Instance],
+        drain_timeout_s: float,
+    ) -> None:
+        self._apis = [_Api(config, listener) for config, listener in zip(configs, listeners, strict=True)]
+        self._reports_changed = False
         self._instances = instances
         self._drain_timeout_s = drain_timeout_s
         self._is_stopping = False
+        self._all_idle = asyncio.Event()
 
     async def run(self, change: Callable[[], Awaitable[None]]) -> None:
         """Until cancelled; `change` returns when an instance may be another. Raises InstanceLost."""
         async with asyncio.TaskGroup() as group:
             for api in self._apis:
                 group.create_task(self._keep(api))
+            group.create_task(self._share_reports())
             while True:
-                await change()
-                self.publish()
-                await asyncio.sleep(PUBLISH_S)
+                changed = asyncio.ensure_future(change())  # before the others are told, so that nothing is missed
+                try:
+                    self.publish()
+                    await asyncio.sleep(PUBLISH_S)
+                    await changed
+                finally:
+                    changed.cancel()
 
     def publish(self) -> None:
         """Tells every process what it does not know yet."""
@@ -84,33 +99,37 @@ class ApiProcesses:
 
     def move_on(self, instance: Instance, why: str) -> None:
         """What runs there goes on elsewhere, whichever process serves it."""
+        self.publish()  # that it takes no more requests comes first
         for api in self._apis:
             api.tell(MoveOn(instance.name, why))
 
     # ---- the end
 
     def drain(self) -> None:
-        """Each ends when what it serves has ended."""
+        """What they serve ends; they refuse what comes, together, until all are idle."""
         self._is_stopping = True
         for api in self._apis:
-            api.end(signal.SIGTERM)
+            api.tell(Stop())
 
     async def finish(self, hurry: asyncio.Event) -> None:
         """Until all have; a hurry is passed on. Nothing of them is left."""
-        self._is_stopping = True
+        if not self._is_stopping:  # the scheduler has failed
+            self.drain()
         ended = asyncio.ensure_future(self._ended())
-        hurried = asyncio.ensure_future(hurry.wait())
+        hurried, idle = asyncio.ensure_future(hurry.wait()), asyncio.ensure_future(self._all_idle.wait())
         try:
             timeout_s = self._drain_timeout_s + END_TIMEOUT_S
-            await asyncio.wait({ended, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                if not ended.done():
-                    for api in self._apis:
-                        api.end(number)
-                    await asyncio.wait({ended}, timeout=END_TIMEOUT_S)
+            await asyncio.wait({ended, hurried, idle}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                self.drain()
+                await asyncio.wait({ended}, timeout=END_TIMEOUT_S)
+            if not ended.done():
+                for api in self._apis:
+                    api.kill()
+                await asyncio.wait({ended}, timeout=END_TIMEOUT_S)
         finally:
-            ended.cancel()
-            hurried.cancel()
+            for task in (ended, hurried, idle):
+                task.cancel()
 
     async def _ended(self) -> None:
         await asyncio.gather(*(api.process.wait() for api in self._apis if api.process is not None))
@@ -125,9 +144,10 @@ class ApiProcesses:
                 while line := await reader.readline():
                     self._hear(api, msgspec.json.decode(line, type=ApiReport))
             code = await process.wait()
-            self._hear(api, ApiReport({}))
+            self._hear(api, ApiReport({}, is_idle=self._is_stopping))
             if not self._is_stopping:
                 self._note_death(api, process.pid, code)
+        api.listener.close()  # connections go to those that still answer
 
     def _note_death(self, api: _Api, pid: int, code: int) -> None:
         now_s = time.monotonic()
@@ -152,21 +172,37 @@ class ApiProcesses:
         api.writer.write(msgspec.json.encode(api.config) + b"\n")
         api.told = b""
         self.publish()
+        if self._is_stopping:  # it began while the others were told
+            api.tell(Stop())
         return process, reader
 
     def _hear(self, api: _Api, report: ApiReport) -> None:
-        """Adds up, and tells the others what of it is not theirs."""
-        api.report = report.outstanding
+        """Adds up."""
+        api.report, api.is_idle = report.outstanding, report.is_idle
+        if all(each.is_idle for each in self._apis):
+            self._all_idle.set()
+        self._reports_changed = True
         for instance in self._instances:
             each = [other.report.get(instance.name, NOTHING) for other in self._apis]
             instance.num_outstanding = sum(part.num_legs for part in each)
             instance.outstanding_tokens = sum(part.num_tokens for part in each)
-        all_tokens = {instance.name: instance.outstanding_tokens for instance in self._instances}
-        for other in self._apis:
-            if other is not api:
-                own = other.report
-                tokens = {name: total - own.get(name, NOTHING).num_tokens for name, total in all_tokens.items()}
-                other.tell(OthersTokens(tokens))
+
+    async def _share_reports(self) -> None:
+        while True:
+            await asyncio.sleep(SHARE_S)
+            if self._reports_changed:
+                self.share_reports()
+
+    def share_reports(self) -> None:
+        """Tells each what is not its own of what is outstanding."""
+        self._reports_changed = False
+        for api in self._apis:
+            tokens = {i.name: i.outstanding_tokens - _tokens(api, i.name) for i in self._instances}
+            api.tell(OthersTokens(tokens))
+
+
+def _tokens(api: _Api, name: str) -> int:
+    return api.report.get(name, NOTHING).num_tokens
 
 
 def view_of(instance: Instance) -> InstanceView:

@@ -149,13 +149,13 @@ class Elastic:
         while True:
             await self._begun.wait()
             self.tick()
-            if not any(_is_under_way(instance) for instance in self.instances):
+            if not any(_is_under_way(instance, self._clock()) for instance in self.instances):
                 self._begun.clear()
             await asyncio.sleep(TICK_S)
 
     def tick(self) -> None:
         now_s = self._clock()
-        for instance in [each for each in self.instances if _is_under_way(each)]:
+        for instance in [each for each in self.instances if _is_under_way(each, now_s)]:
             is_late = now_s >= instance.drain_deadline_s
             if is_late and instance.num_outstanding:
                 log.warning(
@@ -179,6 +179,7 @@ class Elastic:
         timeout_s = self._drain_timeout_s if timeout_s is None else timeout_s
         instance.drain_timeout_s, instance.drain_deadline_s = timeout_s, self._clock() + timeout_s
         log.info("%s is %s: it takes no more requests", instance.name, instance.shown_state)
+        self._membership.wake()
         self._begun.set()
 
     def _leave(self, instance: Instance, timeout_s: float | None) -> None:
@@ -249,9 +250,10 @@ class Elastic:
                 )
 
 
-def _is_under_way(instance: Instance) -> bool:
+def _is_under_way(instance: Instance, now_s: float) -> bool:
+    """One that is out of service is looked at until its deadline: API processes may have sent it something late."""
     return (
         instance.service == "leaving"
         or instance.next_role is not None
-        or (instance.service == "out" and instance.num_outstanding > 0)
+        or (instance.service == "out" and (instance.num_outstanding > 0 or now_s < instance.drain_deadline_s + 1))
     )

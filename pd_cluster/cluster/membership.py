@@ -94,6 +94,7 @@ class Membership(Roster):
         if (task := self._watching.pop(instance.name, None)) is not None:
             task.cancel()
         conn, instance.conn = instance.conn, ""
+        self._open.discard(conn)
         if self._by_conn.pop(conn, None) is not None:
             self._mailbox.send(conn, wire.Peers([]))  # it closes its links
             asyncio.get_running_loop().call_later(FAREWELL_S, self._mailbox.disconnect, conn)

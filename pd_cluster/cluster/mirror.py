@@ -32,15 +32,14 @@ class Mirror(Roster):
         super().__init__([], mailbox, lost)
         self._move_on = move_on
         self._views: dict[str, InstanceView] = {}
-        self._open: set[str] = set()  # connections
 
-    async def run(self, tell: Callable[[ApiReport], None]) -> None:
+    async def run(self, tell: Callable[[ApiReport], None], is_idle: Callable[[], bool]) -> None:
         """Connects again to whom it should be connected to, and reports what is outstanding, until cancelled."""
         told = ApiReport({})
         retry_s = 0.0
         while True:
             await asyncio.sleep(REPORT_S)
-            report = self.report()
+            report = self.report(is_idle())
             if report != told:
                 told = report
                 tell(report)
@@ -50,9 +49,9 @@ class Mirror(Roster):
                 for instance in self.instances:
                     self._connect_if_wanted(instance)
 
-    def report(self) -> ApiReport:
+    def report(self, is_idle: bool) -> ApiReport:
         busy = [instance for instance in self.instances if instance.num_outstanding]
-        return ApiReport({i.name: Outstanding(i.num_outstanding, i.outstanding_tokens) for i in busy})
+        return ApiReport({i.name: Outstanding(i.num_outstanding, i.outstanding_tokens) for i in busy}, is_idle)
 
     def hear(self, news: ToApi) -> None:
         """What the scheduler says."""
@@ -95,14 +94,6 @@ class Mirror(Roster):
         if view.state == "ready" and view.info is not None and not instance.conn:
             instance.info = view.info
             self.connect(instance, view.info)
-
-    def on_opened(self, conn: str) -> None:
-        self._open.add(conn)
-        super().on_opened(conn)
-
-    def on_closed(self, conn: str, reason: str) -> None:
-        self._open.discard(conn)
-        super().on_closed(conn, reason)
 
     def _leave(self, instance: Instance) -> None:
         """As if its connection had closed."""

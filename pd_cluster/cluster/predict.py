@@ -57,8 +57,11 @@ def predict_tpot_s(decode: Instance) -> float:
 def check_goals(
     goals: Goals, instances: Sequence[Instance], prefill: Instance, decode: Instance, num_uncached: int
 ) -> None:
-    """Raises Overloaded, with the time after which it may fit, when this pair would miss a goal."""
-    if goals.ttft_s:
+    """Raises Overloaded, with the time after which it may fit, when this pair would miss a goal.
+
+    Where nobody is ahead, waiting would not help; and the prediction is tried, however old its rate is.
+    """
+    if goals.ttft_s and _prompt_tokens_ahead(prefill):
         ttft_s = predict_ttft_s(prefill, num_uncached, [i.load.prefill_tokens_per_s for i in instances])
         if ttft_s > goals.ttft_s:
             raise Overloaded(

@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class Roster:
-    """`lost(instance, reason)` is called when a worker that was ready is not any more."""
+    """`lost(instance, reason)` is called when an open connection to a worker has closed."""
 
     def __init__(self, instances: list[Instance], mailbox: Mailbox, lost: Callable[[Instance, str], None]) -> None:
         self.instances = instances
         self._mailbox = mailbox
         self._lost = lost
         self._by_conn: dict[str, Instance] = {}
+        self._open: set[str] = set()  # connections: what was sent over them may have to go elsewhere
         self._changed = asyncio.Event()
 
     def connect(self, instance: Instance, info: InstanceInfo) -> None:
@@ -40,6 +41,7 @@ class Roster:
     def on_opened(self, conn: str) -> None:
         instance = self._by_conn.get(conn)
         if instance is not None:
+            self._open.add(conn)
             self.set_state(instance, "ready", "")
             self._has_come(instance)
 
@@ -60,12 +62,13 @@ class Roster:
         instance = self._by_conn.pop(conn, None)
         if instance is None:
             return
-        was_ready = instance.is_ready
+        was_open = conn in self._open  # whatever others have said of the instance meanwhile
+        self._open.discard(conn)
         self.set_state(instance, "unreachable", reason)
         instance.conn = ""
         instance.load = wire.Load()
         instance.known_blocks = KnownBlocks()
-        if was_ready:
+        if was_open:
             self._lost(instance, reason)
             self._has_gone(instance)
 

@@ -110,7 +110,7 @@ class Router:
         late = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
         # One timer a request: one around every wait costs more than all that is done with a token.
         expiry = loop.call_at(deadline_s, stream.inbox.put, late) if deadline_s is not None else None
-        is_first = True
+        is_first, item = True, None
         try:
             while not stream.is_over:
                 item = await stream.inbox.get()
@@ -129,6 +129,8 @@ class Router:
         except TimeoutError:
             raise late from None
         finally:
+            del late  # an exception knows this frame: the frame must not know it, or only the collector ends the two
+            item = None
             if expiry is not None:
                 expiry.cancel()
             stream.prompted = _unheard  # the reader may hold the stream: no circle that outlives the request

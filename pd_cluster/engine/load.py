@@ -33,7 +33,6 @@ def load_of(
         num_prefix_query_tokens=scheduler.num_prefix_query_tokens,
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
         num_queued_tokens=sum(num_behind for num_behind in to_compute if num_behind > 1),
-        num_resident_tokens=sum(request.num_tokens for request in scheduler.requests.values()),
         prefill_tokens_per_s=pace.prefill_tokens_per_s,
         decode_step_s=pace.decode_step_s,
         num_steps=core.num_steps,

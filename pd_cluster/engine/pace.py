@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pd_cluster.types import Request
 
+MIN_PROMPT_TOKENS = 16  # a step of fewer tells what a step costs, and not how fast prompts are computed
 DECAY = 0.95  # a step counts half after 14 more
 
 
@@ -19,7 +20,7 @@ class Pace:
     def computed(self, chunks: Sequence[tuple[Request, int]], took_s: float) -> None:
         """A step. A chunk of one token is a sequence's next one; longer ones are of prompts."""
         num_prompt_tokens = sum(num_tokens for _, num_tokens in chunks if num_tokens > 1)
-        if num_prompt_tokens:
+        if num_prompt_tokens >= MIN_PROMPT_TOKENS:
             self._prompt_tokens = DECAY * self._prompt_tokens + num_prompt_tokens
             self._prompt_s = DECAY * self._prompt_s + took_s
         if any(num_tokens == 1 for _, num_tokens in chunks):

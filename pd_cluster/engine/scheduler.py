@@ -195,11 +195,13 @@ class Scheduler:
         return [request for request, _ in plan.chunks if request.num_behind == 0]
 
     def can_land(self, request: Request, num_tokens: int) -> bool:
-        """Whether a transfer may be credited. Requests that are here already come first.
+        """Whether a transfer may be credited. Requests that wait here come first, unless it has the higher priority.
 
         Each further sequence is given room for a block, but never is more asked than an empty pool has.
         """
-        if self.waiting or self.num_seqs >= self.max_num_seqs:
+        if self.waiting and self.waiting[0].priority <= request.priority:
+            return False
+        if self.num_seqs >= self.max_num_seqs:
             return False
         num_sequences = min(request.sampling.num_sequences, self.max_num_seqs - self.num_seqs)
         cached = self._cached_blocks(request, len(request.prompt_token_ids))

@@ -273,3 +273,47 @@ def serves(cluster: LiveCluster) -> bool:
             return client.post(f"{cluster.url}/v1/completions", json=body).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def test_the_scheduler_drains_with_all_its_processes(cluster: LiveCluster, model: Path) -> None:
+    """The last test: streams go on to their end, every new connection is answered, and nothing is left."""
+    prompt = random_prompt(random.Random(27), 20)
+    fields = {"max_tokens": 130, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    where, body = f"{cluster.url}/v1/completions", {"prompt": prompt, **fields}
+    pids = [cluster.processes["scheduler"].pid, *api_processes(cluster)]
+    outputs: list[list[int]] = []
+    statuses: list[bytes] = []
+    begun = threading.Semaphore(0)
+
+    def stream() -> None:
+        found: list[int] = []
+        with httpx.stream("POST", where, json=body, timeout=60, trust_env=False) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    if not found:
+                        begun.release()
+                    found += json.loads(line[6:])["choices"][0].get("token_ids") or []
+        outputs.append(found)
+
+    def stop() -> None:
+        for _ in range(3):
+            assert begun.acquire(timeout=30)
+        for pid in pids:  # as Ctrl-C reaches a whole group
+            os.kill(pid, signal.SIGINT)
+        while not statuses or b"503" not in statuses[-1]:  # until the signal has been read
+            statuses.append(status_line(cluster))
+        statuses.extend(status_line(cluster) for _ in range(8))
+
+    assert in_parallel([*[stream] * 3, stop], concurrency=4) == []
+    for output in outputs:
+        assert_same(model, prompt, output, 130)
+    assert {status.split()[1] for status in statuses[-9:]} == {b"503"}
+    assert cluster.await_exit("scheduler") == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def status_line(cluster: LiveCluster) -> bytes:
+    """Of /health, over a new connection."""
+    with socket.create_connection(("127.0.0.1", cluster.launch.port), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return connection.recv(4096).split(b"\r\n")[0]

@@ -145,7 +145,8 @@ class Reference:
         slots = min(job.num_sequences, self.max_seqs - self.seqs())
         wanted = min(self.need(num_tokens) + slots - 1, len(self.pool)) - len(shared)
         fits = wanted + len(self.of("running")) <= self.room() - sum(1 for b in shared if not b.holders)
-        return not self.of("waiting") and self.seqs() < self.max_seqs and fits
+        is_first = all(job.order[0] < other.order[0] for other in self.of("waiting")[:1])
+        return is_first and self.seqs() < self.max_seqs and fits
 
     def land(self, job: Job, num_tokens: int) -> int:
         shared = self.known(job, job.prompt)

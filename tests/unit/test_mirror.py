@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections.abc import Coroutine
 from typing import Any, cast
 
@@ -118,6 +119,28 @@ def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_instance(
     run(test())
 
 
+@pytest.mark.parametrize("then", ["closed", "new life", "gone"])
+def test_requests_are_told_of_a_loss_whoever_sees_it_first(then: str) -> None:
+    """The scheduler says that an instance is unreachable while the connection from here still seems open."""
+
+    async def test() -> None:
+        world = World()
+        world.hear(view("decode-0"))
+        conn = world.conn("decode-0")
+        world.mirror.on_opened(conn)
+        world.hear(view("decode-0", state="unreachable"))
+        assert world.lost == []
+        if then == "closed":
+            world.mirror.on_closed(conn, "nothing heard for 3 s")
+        elif then == "new life":
+            world.hear(view("decode-0", epoch=2))
+        else:
+            world.hear()
+        assert world.lost == ["decode-0"]
+
+    run(test())
+
+
 def test_a_new_life_ends_the_old_one() -> None:
     async def test() -> None:
         world = World()
@@ -180,7 +203,8 @@ def test_after_any_story_it_knows_what_the_scheduler_knows(seed: int) -> None:
 
 def test_what_processes_report_is_added_up_and_told_to_the_others() -> None:
     instances = [Instance(name, "decode", "127.0.0.1", 1, ["0"]) for name in ("decode-0", "decode-1")]
-    processes = ApiProcesses([config(index) for index in range(3)], instances, 1.0)
+    listeners = [cast(socket.socket, None)] * 3
+    processes = ApiProcesses([config(index) for index in range(3)], listeners, instances, 1.0)
     told: list[tuple[int, dict[str, int]]] = []
     for index, api in enumerate(processes._apis):
         api.writer = cast(asyncio.StreamWriter, Writer(index, told))
@@ -188,7 +212,12 @@ def test_what_processes_report_is_added_up_and_told_to_the_others() -> None:
     processes._hear(first, ApiReport({"decode-0": Outstanding(2, 100)}))
     processes._hear(second, ApiReport({"decode-0": Outstanding(1, 7), "decode-1": Outstanding(1, 5)}))
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(3, 107), (1, 5)]
-    assert told[-2:] == [(0, {"decode-0": 7, "decode-1": 5}), (2, {"decode-0": 107, "decode-1": 5})]
+    processes.share_reports()
+    assert told == [
+        (0, {"decode-0": 7, "decode-1": 5}),
+        (1, {"decode-0": 100, "decode-1": 0}),
+        (2, {"decode-0": 107, "decode-1": 5}),
+    ]
     processes._hear(first, ApiReport({}))  # as when it has died
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(1, 7), (1, 5)]
 

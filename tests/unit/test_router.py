@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import time
 from collections.abc import AsyncGenerator
@@ -625,3 +626,35 @@ def test_a_router_that_has_just_begun_waits_for_its_instances() -> None:
         waiting.cancel()
 
     run(test())
+
+
+@pytest.mark.parametrize("why", ["fault", "deadline", "unread"])
+def test_a_request_that_fails_leaves_nothing_for_the_collector(why: str) -> None:
+    """Its exception knows the frames that it came through; none of them may know the exception."""
+
+    async def test() -> None:
+        world = World(request_timeout_s=0.02 if why == "deadline" else 0.0)
+        serving, first, rid = await world.begin()
+        if why == "fault":
+            world.outputs("to-prefill-0", ended=LegEnd(rid, 0, "the request's own"))
+        with contextlib.suppress(GenerationError):
+            if why == "unread":
+                world.outputs("to-prefill-0", token(rid, 0))
+                await first
+                world.router._give_up(world.router._streams[rid])
+                await anext(serving)
+            await first
+        assert world.router.num_streams == 0
+        del first, serving  # this frame is one of them, too
+
+    def streams() -> list[object]:
+        return [each for each in gc.get_objects() if type(each) is Stream]
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(streams())
+        run(test())
+        assert len(streams()) == before
+    finally:
+        gc.enable()

@@ -293,6 +293,8 @@ def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
     assert caught.value.retry_after_s == 4
     p0.outstanding_tokens = 1000
     check_goals(goals, [p0, d0], p0, d0, 1000)
+    p0.outstanding_tokens, p0.load = 0, wire.Load(prefill_tokens_per_s=0.1)  # as one cold step may have measured
+    check_goals(goals, [p0, d0], p0, d0, 1000)
     check_goals(Goals(), [p0, d0], p0, d0, 10**9)
 
 
@@ -317,5 +319,6 @@ def test_pace_is_of_late() -> None:
     assert pace.prefill_tokens_per_s == pytest.approx(100)
     for _ in range(200):
         pace.computed([(request, 300), (request, 1)], 1.0)
+    pace.computed([(request, 3)], 10.0)  # says nothing of prompts
     assert pace.prefill_tokens_per_s == pytest.approx(300, rel=0.01)
     assert pace.decode_step_s == pytest.approx(1.0)

@@ -135,7 +135,7 @@ class Session:
                     measured.costs.append(fit(many, few))
                 paced = paced or self._bench.paced(measured.cost)
                 measured.paced = self._load(measured, target, paced)
-                measured.inside_ms = target.added_ttft_ms()
+                measured.inside_ms = target.added_ttft_ms(paced.num_requests)
             measured.worker_times_s = target.times_s()
             with start(self._folder, HELD_STEP_S) as target:
                 self._load(measured, target, self._bench.fill_up)

@@ -23,6 +23,7 @@ from pd_cluster.bench.serve import free_port_pair
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
 from pd_cluster.cluster.launcher import Launch, free_ports, plan_cluster
 from pd_cluster.cluster.place import find_place
+from pd_cluster.cluster.timeline import MAX_REQUESTS
 from pd_cluster.text import Tokenizer
 from pd_cluster.types import Role
 
@@ -46,11 +47,13 @@ class Target:
     times_file: Path
     admin_url: str = ""
 
-    def added_ttft_ms(self) -> list[float]:
-        """Of the last requests, by time stamps inside the router."""
+    def added_ttft_ms(self, num_requests: int) -> list[float]:
+        """Of so many requests at the most, the last ones, by time stamps inside the router."""
         if not self.admin_url:
             return []
-        answer = httpx.get(f"{self.admin_url}/requests?limit=1000", timeout=10, trust_env=False).json()
+        answer = httpx.get(
+            f"{self.admin_url}/requests?limit={min(num_requests, MAX_REQUESTS)}", timeout=10, trust_env=False
+        ).json()
         return [request["added_ttft_ms"] for request in answer["requests"] if request["status"] == "finished"]
 
     def times_s(self) -> dict[int, tuple[float, float]]:

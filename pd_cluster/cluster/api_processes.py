@@ -29,6 +29,7 @@ PUBLISH_S = 0.05  # at most so often
 SHARE_S = 0.1
 MAX_LINE_NBYTES = 16 << 20
 MAX_DEATHS, DEATHS_S = 5, 30.0  # so many deaths of one process within this time end the scheduler
+SILENCE_S = 30.0  # of one that starts or stands still; each says something every second (mirror.py)
 END_TIMEOUT_S = 10.0  # longer than a drain or a hurry may take
 NOTHING = Outstanding(0, 0)
 
@@ -140,14 +141,29 @@ class ApiProcesses:
         """Starts it, hears it, starts it again."""
         while not self._is_stopping:
             process, reader = await self._start(api)
-            with contextlib.suppress(ConnectionError, msgspec.DecodeError, ValueError):
-                while line := await reader.readline():
-                    self._hear(api, msgspec.json.decode(line, type=ApiReport))
-            code = await process.wait()
+            await self._listen(api, reader)
+            if api.writer is not None:
+                api.writer.close()  # one that is not gone ends itself at the end of file
+            try:
+                code = await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+            except TimeoutError:
+                api.kill()
+                code = await process.wait()
             self._hear(api, ApiReport({}, is_idle=self._is_stopping))
             if not self._is_stopping:
                 self._note_death(api, process.pid, code)
         api.listener.close()  # connections go to those that still answer
+
+    async def _listen(self, api: _Api, reader: asyncio.StreamReader) -> None:
+        """Until it has ended, or says nothing, or what is no report."""
+        try:
+            while line := await asyncio.wait_for(reader.readline(), SILENCE_S):
+                self._hear(api, msgspec.json.decode(line, type=ApiReport))
+        except TimeoutError:
+            log.error("API process %d has said nothing for %g s", api.config.index, SILENCE_S)
+            api.kill()
+        except (ConnectionError, msgspec.DecodeError, ValueError) as error:
+            log.error("API process %d: %s", api.config.index, error)
 
     def _note_death(self, api: _Api, pid: int, code: int) -> None:
         now_s = time.monotonic()

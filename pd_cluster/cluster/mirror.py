@@ -6,6 +6,7 @@ Nobody is asked and nobody is told who his peers are from here: that is the sche
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -16,8 +17,8 @@ from pd_cluster.reports import ApiReport, Instances, InstanceView, MoveOn, Other
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.25  # before a connection that was lost is tried again
-REPORT_S = 0.1
+TICK_S = 0.1
+SILENT_TICKS = 10  # the scheduler hears at least so often that this process is alive
 
 
 class Mirror(Roster):
@@ -36,18 +37,14 @@ class Mirror(Roster):
     async def run(self, tell: Callable[[ApiReport], None], is_idle: Callable[[], bool]) -> None:
         """Connects again to whom it should be connected to, and reports what is outstanding, until cancelled."""
         told = ApiReport({})
-        retry_s = 0.0
-        while True:
-            await asyncio.sleep(REPORT_S)
+        for tick in itertools.count():
+            await asyncio.sleep(TICK_S)
             report = self.report(is_idle())
-            if report != told:
+            if report != told or tick % SILENT_TICKS == 0:
                 told = report
                 tell(report)
-            retry_s += REPORT_S
-            if retry_s >= RETRY_S:
-                retry_s = 0.0
-                for instance in self.instances:
-                    self._connect_if_wanted(instance)
+            for instance in self.instances:
+                self._connect_if_wanted(instance)
 
     def report(self, is_idle: bool) -> ApiReport:
         busy = [instance for instance in self.instances if instance.num_outstanding]

@@ -230,17 +230,7 @@ def test_an_api_process_that_dies_is_started_again(cluster: LiveCluster, model: 
     outputs: list[list[int]] = []
 
     def stream() -> None:
-        fields = {"max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
-        found: list[int] = []
-        where, body = f"{cluster.url}/v1/completions", {"prompt": prompt, **fields}
-        with httpx.stream("POST", where, json=body, timeout=60, trust_env=False) as answer:  # a connection of its own
-            assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    if not found:
-                        begun.release()
-                    found += json.loads(line[6:])["choices"][0].get("token_ids") or []
-        outputs.append(found)
+        outputs.append(streamed(cluster, prompt, 100, begun))
 
     def kill() -> None:
         for _ in range(4):
@@ -258,6 +248,21 @@ def test_an_api_process_that_dies_is_started_again(cluster: LiveCluster, model: 
     kept = cluster.client.get(f"{cluster.admin_url}/requests").json()["requests"]
     assert {request["status"] for request in kept} <= {"finished", "running", "failed"}
     assert len(kept) > 5
+
+
+def streamed(cluster: LiveCluster, prompt: list[int], num_tokens: int, begun: threading.Semaphore) -> list[int]:
+    """The tokens of a stream over a connection of its own; `begun` is released at the first."""
+    fields = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    where, body = f"{cluster.url}/v1/completions", {"prompt": prompt, **fields}
+    found: list[int] = []
+    with httpx.stream("POST", where, json=body, timeout=60, trust_env=False) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                if not found:
+                    begun.release()
+                found += json.loads(line[6:])["choices"][0].get("token_ids") or []
+    return found
 
 
 def api_processes(cluster: LiveCluster) -> list[int]:
@@ -278,22 +283,13 @@ def serves(cluster: LiveCluster) -> bool:
 def test_the_scheduler_drains_with_all_its_processes(cluster: LiveCluster, model: Path) -> None:
     """The last test: streams go on to their end, every new connection is answered, and nothing is left."""
     prompt = random_prompt(random.Random(27), 20)
-    fields = {"max_tokens": 130, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
-    where, body = f"{cluster.url}/v1/completions", {"prompt": prompt, **fields}
     pids = [cluster.processes["scheduler"].pid, *api_processes(cluster)]
     outputs: list[list[int]] = []
     statuses: list[bytes] = []
     begun = threading.Semaphore(0)
 
     def stream() -> None:
-        found: list[int] = []
-        with httpx.stream("POST", where, json=body, timeout=60, trust_env=False) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    if not found:
-                        begun.release()
-                    found += json.loads(line[6:])["choices"][0].get("token_ids") or []
-        outputs.append(found)
+        outputs.append(streamed(cluster, prompt, 130, begun))
 
     def stop() -> None:
         for _ in range(3):

@@ -13,6 +13,7 @@ from pd_cluster.cluster.policy import least_loaded
 from pd_cluster.cluster.predict import Goals
 from pd_cluster.cluster.router import NO_GOALS, ReplayLimits, Router
 from pd_cluster.mailbox import Mailbox
+from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import FinishReason, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
 
 PROMPT = [1, 2, 3]
@@ -89,6 +90,12 @@ class World:
     def assert_home(self) -> None:
         assert self.router.num_streams == 0
         assert [(i.num_outstanding, i.outstanding_tokens) for i in self.instances] == [(0, 0)] * 4
+
+
+def info_of(name: str, role: Role, **fields: Any) -> InstanceInfo:
+    """What a worker that is ready says of itself."""
+    known = {"state": "ready", "server_ip": "127.0.0.1", "device_ids": ["0"], "epoch": 0, "pid": 1}
+    return InstanceInfo(name=name, role=role, **{**known, **fields})
 
 
 def ready(name: str) -> Instance:

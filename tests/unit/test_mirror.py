@@ -19,7 +19,6 @@ from pd_cluster.config import ApiConfig, ApiProcessConfig, EngineConfig, Routing
 from pd_cluster.mailbox import Mailbox
 from pd_cluster.reports import (
     ApiReport,
-    InstanceInfo,
     Instances,
     InstanceView,
     MoveOn,
@@ -27,6 +26,7 @@ from pd_cluster.reports import (
     Outstanding,
     ToApi,
 )
+from tests.support.router_world import info_of
 
 
 class FakeMailbox:
@@ -67,16 +67,7 @@ class World:
 
 def view(name: str, epoch: int = 1, state: Any = "ready", **more: Any) -> InstanceView:
     role: Any = more.pop("role", name.partition("-")[0])
-    info = InstanceInfo(
-        name=name,
-        role=role,
-        state="ready",
-        server_ip="127.0.0.1",
-        device_ids=["0"],
-        epoch=epoch,
-        pid=7,
-        control_port=5,
-    )
+    info = info_of(name, role, epoch=epoch, control_port=5)
     return InstanceView(
         name=name, role=role, host="127.0.0.1", port=1, device_ids=["0"], state=state, info=info, **more
     )

@@ -28,8 +28,8 @@ from pd_cluster.engine.pace import Pace
 from pd_cluster.errors import Overloaded
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of
-from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import Request, Role, SamplingParams
+from tests.support.router_world import info_of
 
 BLOCK = 16
 LAYOUT = wire.LayoutInfo(
@@ -47,17 +47,7 @@ PROMPT = list(range(1000))
 
 def instance(name: str, ahead: int = 0, epoch: int = 0, **load: Any) -> Instance:
     role: Role = "prefill" if name.startswith("prefill") else "decode"
-    info = InstanceInfo(
-        name=name,
-        role=role,
-        state="ready",
-        server_ip="127.0.0.1",
-        device_ids=["0"],
-        epoch=epoch,
-        pid=1,
-        model_identity="model",
-        layout=LAYOUT,
-    )
+    info = info_of(name, role, epoch=epoch, model_identity="model", layout=LAYOUT)
     made = Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", info=info, was_linked=True)
     made.outstanding_tokens = ahead
     made.load = wire.Load(**load)

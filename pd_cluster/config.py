@@ -166,6 +166,31 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return ("local", "shm", "dist") if self.kv_transport == "auto" else (self.kv_transport,)
 
 
+class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a chat becomes a prompt, and what a model writes becomes a message.
+
+    `template`: a source that takes the place of the model folder's; "" for that one. The parsers' names are those of
+    parsers/reply.py; without a name answers are not searched for calls or reasoning.
+    """
+
+    template: str = ""
+    trusts_request_templates: bool = False  # a request may bring its own
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    response_role: str = "assistant"
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in front of the API's routes. `root_path`: what a proxy cuts off of every path."""
+
+    api_keys: tuple[str, ...] = ()
+    root_path: str = ""
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are read, routed and answered; the same in every API process."""
 
@@ -175,6 +200,9 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     timeouts: Timeouts
     routing: RoutingConfig
     max_logprobs: int
+    returns_tokens_as_token_ids: bool = False  # where a request does not say
+    chat: ChatConfig = ChatConfig()
+    http: HttpConfig = HttpConfig()
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

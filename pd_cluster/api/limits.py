@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, GenerationRequest
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.protocol import MAX_SEQUENCES, CompletionRequest, GenerationRequest
 from pd_cluster.engine.limits import MAX_ANSWER_TOKENS
 from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pd_cluster.api.answers import Answer, ChatAnswer, CompletionAnswer
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.http import (
     CLIENT_CLOSED_REQUEST,
     DONE,
@@ -24,7 +25,7 @@ from pd_cluster.api.http import (
     unless_disconnected,
 )
 from pd_cluster.api.parse import parse
-from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import CompletionRequest, GenerationRequest
 from pd_cluster.api.service import Generation, TextService
 from pd_cluster.errors import PdClusterError, RequestError
 

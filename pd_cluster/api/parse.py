@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import ValidationError
 
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.guide_fields import guide_of
-from pd_cluster.api.protocol import MIN_TEMPERATURE, NOT_YET, ChatCompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import MIN_TEMPERATURE, NOT_YET, GenerationRequest
 from pd_cluster.errors import RequestError
 
 log = logging.getLogger(__name__)

@@ -205,45 +205,6 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
-
-    def to_template(self, index: int) -> dict[str, Any]:
-        """As chat templates want it: text parts joined. Raises RequestError for images and the like."""
-        fields = {**(self.model_extra or {}), "role": self.role, "content": self.content}
-        message = {name: value for name, value in fields.items() if value is not None}
-        if isinstance(self.content, list):
-            texts = []
-            for at, part in enumerate(self.content):
-                if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise RequestError(
-                        f"messages[{index}].content[{at}]: only parts of type 'text' are supported",
-                        param="messages",
-                    )
-                texts.append(part["text"])
-            message["content"] = "\n".join(texts)
-        return message
-
-
-class ChatCompletionRequest(GenerationRequest):
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
-    max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Count | None = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-
 class CompletionRequest(GenerationRequest):
     prompt: str | TokenIds | Annotated[list[str], FAIL_FAST] | Annotated[list[TokenIds], FAIL_FAST]
     echo: bool = False

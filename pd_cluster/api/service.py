@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
+from pd_cluster.api.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.api.guide_check import GuideCheck
 from pd_cluster.api.guide_fields import guide_of
 from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, truncated
-from pd_cluster.api.protocol import MAX_SEQUENCES, ChatCompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import MAX_SEQUENCES, GenerationRequest
 from pd_cluster.api.sequence import Piece, Sequence, joined
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
@@ -134,18 +135,31 @@ class TextService:
 
     async def chat(self, request: ChatCompletionRequest, received_s: float | None = None) -> Generation:
         """`received_s`: since when the request is here, for its timeline."""
+        token_ids = await self.chat_token_ids(request, request.truncate_prompt_tokens is not None)
+        return await self._generation(request, token_ids, None, "messages", received_s)
+
+    async def chat_token_ids(self, request: ChatFields, may_be_cut: bool = False) -> list[int]:
+        """The prompt that the chat template makes. Raises RequestError, also when it cannot fit the context.
+
+        `may_be_cut`: it will be cut down, and so may be longer.
+        """
         messages = [message.to_template(at) for at, message in enumerate(request.messages)]
         num_chars = sum(len(message.get("content", "")) for message in messages)
         num_chars += MESSAGE_NUM_CHARS * (len(messages) - 1)
-        token_ids = await self._tokenize(
+        return await self._tokenize(
             lambda: self.tokenizer.encode_chat(
                 messages, request.add_generation_prompt, request.chat_template_kwargs or {}
             ),
             num_chars,
-            request,
+            may_be_cut,
             "messages",
         )
-        return await self._generation(request, token_ids, None, "messages", received_s)
+
+    async def token_ids(self, prompt: str | list[int], special: bool = True, may_be_cut: bool = False) -> list[int]:
+        """A prompt's. Raises RequestError."""
+        if not isinstance(prompt, str):
+            return prompt
+        return await self._tokenize(lambda: self.tokenizer.encode(prompt, special), len(prompt), may_be_cut, "prompt")
 
     async def completion(
         self,
@@ -154,20 +168,15 @@ class TextService:
         special: bool = True,
         received_s: float | None = None,
     ) -> Generation:
-        if isinstance(prompt, str):
-            token_ids = await self._tokenize(
-                lambda: self.tokenizer.encode(prompt, special), len(prompt), request, "prompt"
-            )
-        else:
-            token_ids = prompt
+        token_ids = await self.token_ids(prompt, special, request.truncate_prompt_tokens is not None)
         return await self._generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", received_s)
 
     async def _tokenize(
-        self, encode: Callable[[], list[int]], num_chars: int, request: GenerationRequest, param: str
+        self, encode: Callable[[], list[int]], num_chars: int, may_be_cut: bool, param: str
     ) -> list[int]:
         """Raises RequestError, before any work, for a text that cannot fit the context."""
         most = self.max_model_len * self.tokenizer.max_chars_per_token
-        if request.truncate_prompt_tokens is not None and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):
+        if may_be_cut and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):
             raise RequestError(
                 f"{param}: {num_chars} characters are too many to tokenize, even for truncate_prompt_tokens; "
                 f"send at most {most}",

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.guide_check import GuideCheck
 from pd_cluster.api.guide_fields import BACKENDS, MAX_SCHEMA_DEPTH, guide_of
 from pd_cluster.api.parse import parse
-from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.api.protocol import CompletionRequest, GenerateRequest, GenerationRequest
 from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.errors import GuideError, RequestError
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.api import parse as parsing
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.parse import MAX_CONTAINERS, parse
 from pd_cluster.api.protocol import (
     MAX_BAD_WORD_NUM_CHARS,
@@ -21,7 +22,6 @@ from pd_cluster.api.protocol import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     NOT_YET,
-    ChatCompletionRequest,
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,

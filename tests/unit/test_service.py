@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from pd_cluster.api.protocol import ChatCompletionRequest, CompletionRequest
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.protocol import CompletionRequest
 from pd_cluster.api.sequence import Piece
 from pd_cluster.api.service import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS, Generation, TextService
 from pd_cluster.checkpoint import Checkpoint

@@ -1,0 +1,85 @@
+"""What clients send of a conversation: messages, tools, and what else a chat template is given.
+
+Knows nothing of how a template renders them (chat_template.py) or of what becomes of the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pd_cluster.api.protocol import FAIL_FAST, Count, GenerationRequest
+from pd_cluster.errors import RequestError
+
+MAX_TOOLS = 128
+MAX_DESCRIPTION_NUM_CHARS = 16_384
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
+
+    def to_template(self, index: int) -> dict[str, Any]:
+        """As chat templates want it: text parts joined. Raises RequestError for images and the like."""
+        fields = {**(self.model_extra or {}), "role": self.role, "content": self.content}
+        message = {name: value for name, value in fields.items() if value is not None}
+        if isinstance(self.content, list):
+            texts = []
+            for at, part in enumerate(self.content):
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    raise RequestError(
+                        f"messages[{index}].content[{at}]: only parts of type 'text' are supported",
+                        param="messages",
+                    )
+                texts.append(part["text"])
+            message["content"] = "\n".join(texts)
+        return message
+
+
+class Function(BaseModel):
+    """One that a model may call. `parameters` is a JSON schema of its arguments; without one, any object will do."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: Name
+    description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: Function
+
+
+class ChatFields(BaseModel):
+    """What makes a prompt of a conversation; /tokenize takes the same."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, ChatFields):
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import llguidance
@@ -25,6 +26,7 @@ Words = NDArray[np.uint32]  # bit t % 32 of word t // 32: token t may follow
 # whitespace may follow any other, a model can go on with it for ever.
 WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
 MAX_ERROR_NUM_CHARS = 300
+NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 DIRECTIVES = ("%ignore", "%import")  # of a grammar; the library's others reach into its insides
 _NOISE = re.compile(  # places in a source that the client did not write, the whole pattern, the whole vocabulary
     r"^Failed to convert the grammar from GBNF to Lark: |^(?:at )?\d+\(\d+\): "
@@ -60,7 +62,7 @@ class Compiler:
         self.num_words = (tokenizer.vocab_size + 31) // 32  # of a mask; bits from the model's vocab_size on are unused
         self.end_words = words_of(ends, self.num_words)
         self._executor = llguidance.LLExecutor(1)
-        self._special = _special_tokens(json.loads(text))
+        self._special = _special_tokens(json.loads(text), tokenizer)
         self._limits = llguidance.LLParserLimits(
             max_items_in_row=2000,
             initial_lexer_fuel=1_000_000,
@@ -140,7 +142,7 @@ def one_line(message: str) -> str:
 # ---- a guide in the library's language
 
 
-def source_of(guide: Guide, special_tokens: frozenset[str] = frozenset()) -> str:
+def source_of(guide: Guide, special_tokens: Mapping[str, int] = NO_TOKENS) -> str:
     """Raises GuideError."""
     match guide.kind:
         case "json":
@@ -156,6 +158,8 @@ def source_of(guide: Guide, special_tokens: frozenset[str] = frozenset()) -> str
             return _grammar_source(guide.text)
         case "structural_tag":
             return _structural_source(json.loads(guide.text), special_tokens)
+        case "reply":
+            return _ReplySource(special_tokens).of(json.loads(guide.text))
 
 
 def _json_source(schema: str) -> str:
@@ -185,7 +189,7 @@ def _grammar_source(text: str) -> str:
         raise GuideError(one_line(str(error))) from None
 
 
-def _structural_source(tag: dict[str, Any], special_tokens: frozenset[str]) -> str:
+def _structural_source(tag: dict[str, Any], special_tokens: Mapping[str, int]) -> str:
     """Free text until a trigger; from there what the structure that begins with it says, then free text again."""
     parts = ["%llguidance {}"]
     names = [f"tag_{at}" for at in range(len(tag["structures"]))]
@@ -198,7 +202,7 @@ def _structural_source(tag: dict[str, Any], special_tokens: frozenset[str]) -> s
         body = [*rest, f"%json {json.dumps(_with_whitespace(structure['schema']))}"]
         body += [json.dumps(structure["end"])] if structure["end"] else []
         if trigger in special_tokens:
-            parts.append(f"{name}: TEXT {trigger} {' '.join(body)}")
+            parts.append(f"{name}: TEXT <[{special_tokens[trigger]}]> {' '.join(body)}")
         else:
             parts.append(f"{name}_head[lazy]: TEXT {json.dumps(trigger)}")
             parts.append(f"{name}: {name}_head {' '.join(body)}")
@@ -209,7 +213,60 @@ def _with_whitespace(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
-def _special_tokens(tokenizer: dict[str, Any]) -> frozenset[str]:
-    """Those that a grammar can name: `<|like_this|>`."""
-    found = (token["content"] for token in tokenizer.get("added_tokens", []) if token.get("special"))
-    return frozenset(text for text in found if re.fullmatch(r"<[^<>\s]+>", text))
+def _special_tokens(file: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> dict[str, int]:
+    """Those that are no text to the library, which grammars name by their ids: also `<tool_call>` and its like, special
+    or not."""
+    added = {token["content"]: token["id"] for token in file.get("added_tokens", [])}
+    return {text: token_id for text, token_id in added.items() if tokenizer.is_special_token(token_id)}
+
+
+class _ReplySource:
+    """A reply's tree (parsers/reply_guides.py says of what) as one grammar, in which other guides have theirs.
+
+    What ends at a marker is lazy: the marker's last character decides, whatever else could have gone on with it.
+    """
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special = special_tokens
+        self._rules = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANKS: /[ \n]{1,4}/"]
+        self._others: list[dict[str, Any]] = []
+
+    def of(self, tree: list[Any]) -> str:
+        self._rules.append(f"start: {self._expression(tree)}")
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(self._rules)}, *self._others]})
+
+    def _expression(self, node: list[Any]) -> str:
+        match node:
+            case ["seq", *inner]:
+                return f"({' '.join(map(self._expression, inner))})"
+            case ["any", *inner]:
+                return f"({' | '.join(map(self._expression, inner))})"
+            case ["repeat", least, most, inner]:
+                return f"({self._expression(inner)}){{{least},{'' if most is None else most}}}"
+            case ["marker", str(text)]:
+                token_id = self._special.get(text)
+                return f"BLANKS? <[{token_id}]>" if token_id is not None else self._lazy(f"BLANKS? {json.dumps(text)}")
+            case ["until", str(text)]:
+                found = self._lazy(f"TEXT {json.dumps(text)}")
+                return f"({found} | TEXT <[{self._special[text]}]>)" if text in self._special else found
+            case ["text", str(text)]:
+                return json.dumps(text)
+            case ["pattern", str(pattern)]:
+                return f"/{pattern}/"
+            case ["json", dict(schema)]:
+                return f"%json {json.dumps(_with_whitespace(schema))}"
+            case ["guide", kind, text]:
+                return self._other(Guide(kind, text))
+        raise ValueError(f"{node[0]}: no such node")
+
+    def _lazy(self, body: str) -> str:
+        name = f"lazy_{len(self._rules)}"
+        self._rules.append(f"{name}[lazy]: {body}")
+        return name
+
+    def _other(self, guide: Guide) -> str:
+        source = source_of(guide, self._special)
+        name = f"other_{len(self._others)}"
+        body = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+        self._others.append({**body, "name": name})
+        return f"@{name}"

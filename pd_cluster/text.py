@@ -1,36 +1,33 @@
-"""Text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings.
+"""Text to token ids and back: tokenizer, incremental detokenizer, stop strings.
 
-Uses the `tokenizers` library and a sandboxed Jinja, never torch: the scheduler's process imports this.
+Uses the `tokenizers` library, never torch: the scheduler's process imports this.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
+from pd_cluster.chat_template import NOTHING, ChatTemplate
 from pd_cluster.checkpoint import read_json
 from pd_cluster.errors import ModelError, RequestError
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
+NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 MAX_PENDING_TOKENS = 64  # without a complete character among them: it is no text, show it
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-# What an expression of a template may raise on messages that it was not written for.
-TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class Tokenizer:
     """A model folder's tokenizer and chat template."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, template: str = "") -> None:
+        """`template`: a source that takes the place of the folder's. Raises ModelError."""
         try:
             self._rust = RustTokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:
@@ -38,15 +35,22 @@ class Tokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
-        self._added = {i: token.content for i, token in self._rust.get_added_tokens_decoder().items()}
+        added = self._rust.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._decoder_types = _decoder_types(self._rust)
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         self.max_chars_per_token = max(map(len, vocabulary), default=1)
         # One int object an id, that all prompts share: a running request's takes 8 bytes a token instead of 40.
         self._ids = list(range(max(vocabulary.values(), default=-1) + 1))
         config_file = path / "tokenizer_config.json"
-        self._config = read_json(config_file) if config_file.exists() else {}
-        self._template = _find_template(path, self._config)
+        config = read_json(config_file) if config_file.exists() else {}
+        source = template or _find_template(path, config)
+        self.special_tokens = _special_tokens(config)
+        try:
+            self.template = ChatTemplate(source, self.special_tokens) if source is not None else None
+        except ModelError as error:
+            raise ModelError(f"{'--chat-template' if template else path}: {error}") from None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # A batch of one: `encode` would hold the interpreter's lock for seconds on a long text, and heartbeats with it.
@@ -85,26 +89,28 @@ class Tokenizer:
             return token.replace("\u2581", " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self._rust, skip_special_tokens)
+    def detokenizer(
+        self, skip_special_tokens: bool = True, kept: Iterable[str] = (), spaces_between: bool = True
+    ) -> Detokenizer:
+        """`kept` are special tokens that are shown nevertheless; `spaces_between` is about special tokens in a row."""
+        if not skip_special_tokens:
+            return Detokenizer(self._rust, False, joined=NO_TOKENS if spaces_between else self._added)
+        kept = frozenset(kept)
+        if kept.isdisjoint(self._added[i] for i in self._special_ids):
+            return Detokenizer(self._rust, True)
+        return Detokenizer(self._rust, False, frozenset(i for i in self._special_ids if self._added[i] not in kept))
 
     def render_chat(
         self,
         messages: list[dict[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = NOTHING,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt that the model's chat template makes. Raises RequestError when it refuses the messages."""
-        if self._template is None:
+        if self.template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        for name in own.keys() & variables.keys():
-            raise RequestError(f"chat_template_kwargs.{name}: is a field of its own", param="chat_template_kwargs")
-        defaults = {"tools": None, "documents": None}  # transformers passes these always, and templates test them
-        try:
-            return str(self._template.render({**defaults, **self._special_tokens(), **variables, **own}))
-        except (TemplateError, *TEMPLATE_FAULTS) as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+        return self.template.render(messages, add_generation_prompt, variables, continue_final_message)
 
     def encode_chat(
         self,
@@ -113,15 +119,6 @@ class Tokenizer:
         variables: Mapping[str, Any] = NOTHING,
     ) -> list[int]:
         return self.encode(self.render_chat(messages, add_generation_prompt, variables), add_special_tokens=False)
-
-    def _special_tokens(self) -> dict[str, str]:
-        found = {}
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            value = self._config.get(name)
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                found[name] = value
-        return found
 
 
 class Detokenizer:
@@ -132,15 +129,30 @@ class Detokenizer:
     shown already when invalid bytes follow; it stays as shown.
     """
 
-    def __init__(self, rust: RustTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        rust: RustTokenizer,
+        skip_special_tokens: bool,
+        dropped: frozenset[int] = frozenset(),
+        joined: Mapping[int, str] = NO_TOKENS,
+    ) -> None:
+        """`dropped` ids are not shown; those in `joined` are shown as that text where they follow one another."""
         self._rust = rust
         self._skip = skip_special_tokens
+        self._dropped = dropped
+        self._joined = joined
+        self._last_id = -1
         self._shown: list[int] = []  # the tokens whose text went out last
         self._shown_text = ""  # theirs alone
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
         """New text, "" while a character is incomplete."""
+        if token_id in self._dropped:
+            return ""
+        last_id, self._last_id = self._last_id, token_id
+        if token_id in self._joined and last_id in self._joined:
+            return self._join(token_id)
         self._pending.append(token_id)
         text = self._decode([*self._shown, *self._pending])
         is_longer = len(text) > len(self._shown_text)
@@ -153,6 +165,13 @@ class Detokenizer:
     def finish(self) -> str:
         """What is left, incomplete characters as U+FFFD."""
         return self._show(self._decode([*self._shown, *self._pending]))
+
+    def _join(self, token_id: int) -> str:
+        """A special token right behind another one."""
+        text = self.finish() + self._joined[token_id]
+        self._shown = [token_id]
+        self._shown_text = self._decode(self._shown)
+        return text
 
     def _show(self, text: str) -> str:
         new = text[len(self._shown_text) :]
@@ -234,28 +253,19 @@ def _decoder_types(rust: RustTokenizer) -> frozenset[str]:
     return frozenset(decoder["type"] for decoder in state.get("decoders", [state]))
 
 
-def _find_template(path: Path, config: dict[str, Any]) -> Any:
+def _find_template(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     source = file.read_text("utf-8") if file.exists() else config.get("chat_template")
     if isinstance(source, list):  # [{"name": "default", "template": …}, …]
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
-    if not isinstance(source, str):
-        return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ModelError(f"{path}: the chat template does not compile: {error}") from None
+    return source if isinstance(source, str) else None
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found

@@ -26,7 +26,7 @@ def note_nothing(transfer_id: str, what: str, **numbers: int) -> None:
     """For who does not want to know."""
 
 
-GuideKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+GuideKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag", "reply"]
 MAX_GUIDE_NUM_CHARS = 256 << 10
 
 
@@ -34,7 +34,8 @@ class Guide(msgspec.Struct, frozen=True):
     """What an output must look like. `text` is canonical, so that equal guides are equal strings; by kind:
 
     json: a schema, as JSON; json_object: empty; regex: one that the whole output matches; choice: a JSON array of
-    strings; grammar: EBNF (GBNF's or Lark's dialect); structural_tag: JSON, {"structures", "triggers"}.
+    strings; grammar: EBNF (GBNF's or Lark's dialect); structural_tag: JSON, {"structures", "triggers"}; reply: the JSON
+    that parsers/reply_guides.py makes, of which the others may be a part.
     """
 
     kind: GuideKind

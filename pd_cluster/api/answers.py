@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.generation import Generation, usage_of
 from pd_cluster.api.http import event
 from pd_cluster.api.logprobs import LogprobsFormat, prompt_entries
+from pd_cluster.api.messages import ChoiceText
 from pd_cluster.api.protocol import CompletionRequest, GenerationRequest
 from pd_cluster.api.sequence import Piece, TokenLogprobs
-from pd_cluster.api.service import Generation
-from pd_cluster.text import Tokenizer
+from pd_cluster.api.service import TextService
+from pd_cluster.types import FinishReason
 
 _encode = msgspec.json.Encoder().encode
 
@@ -24,6 +27,7 @@ class Wanted(NamedTuple):
 
     stream: bool
     usage: bool  # in the stream
+    usage_so_far: bool  # in each of its chunks
     token_ids: bool
     logprobs: bool
     prompt_logprobs: bool
@@ -33,6 +37,7 @@ class Wanted(NamedTuple):
         return cls(
             request.stream,
             request.include_usage,
+            request.include_usage_so_far,
             request.return_token_ids,
             request.num_logprobs is not None,
             request.prompt_logprobs is not None,
@@ -40,48 +45,81 @@ class Wanted(NamedTuple):
 
 
 class Answer(ABC):
-    """The shapes of one endpoint: id, time and model are the same in every chunk."""
+    """The shapes of one endpoint: id, time and model are the same in every chunk.
+
+    Choices are numbered through: the first prompt's, then the second's.
+    """
 
     prefix: str
     object: str
     chunk_object: str
 
-    def __init__(self, request: GenerationRequest, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: GenerationRequest, model: str, service: TextService, generations: list[Generation]
+    ) -> None:
         self.wanted = Wanted.of(request)
-        self._tokenizer = tokenizer
-        self._format = LogprobsFormat(tokenizer, bool(request.return_tokens_as_token_ids))
-        self._of_prompt: list[dict[str, Any] | None] | None = None  # the same for every choice
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.generations = generations
+        self._num_choices = request.num_choices  # of each prompt
+        self._tokenizer = service.tokenizer
+        as_ids = request.return_tokens_as_token_ids
+        self._format = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
+        self.id = f"{self.prefix}-{request.request_id or secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
+        self._opened = [False for _ in generations]
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # choice -> its chunk before and after the text
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
-    def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
-        choices = [self._whole_choice(piece, generation) for piece in pieces]
-        return {**self._head(self.object), "choices": choices, "usage": generation.usage}
+    def _generation_of(self, choice: int) -> Generation:
+        return self.generations[choice // self._num_choices]
 
-    def _whole_choice(self, piece: Piece, generation: Generation) -> dict[str, Any]:
-        ids = {"prompt_token_ids": generation.prompt_token_ids} if self.wanted.token_ids else {}
-        logprobs = self._logprobs(piece.logprobs, generation)
-        return self._choice(piece.index, self._whole(piece.text), logprobs, piece.token_ids, piece.finish_reason) | ids
+    # ---- the whole answer
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        choices = [self._whole_choice(piece) for piece in pieces]
+        return {**self._head(self.object), "choices": choices, "usage": usage_of(self.generations)}
+
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(piece, is_whole=True)
+        content, reason = self._whole(piece), self._finish_reason(piece)
+        return self._choice(piece.index, content, logprobs, piece.token_ids, reason) | self._prompt_ids(piece.index)
+
+    def _prompt_ids(self, choice: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._generation_of(choice).prompt_token_ids} if self.wanted.token_ids else {}
 
     @property
-    def has_logprobs(self) -> bool:
-        return self.wanted.logprobs or self.wanted.prompt_logprobs
+    def is_large(self) -> bool:
+        """So that putting it together takes a while."""
+        return self.wanted.logprobs or self.wanted.prompt_logprobs or len(self.generations) > 1
+
+    # ---- the same in chunks
+
+    def events(self, piece: Piece) -> bytes:
+        """What a piece adds to the stream; b"" when nothing of it can be shown yet."""
+        at = piece.index // self._num_choices
+        if self._opened[at]:
+            events = b""
+        else:
+            self._opened[at] = True
+            first = at * self._num_choices
+            events = b"".join(self._opening(choice) for choice in range(first, first + self._num_choices))
+        if piece.text or (self.shows_every_token and piece.token_ids):
+            events += self._text_chunk(piece)
+        if piece.finish_reason is not None:
+            events += self._last_chunk(piece)
+        return events
 
     @property
     def shows_every_token(self) -> bool:
         """Whether a chunk without text can have something to show."""
         return self.wanted.token_ids or self.wanted.logprobs
 
-    def chunk(self, piece: Piece) -> bytes:
+    def _text_chunk(self, piece: Piece) -> bytes:
         """Where only the text differs from one chunk to the next, only the text is encoded."""
-        if self.shows_every_token:
-            logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
-            return self._chunk(self._choice(piece.index, self._delta(piece.text), logprobs, piece.token_ids))
+        if self.shows_every_token or self.wanted.usage_so_far:
+            return self._full_chunk(piece, self._delta(piece.text))
         around = self._around_text.get(piece.index)
         if around is None:
             sample = f"the text of {self.id}"
@@ -89,14 +127,20 @@ class Answer(ABC):
             around = self._around_text[piece.index] = (before, after)
         return around[0] + _encode(piece.text) + around[1]
 
-    def last_chunk(self, piece: Piece) -> bytes:
-        return self._chunk(self._choice(piece.index, self._no_delta(), finish_reason=piece.finish_reason))
+    def _full_chunk(self, piece: Piece, content: dict[str, Any]) -> bytes:
+        logprobs = self._logprobs(piece) if piece.logprobs else None
+        return self._chunk(self._choice(piece.index, content, logprobs, piece.token_ids))
 
-    def usage_chunk(self, generation: Generation) -> bytes:
-        return event({**self._head(self.chunk_object), "choices": [], "usage": generation.usage})
+    def _last_chunk(self, piece: Piece) -> bytes:
+        reason = self._finish_reason(piece)
+        return self._chunk(self._choice(piece.index, self._no_delta(), finish_reason=reason))
+
+    def usage_chunk(self) -> bytes:
+        return event({**self._head(self.chunk_object), "choices": [], "usage": usage_of(self.generations)})
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        usage = {"usage": None} if self.wanted.usage else {}
+        so_far = usage_of(self.generations) if self.wanted.usage_so_far else None
+        usage = {"usage": so_far} if self.wanted.usage else {}
         return event({**self._head(self.chunk_object), "choices": [choice], **usage})
 
     def _choice(
@@ -110,16 +154,19 @@ class Answer(ABC):
         ids = {"token_ids": token_ids} if self.wanted.token_ids and token_ids is not None else {}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
 
+    def _finish_reason(self, piece: Piece) -> str | None:
+        return piece.finish_reason
+
     @abstractmethod
-    def opening(self, index: int, generation: Generation) -> bytes:
+    def _opening(self, choice: int) -> bytes:
         """A choice's chunk before its first text, if any."""
 
     @abstractmethod
-    def _logprobs(self, entries: list[TokenLogprobs], whole: Generation | None = None) -> dict[str, Any] | None:
-        """As part of a choice; of the whole answer when a generation is given."""
+    def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
+        """As part of a choice; of the whole answer or of a chunk."""
 
     @abstractmethod
-    def _whole(self, text: str) -> dict[str, Any]:
+    def _whole(self, piece: Piece) -> dict[str, Any]:
         """All text as part of the answer's choice."""
 
     @abstractmethod
@@ -133,25 +180,62 @@ class Answer(ABC):
     def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
         if not self.wanted.prompt_logprobs:
             return {}
-        if self._of_prompt is None:
-            self._of_prompt = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
-        return {"prompt_logprobs": self._of_prompt}
+        found = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
+        return {"prompt_logprobs": found}
 
 
 class ChatAnswer(Answer):
+    """`_texts` read what is more than content in each choice's text; there are none where all of it is."""
+
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
-        return super().whole(pieces, generation) | self._prompt_logprobs(generation)
+    def __init__(
+        self, request: ChatCompletionRequest, model: str, service: TextService, generation: Generation
+    ) -> None:
+        super().__init__(request, model, service, [generation])
+        last = request.messages[-1]
+        self._role = service.response_role if request.opens_answer else last.role
+        goes_on = request.echo and last.role == self._role and isinstance(last.content, str)
+        self._echoed = str(last.content) if goes_on else ""
+        self._texts: list[ChoiceText] = []
+        if generation.new_reader is not None:
+            shown = request.include_reasoning
+            self._texts = [ChoiceText(generation, shown) for _ in range(self._num_choices)]
 
-    def opening(self, index: int, generation: Generation) -> bytes:
-        return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}))
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        answer = super().whole(pieces) | self._prompt_logprobs(self.generations[0])
+        return answer | self._prompt_ids(0)
 
-    def _logprobs(self, entries: list[TokenLogprobs], whole: Generation | None = None) -> dict[str, Any] | None:
-        return self._format.chat(entries) if self.wanted.logprobs else None
+    def _opening(self, choice: int) -> bytes:
+        ids = self._prompt_ids(choice)
+        opening = self._chunk(self._choice(choice, {"delta": {"role": self._role, "content": ""}}) | ids)
+        return opening + (self._chunk(self._choice(choice, self._delta(self._echoed))) if self._echoed else b"")
 
-    def _whole(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def _text_chunk(self, piece: Piece) -> bytes:
+        if not self._texts:
+            return super()._text_chunk(piece)
+        delta = self._texts[piece.index].read(piece.text)
+        return self._full_chunk(piece, {"delta": delta}) if delta or self.shows_every_token else b""
+
+    def _last_chunk(self, piece: Piece) -> bytes:
+        rest = self._texts[piece.index].finish() if self._texts else {}
+        held_back = self._chunk(self._choice(piece.index, {"delta": rest})) if rest else b""
+        return held_back + super()._last_chunk(piece)
+
+    def _finish_reason(self, piece: Piece) -> FinishReason | str | None:
+        makes_calls = bool(self._texts) and self._texts[piece.index].ends_in_calls
+        return "tool_calls" if makes_calls and piece.finish_reason == "stop" else piece.finish_reason
+
+    def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
+        return self._format.chat(piece.logprobs) if self.wanted.logprobs else None
+
+    def _whole(self, piece: Piece) -> dict[str, Any]:
+        content: dict[str, Any] = {"content": piece.text}
+        if self._texts:
+            content = self._texts[piece.index].message(piece.text)
+        if self._echoed:
+            content["content"] = self._echoed + (content["content"] or "")
+        return {"message": {"role": self._role, **content}}
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
@@ -163,38 +247,53 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, request: CompletionRequest, model: str, tokenizer: Tokenizer, echoed: str) -> None:
-        super().__init__(request, model, tokenizer)
+    def __init__(
+        self, request: CompletionRequest, model: str, service: TextService, generations: list[Generation]
+    ) -> None:
+        super().__init__(request, model, service, generations)
         self._echo = request.echo
-        self._echoed = echoed
-        self._echoed_logprobs: list[TokenLogprobs] | None = None
+        self._echoed = [""] * len(generations)
+        if request.echo:
+            is_cut = request.truncate_prompt_tokens is not None
+            self._echoed = [
+                prompt if isinstance(prompt, str) and not is_cut else self._tokenizer.decode(each.prompt_token_ids)
+                for prompt, each in zip(request.prompts(), generations, strict=True)
+            ]
+        self._of_prompts: dict[int, list[TokenLogprobs]] = {}  # prompt -> its own logprobs, as they are echoed
 
-    def opening(self, index: int, generation: Generation) -> bytes:
-        if not self._echoed:
+    def _opening(self, choice: int) -> bytes:
+        echoed, ids = self._echoed_in(choice), self._prompt_ids(choice)
+        if not echoed and not ids:
             return b""
-        logprobs = self._format.completion(self._prompt(generation)) if self.wanted.logprobs else None
-        return self._chunk(self._choice(index, {"text": self._echoed}, logprobs))
+        logprobs = self._format.completion(self._prompt(choice)) if self.wanted.logprobs and self._echo else None
+        return self._chunk(self._choice(choice, {"text": echoed}, logprobs) | ids)
 
-    def _whole_choice(self, piece: Piece, generation: Generation) -> dict[str, Any]:
-        return super()._whole_choice(piece, generation) | self._prompt_logprobs(generation)
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+        return super()._whole_choice(piece) | self._prompt_logprobs(self._generation_of(piece.index))
 
-    def _logprobs(self, entries: list[TokenLogprobs], whole: Generation | None = None) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
         if not self.wanted.logprobs:
             return None
-        shifted = [entry._replace(text_offset=entry.text_offset + len(self._echoed)) for entry in entries]
-        return self._format.completion([*(self._prompt(whole) if whole is not None else []), *shifted])
+        num_before = len(self._echoed_in(piece.index))
+        shifted = [entry._replace(text_offset=entry.text_offset + num_before) for entry in piece.logprobs]
+        return self._format.completion([*(self._prompt(piece.index) if is_whole else []), *shifted])
 
-    def _prompt(self, generation: Generation) -> list[TokenLogprobs]:
+    def _echoed_in(self, choice: int) -> str:
+        return self._echoed[choice // self._num_choices]
+
+    def _prompt(self, choice: int) -> list[TokenLogprobs]:
         """The prompt's own logprobs, as far as they are echoed."""
         if not self._echo:
             return []
-        if self._echoed_logprobs is None:
+        at = choice // self._num_choices
+        if at not in self._of_prompts:
+            generation = self.generations[at]
             ids, found = generation.prompt_token_ids, generation.prompt_logprobs
-            self._echoed_logprobs = prompt_entries(self._tokenizer, ids, found)
-        return self._echoed_logprobs
+            self._of_prompts[at] = prompt_entries(self._tokenizer, ids, found)
+        return self._of_prompts[at]
 
-    def _whole(self, text: str) -> dict[str, Any]:
-        return {"text": self._echoed + text}
+    def _whole(self, piece: Piece) -> dict[str, Any]:
+        return {"text": self._echoed_in(piece.index) + piece.text}
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}

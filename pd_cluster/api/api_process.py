@@ -52,7 +52,7 @@ async def serve(channel: socket.socket) -> None:
         until = _until(mirror, reader, writer, edge.handler.fatal, drain, stops)
         await serve_until_signal(servers, until, drain.begin, drain, stops.append)
     finally:
-        await service.guides.close()
+        await service.close()
         edge.mailbox.close()
 
 

@@ -1,6 +1,6 @@
 """What clients send of a conversation: messages, tools, and what else a chat template is given.
 
-Knows nothing of how a template renders them (chat_template.py) or of what becomes of the answer.
+Knows nothing of how a template renders them (conversation.py) or of what becomes of the answer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pd_cluster.errors import RequestError
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_NUM_CHARS = 16_384
+MAX_TEMPLATE_NUM_CHARS = 65_536
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
@@ -30,12 +32,13 @@ class ChatMessage(BaseModel):
         if isinstance(self.content, list):
             texts = []
             for at, part in enumerate(self.content):
-                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                text = part.get("refusal" if part.get("type") == "refusal" else "text")
+                if part.get("type") not in TEXT_PARTS or not isinstance(text, str):
                     raise RequestError(
                         f"messages[{index}].content[{at}]: only parts of type 'text' are supported",
                         param="messages",
                     )
-                texts.append(part["text"])
+                texts.append(text)
             message["content"] = "\n".join(texts)
         return message
 
@@ -56,6 +59,17 @@ class FunctionTool(BaseModel):
     function: Function
 
 
+class FunctionName(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatFields(BaseModel):
     """What makes a prompt of a conversation; /tokenize takes the same."""
 
@@ -63,18 +77,28 @@ class ChatFields(BaseModel):
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool = False
     documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
-    chat_template: str | None = None
+    chat_template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_NUM_CHARS)
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends where an answer of the assistant's begins."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
 class ChatCompletionRequest(GenerationRequest, ChatFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
+    echo: bool = False
 
     @property
     def num_logprobs(self) -> int | None:

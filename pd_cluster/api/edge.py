@@ -99,6 +99,8 @@ class Edge:
             config.engine.max_num_seqs,
             config.timeouts.guided_timeout_s,
             config.routing.has_priorities,
+            config.chat,
+            config.returns_tokens_as_token_ids,
         )
 
 

@@ -125,7 +125,7 @@ def _json(field: str, value: Any, whitespace: str | None) -> Guide:
         raise _wrong(field, "a schema must be a JSON object")
     if OPTIONS in schema:
         raise _wrong(field, f"{OPTIONS} is not supported")
-    if _is_deeper(schema, MAX_SCHEMA_DEPTH):
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise _wrong(field, f"nested more than {MAX_SCHEMA_DEPTH} deep")
     options = {} if whitespace is None else {OPTIONS: {"whitespace_pattern": whitespace}}
     return Guide("json", _encoded({**schema, **options}))
@@ -215,7 +215,8 @@ def _whitespace(field: str, value: Any) -> str | None:
     return value
 
 
-def _is_deeper(value: Any, most: int) -> bool:
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether arrays and objects are nested more than so many times."""
     level = [value]
     for _ in range(most):
         level = [

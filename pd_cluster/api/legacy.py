@@ -12,6 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from pd_cluster.api.generation import Generation
 from pd_cluster.api.http import (
     CLIENT_CLOSED_REQUEST,
     EventStream,
@@ -27,7 +28,7 @@ from pd_cluster.api.logprobs import LogprobsFormat
 from pd_cluster.api.parse import parse
 from pd_cluster.api.protocol import GenerateRequest
 from pd_cluster.api.sequence import Piece, joined
-from pd_cluster.api.service import Generation, TextService
+from pd_cluster.api.service import TextService
 from pd_cluster.errors import PdClusterError
 from pd_cluster.text import Tokenizer
 
@@ -49,7 +50,7 @@ def legacy_routes(service: TextService) -> APIRouter:
             check_streamed_texts(len(generation.sequences), len(prompt), generation.sampling.max_tokens)
             frames = _frames(service, request, generation, prompt)
             return EventStream(frames, headers=headers, media_type="application/json")
-        pieces = await unless_disconnected(http.receive, service.complete(generation))
+        pieces = await unless_disconnected(http.receive, service.complete([generation]))
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return await json_response(
@@ -72,7 +73,7 @@ async def _frames(
     texts = [prompt for _ in generation.sequences]
     begun = False
     try:
-        async with contextlib.aclosing(service.stream(generation)) as stream:  # type: ignore[type-var]
+        async with contextlib.aclosing(service.stream(generation)) as stream:
             async for piece in stream:
                 texts[piece.index] += piece.text
                 pieces[piece.index].append(piece)

@@ -30,14 +30,16 @@ class Limits(NamedTuple):
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     max_beam_width: int = MAX_SEQUENCES
 
-    def check(self, request: GenerationRequest, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """The sampling as it can be done. Raises RequestError."""
+    def check(
+        self, request: GenerationRequest, sampling: SamplingParams, num_prompt_tokens: int, num_prompts: int = 1
+    ) -> SamplingParams:
+        """The sampling as it can be done, for one of so many prompts. Raises RequestError."""
         self._check_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias))
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
         name = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
         self._check_logprobs(name, sampling.logprobs)
         self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
-        _check_size(request, sampling, num_prompt_tokens)
+        _check_size(request, sampling, num_prompt_tokens, num_prompts)
         _check_greedy(request, sampling)
         self._check_beams(request, sampling)
         if sampling.max_tokens and sampling.min_tokens > sampling.max_tokens:
@@ -97,14 +99,15 @@ class Limits(NamedTuple):
             raise RequestError("bad_words: they forbid the whole vocabulary; leave one out", param="bad_words")
 
 
-def _check_size(request: GenerationRequest, sampling: SamplingParams, num_prompt_tokens: int) -> None:
+def _check_size(request: GenerationRequest, sampling: SamplingParams, num_prompt_tokens: int, num_prompts: int) -> None:
     """An answer is put together in memory: what nobody could use must not take all of it."""
-    num_entries = 0
+    num_entries = 0  # as if all prompts were as long as this one
     if sampling.prompt_logprobs is not None:
         num_told = request.num_choices if isinstance(request, CompletionRequest) else 1
         num_entries += num_prompt_tokens * (sampling.prompt_logprobs + 1) * num_told
     if sampling.logprobs is not None:
         num_entries += min(sampling.max_tokens, OUTPUT_TOKENS_COUNTED) * (sampling.logprobs + 1) * sampling.n
+    num_entries *= num_prompts
     if num_entries > MAX_LOGPROB_ENTRIES:
         raise RequestError(
             f"logprobs: the answer could have {num_entries} of them, at most {MAX_LOGPROB_ENTRIES} are given; ask for "
@@ -150,3 +153,32 @@ def truncated(request: GenerationRequest, token_ids: list[int], limit: int, defa
             param="truncate_prompt_tokens",
         )
     return token_ids[-keep:]
+
+
+def max_tokens_of(
+    request: GenerationRequest, num_prompt: int, limit: int, default_max_tokens: int | None, param: str
+) -> int:
+    """Output tokens that this request may have. Raises RequestError when the context has no room for them."""
+    if not num_prompt:
+        raise RequestError(f"{param}: no tokens", param=param)
+    if num_prompt >= limit:
+        raise RequestError(
+            f"{param}: {num_prompt} tokens; the model's context is {limit} tokens, prompt and output together",
+            param=param,
+            code="context_length_exceeded",
+        )
+    wanted = request.wanted_tokens
+    least = 0 if isinstance(request, CompletionRequest) and request.echo else 1
+    if wanted is not None and wanted < least:
+        raise RequestError(f"max_tokens: {wanted}; must be at least 1 (0 only with echo)", param="max_tokens")
+    if wanted is None:
+        room = limit - num_prompt
+        wanted = room if default_max_tokens is None else min(default_max_tokens, room)
+    if num_prompt + wanted > limit:
+        raise RequestError(
+            f"max_tokens: {num_prompt} prompt tokens and {wanted} output tokens exceed the model's context of "
+            f"{limit} tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return wanted

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pd_cluster.api.answers import Answer, ChatAnswer, CompletionAnswer
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.generation import Generation
 from pd_cluster.api.http import (
     CLIENT_CLOSED_REQUEST,
     DONE,
@@ -25,9 +27,11 @@ from pd_cluster.api.http import (
     unless_disconnected,
 )
 from pd_cluster.api.parse import parse
-from pd_cluster.api.protocol import CompletionRequest, GenerationRequest
-from pd_cluster.api.service import Generation, TextService
-from pd_cluster.errors import PdClusterError, RequestError
+from pd_cluster.api.protocol import REQUEST_ID, CompletionRequest, GenerationRequest
+from pd_cluster.api.service import TextService
+from pd_cluster.errors import PdClusterError
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
 def openai_routes(service: TextService) -> APIRouter:
@@ -50,50 +54,54 @@ def openai_routes(service: TextService) -> APIRouter:
     async def chat(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), ChatCompletionRequest)
-        answer = ChatAnswer(request, service.check_model(request.model), service.tokenizer)
-        return await _answer(http, service, answer, await service.chat(request, received_s))
+        name = service.check_model(request.model)
+        generation = await service.chat(_named(request, http), received_s)
+        return await _answer(http, service, ChatAnswer(request, name, service, generation))
 
     @routes.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), CompletionRequest)
         name = service.check_model(request.model)
-        prompt = _one_prompt(request.prompt)
-        generation = await service.completion(request, prompt, request.add_special_tokens, received_s)
-        echoed = ""
-        if request.echo:
-            is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
-            echoed = str(prompt) if is_whole else service.tokenizer.decode(generation.prompt_token_ids)
-        return await _answer(http, service, CompletionAnswer(request, name, service.tokenizer, echoed), generation)
+        generations = await service.completions(_named(request, http), received_s)
+        return await _answer(http, service, CompletionAnswer(request, name, service, generations))
 
     return routes
 
 
-async def _answer(http: Request, service: TextService, answer: Answer, generation: Generation) -> Response:
-    generation.client_id = answer.id
-    generation.session = generation.session or session_of(http)
+def _named(request: RequestT, http: Request) -> RequestT:
+    """The header X-Request-Id names a request that has no name of its own."""
+    request.request_id = request.request_id or _request_id(http)
+    return request
+
+
+def _request_id(http: Request) -> str | None:
+    name = http.headers.get("x-request-id", "")
+    return name if re.fullmatch(REQUEST_ID, name) else None
+
+
+async def _answer(http: Request, service: TextService, answer: Answer) -> Response:
+    session = session_of(http)
+    for generation in answer.generations:
+        generation.client_id = answer.id
+        generation.session = generation.session or session
+    headers = {"x-request-id": name} if (name := _request_id(http)) is not None else {}
     if not answer.wanted.stream:
-        pieces = await unless_disconnected(http.receive, service.complete(generation))
+        pieces = await unless_disconnected(http.receive, service.complete(answer.generations))
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return await json_response(
-            lambda: answer.whole(pieces, generation), large=answer.has_logprobs, headers=served_by(generation)
-        )
-    return EventStream(_events(service, answer, generation), lambda: served_by(generation))
+        headers |= served_by(answer.generations)
+        return await json_response(lambda: answer.whole(pieces), large=answer.is_large, headers=headers)
+    return EventStream(_events(service, answer), lambda: served_by(answer.generations), headers)
 
 
-async def _events(service: TextService, answer: Answer, generation: Generation) -> AsyncGenerator[bytes, None]:
+async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes, None]:
     """All server-sent events of a request. An error before the first text is raised, a later one is in-band."""
     begun = False
     try:
-        async with contextlib.aclosing(service.stream(generation)) as pieces:  # type: ignore[type-var]
+        async with contextlib.aclosing(service.pieces(answer.generations)) as pieces:
             async for piece in pieces:
-                events = b"" if begun else b"".join(answer.opening(s.index, generation) for s in generation.sequences)
-                if piece.text or (answer.shows_every_token and piece.token_ids):
-                    events += answer.chunk(piece)
-                if piece.finish_reason is not None:
-                    events += answer.last_chunk(piece)
-                if events:
+                if events := answer.events(piece):
                     begun = True
                     yield events
     except PdClusterError as error:
@@ -101,24 +109,13 @@ async def _events(service: TextService, answer: Answer, generation: Generation) 
             raise
         yield event(error_body(error)) + DONE
         return
-    yield (answer.usage_chunk(generation) if answer.wanted.usage else b"") + DONE
+    yield (answer.usage_chunk() if answer.wanted.usage else b"") + DONE
 
 
-def served_by(generation: Generation) -> dict[str, str]:
+def served_by(generations: list[Generation]) -> dict[str, str]:
     """Which instances did the work, for operators; clients ignore it."""
-    return {"x-pd-served-by": ",".join(generation.served_by)} if generation.served_by else {}
-
-
-def _one_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | list[int]:
-    if isinstance(prompt, str):
-        return prompt
-    if not prompt:
-        raise RequestError("prompt: empty", param="prompt")
-    if isinstance(prompt[0], int):
-        return prompt
-    if len(prompt) > 1:
-        raise RequestError(f"prompt: {len(prompt)} prompts in one request are not supported yet", param="prompt")
-    return prompt[0]
+    names = dict.fromkeys(name for generation in generations for name in generation.served_by)
+    return {"x-pd-served-by": ",".join(names)} if names else {}
 
 
 def _body_of(kind: type[GenerationRequest]) -> dict[str, Any]:

@@ -11,13 +11,15 @@ from pydantic import ValidationError
 
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.guide_fields import guide_of
-from pd_cluster.api.protocol import MIN_TEMPERATURE, NOT_YET, GenerationRequest
+from pd_cluster.api.protocol import CHAT_ONLY, MIN_TEMPERATURE, NOT_YET, GenerationRequest
 from pd_cluster.errors import RequestError
 
 log = logging.getLogger(__name__)
 
 MAX_CONTAINERS = 50_000  # arrays and objects in a body: millions of them hold the interpreter for seconds
-_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{'))
+MAX_DEPTH = 64  # of arrays and objects in one another
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{]}'))
+_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _logged_fields: set[str] = set()
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -25,21 +27,12 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     """Raises RequestError that names the field, for anything that is not a good request."""
-    num_containers = _count_containers(body)
-    if num_containers > MAX_CONTAINERS:
-        raise RequestError(f"the body has {num_containers} arrays and objects; at most {MAX_CONTAINERS} are allowed")
-    try:
-        data = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
+    data = decoded(body)
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
-    for name, neutral in NOT_YET.items():
-        value = data.get(name)
-        if value is not None and not any(value == n and type(value) in _kin(n) for n in neutral):
-            raise RequestError(f"{name}: {reprlib.repr(value)} is not supported yet by this server", param=name)
+    _refuse(data, NOT_YET, "is not supported yet by this server")
+    if not issubclass(kind, ChatCompletionRequest):
+        _refuse(data, CHAT_ONLY, "is for chats; use /v1/chat/completions")
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
@@ -51,6 +44,14 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     _check_together(request)
     _log_unknown(request)
     return request
+
+
+def _refuse(data: dict[str, Any], names: dict[str, tuple[Any, ...]], why: str) -> None:
+    """Raises RequestError for one of these that asks for something."""
+    for name, neutral in names.items():
+        value = data.get(name)
+        if value is not None and not any(value == n and type(value) in _kin(n) for n in neutral):
+            raise RequestError(f"{name}: {reprlib.repr(value)} {why}", param=name)
 
 
 def _check_together(request: GenerationRequest) -> None:
@@ -127,15 +128,36 @@ def _kin(value: Any) -> tuple[type, ...]:
     return (int, float) if isinstance(value, int | float) and not isinstance(value, bool) else (type(value),)
 
 
-def _count_containers(body: bytes) -> int:
-    """`[` and `{` outside of strings, in a few passes over the bytes: nothing is decoded yet."""
+def decoded(body: bytes) -> Any:
+    """What is in a JSON body, that is neither too much nor too deep. Raises RequestError."""
+    brackets = _brackets(body)
+    num_containers = brackets.count(b"[")
+    if num_containers > MAX_CONTAINERS:
+        raise RequestError(f"the body has {num_containers} arrays and objects; at most {MAX_CONTAINERS} are allowed")
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(f"the body is nested more than {MAX_DEPTH} deep") from None
+    for _ in range(MAX_DEPTH):
+        if not brackets:
+            return data
+        brackets = brackets.replace(b"[]", b"")  # what is innermost
+    if brackets:
+        raise RequestError(f"the body is nested more than {MAX_DEPTH} deep")
+    return data
+
+
+def _brackets(body: bytes) -> bytes:
+    """All brackets and braces outside of strings, as brackets, in a few passes: nothing is decoded yet."""
     marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
     outside = b"".join(marks.replace(b'""', b"").split(b'"')[::2])
-    return outside.count(b"[") + outside.count(b"{")
+    return outside.translate(_AS_BRACKETS)
 
 
 def _log_unknown(request: GenerationRequest) -> None:
     for name in request.model_extra or {}:
-        if name not in NOT_YET and name not in _logged_fields and len(_logged_fields) < 1000:
+        if name not in NOT_YET and name not in CHAT_ONLY and name not in _logged_fields and len(_logged_fields) < 1000:
             _logged_fields.add(name)
             log.warning("request field %r is unknown and has no effect", name[:80])

@@ -12,16 +12,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pd_cluster.api.guide_fields import guide_of
 from pd_cluster.engine.limits import MAX_LENGTH_PENALTY
 from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams
 
-MAX_STOP_STRINGS = 64
+MAX_STOP_STRINGS = 16
+MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SEQUENCES = 128
+MAX_CHOICES = 4096  # of all prompts of a request together
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_NUM_CHARS = 256
 MAX_SALT_NUM_CHARS = 256
@@ -31,26 +32,29 @@ INT32_MAX = 2**31 - 1
 
 # Parameters that exist elsewhere and not here yet -> the values that ask for nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "spaces_between_special_tokens": (True,),
     "guided_decoding": (),
     "logits_processors": ([],),
     "extra_args": ({},),
     "vllm_xargs": ({},),
     "thinking_token_budget": (),
     "detokenize": (True,),
-    "tools": ([],),
     "functions": ([],),
     "function_call": ("none",),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+}
+# The same, of parameters that mean something in a chat only.
+CHAT_ONLY: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "chat_template": (),
     "documents": ([],),
     "continue_final_message": (False,),
     "reasoning_effort": (),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "audio": (),
 }
-
+REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
 
 FAIL_FAST = Field(fail_fast=True)  # one error is reported; collecting millions holds the interpreter for seconds
 TokenIds = Annotated[list[int], FAIL_FAST]
@@ -64,6 +68,7 @@ Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: so far, in every chunk; only beside include_usage
 
 
 class GenerationRequest(BaseModel):
@@ -105,6 +110,8 @@ class GenerationRequest(BaseModel):
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool | None = None
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -187,7 +194,6 @@ class GenerationRequest(BaseModel):
             beam_width=self.beam_width,
             length_penalty=1.0 if self.length_penalty is None else float(self.length_penalty),
             early_stopping=self.early_stopping or False,
-            guide=asked.guide if (asked := guide_of(self)) is not None else None,
         )
 
     def biases(self) -> dict[int, float]:
@@ -204,12 +210,38 @@ class GenerationRequest(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def include_usage_so_far(self) -> bool:
+        return self.stream_options is not None and self.include_usage and self.stream_options.continuous_usage_stats
+
+
+_PROMPTS = Field(fail_fast=True, json_schema_extra={"maxItems": MAX_PROMPTS})  # checked with words of its own
+
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | TokenIds | Annotated[list[str], FAIL_FAST] | Annotated[list[TokenIds], FAIL_FAST]
+    prompt: str | TokenIds | Annotated[list[str], _PROMPTS] | Annotated[list[TokenIds], _PROMPTS]
     echo: bool = False
     add_special_tokens: bool = True
     logprobs: Count | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or many. Raises RequestError for none, and for more choices than one answer has room for."""
+        prompt = self.prompt
+        if not prompt and not isinstance(prompt, str):
+            raise RequestError("prompt: empty; give a text, a list of token ids, or a list of these", param="prompt")
+        several: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        if len(several) > MAX_PROMPTS:
+            raise RequestError(
+                f"prompt: {len(several)} prompts are more than the {MAX_PROMPTS} that a request may have; send several",
+                param="prompt",
+            )
+        if len(several) * self.num_sequences > MAX_CHOICES:
+            raise RequestError(
+                f"prompt: {len(several)} prompts with {self.num_sequences} sequences each are more than {MAX_CHOICES} "
+                f"sequences; send fewer prompts in a request",
+                param="prompt",
+            )
+        return several
 
     @property
     def num_logprobs(self) -> int | None:

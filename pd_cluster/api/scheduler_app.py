@@ -87,7 +87,7 @@ class Scheduler:
         try:
             await serve_until_signal([(make_server(app), self._listeners[0]), admin], failure, drain.begin, drain)
         finally:
-            await service.guides.close()
+            await service.close()
 
     def _several(self, secret: bytes, log_level: str) -> ApiProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cluster-api-")  # mode 0700

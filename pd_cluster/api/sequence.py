@@ -20,7 +20,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """New text of one sequence, and the tokens that came since its last piece. Its last piece has a finish_reason."""
+    """New text of one choice, and the tokens that came since its last piece. Its last piece has a finish_reason."""
 
     index: int
     text: str
@@ -66,9 +66,9 @@ class Sequence:
             text += self.stops.finish()
         return text
 
-    def piece(self, text: str) -> Piece:
-        """What came since the last piece, with this text."""
-        piece = Piece(self.index, text, self.token_ids, self.logprobs, self.finish_reason)
+    def piece(self, text: str, index: int) -> Piece:
+        """What came since the last piece, with this text, as that choice's."""
+        piece = Piece(index, text, self.token_ids, self.logprobs, self.finish_reason)
         self.token_ids, self.logprobs = [], []
         return piece
 

@@ -1,4 +1,4 @@
-"""Text in, text out, over the router: tokenizing, limits, detokenizing, stop strings, usage. Knows nothing of HTTP."""
+"""Text in, text out, over the router: tokenizing, limits, detokenizing, stop strings. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -7,83 +7,34 @@ import contextlib
 import random
 import reprlib
 import secrets
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
 import msgspec
 
+from pd_cluster.api.chat_prompt import ChatPrompts
 from pd_cluster.api.chat_protocol import ChatCompletionRequest, ChatFields
+from pd_cluster.api.generation import Generation
 from pd_cluster.api.guide_check import GuideCheck
-from pd_cluster.api.guide_fields import guide_of
-from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, truncated
-from pd_cluster.api.protocol import MAX_SEQUENCES, GenerationRequest
+from pd_cluster.api.guide_fields import Asked, guide_of
+from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, max_tokens_of, truncated
+from pd_cluster.api.merge import merged, together
+from pd_cluster.api.protocol import MAX_SEQUENCES, CompletionRequest, GenerationRequest
 from pd_cluster.api.sequence import Piece, Sequence, joined
+from pd_cluster.api.tool_fields import tools_of
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
-from pd_cluster.cluster.stream import Stream
+from pd_cluster.config import ChatConfig
 from pd_cluster.errors import GuideError, ModelNotFound, RequestError
+from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.text import StopStrings, Tokenizer
-from pd_cluster.types import Logprobs, PromptOutput, SamplingParams, TokenOutput
+from pd_cluster.types import SamplingParams, TokenOutput
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
 MESSAGE_NUM_CHARS = 8  # what a template adds to each further message, at the least
 SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
 TRUNCATED_NUM_CHARS = 1 << 20  # a text that will be cut down to the context may be longer than it, up to this
-
-
-def _stop_nothing(index: int) -> None:
-    """Until a request is on its way there is nothing to stop."""
-
-
-@dataclass(slots=True)
-class Generation:
-    """One request as it goes along: what it asked, how far its sequences are, who serves it."""
-
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    sequences: list[Sequence]
-    num_choices: int  # of the sequences, the best ones are the answer
-    every_token: bool = False  # a piece for each token, even when there is no text yet
-    is_prompt_only: bool = False  # max_tokens 0, with echo
-    cache_salt: str = ""
-    session: str = ""  # requests of one session like to meet the same caches
-    priority: int = 0
-    prompt: PromptOutput | None = None  # known no later than the first piece
-    served_by: list[str] = field(default_factory=list)
-    stop: Callable[[int], None] = _stop_nothing
-    client_id: str = ""  # what the answer calls itself
-    received_s: float | None = None
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """Of the sequences that are answered; cached tokens as soon as they are known."""
-        num_prompt = len(self.prompt_token_ids)
-        num_output = sum(sequence.num_tokens for sequence in self.sequences)
-        usage: dict[str, Any] = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-        }
-        if self.prompt is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.prompt.num_cached_tokens}
-        return usage
-
-    @property
-    def prompt_logprobs(self) -> list[Logprobs | None]:
-        return self.prompt.logprobs if self.prompt is not None else []
-
-    def routed(self, stream: Stream) -> None:
-        self.served_by = [stream.prefill.name, stream.decode.name]
-        self.stop = stream.stop
-
-    def prompted(self, prompt: PromptOutput) -> None:
-        self.prompt = prompt
-
-    def keep_best(self) -> None:
-        """Leaves the sequences with the highest mean logprob of their tokens, best first, numbered anew."""
-        ranked = sorted(self.sequences, key=lambda sequence: -sequence.mean_logprob)
-        self.sequences = ranked[: self.num_choices]
+PLAIN_CHATS = ChatConfig()
+NUM_END_TOKENS = 16  # of a prompt, that tell whether an answer begins with reasoning
 
 
 class TextService:
@@ -99,9 +50,15 @@ class TextService:
         max_num_seqs: int = MAX_SEQUENCES,
         guided_timeout_s: float = 5.0,
         has_priorities: bool = False,
+        chat: ChatConfig = PLAIN_CHATS,
+        shows_token_ids: bool = False,
     ) -> None:
+        """`shows_token_ids`: logprobs name tokens by their ids where a request does not say. Raises ConfigError."""
         self.router = router
-        self.tokenizer = Tokenizer(checkpoint.path)
+        self.tokenizer = Tokenizer(checkpoint.path, chat.template)
+        self.response_role = chat.response_role
+        self.shows_token_ids = shows_token_ids
+        self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser)
         self.model = model
         self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.served_model_names = served_model_names or [model]
@@ -111,6 +68,9 @@ class TextService:
         self._limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
         self.guides = GuideCheck(
             checkpoint.path / "tokenizer.json", vocab_size, checkpoint.eos_token_ids, guided_timeout_s
+        )
+        self._chats = ChatPrompts.make(
+            self.tokenizer.template, self.tokenizer.special_tokens, chat.trusts_request_templates, guided_timeout_s
         )
         known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         self._sampling_defaults = {
@@ -133,33 +93,61 @@ class TextService:
             code="model_not_found",
         )
 
-    async def chat(self, request: ChatCompletionRequest, received_s: float | None = None) -> Generation:
-        """`received_s`: since when the request is here, for its timeline."""
-        token_ids = await self.chat_token_ids(request, request.truncate_prompt_tokens is not None)
-        return await self._generation(request, token_ids, None, "messages", received_s)
+    async def close(self) -> None:
+        await self.guides.close()
+        await self._chats.close()
 
-    async def chat_token_ids(self, request: ChatFields, may_be_cut: bool = False) -> list[int]:
+    async def chat(self, request: ChatCompletionRequest, received_s: float | None = None) -> Generation:
+        """`received_s`: since when the request is here, for its timeline. Raises RequestError."""
+        form = self._reply_format
+        asked, answer = tools_of(request, bool(form.tool_parser)), guide_of(request)
+        token_ids = await self.chat_token_ids(request, request.truncate_prompt_tokens is not None, bool(asked.tools))
+        end = self._end_of(request, token_ids)
+        guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
+        field = "tools" if asked.tools or answer is None else answer.field
+        reads = asked.choice != "none" or bool(form.reasoning_parser)
+        generation = await self._generation(
+            request, token_ids, None, "messages", Asked(field, guide) if guide else None, form.markers if reads else ()
+        )
+        if reads:
+            generation.new_reader = lambda: form.reader(asked.choice, end, asked.most_calls)
+            generation.new_call_id = form.call_id
+            generation.calls_finish = asked.choice in ("auto", "required")
+        generation.received_s = received_s
+        return generation
+
+    async def chat_token_ids(
+        self, request: ChatFields, may_be_cut: bool = False, shows_tools: bool = True
+    ) -> list[int]:
         """The prompt that the chat template makes. Raises RequestError, also when it cannot fit the context.
 
         `may_be_cut`: it will be cut down, and so may be longer.
         """
-        messages = [message.to_template(at) for at, message in enumerate(request.messages)]
-        num_chars = sum(len(message.get("content", "")) for message in messages)
-        num_chars += MESSAGE_NUM_CHARS * (len(messages) - 1)
-        return await self._tokenize(
-            lambda: self.tokenizer.encode_chat(
-                messages, request.add_generation_prompt, request.chat_template_kwargs or {}
-            ),
-            num_chars,
-            may_be_cut,
-            "messages",
-        )
 
-    async def token_ids(self, prompt: str | list[int], special: bool = True, may_be_cut: bool = False) -> list[int]:
-        """A prompt's. Raises RequestError."""
-        if not isinstance(prompt, str):
-            return prompt
-        return await self._tokenize(lambda: self.tokenizer.encode(prompt, special), len(prompt), may_be_cut, "prompt")
+        def check(num_chars: int) -> None:
+            num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
+            self._check_num_chars(num_chars, may_be_cut, "messages")
+
+        text = await self._chats.render(request, shows_tools, check)
+        return await self._tokenize(text, request.add_special_tokens, may_be_cut, "messages")
+
+    def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
+        """The prompt's end as a reader wants it; an answer that goes on may have begun its reasoning long before."""
+        text = self.tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
+        content = request.messages[-1].content
+        if not request.continue_final_message or not isinstance(content, str):
+            return text
+        return "<think>" if content.rfind("<think>") > content.rfind("</think>") else "</think>"
+
+    async def completions(self, request: CompletionRequest, received_s: float | None = None) -> list[Generation]:
+        """One for each prompt. Raises RequestError."""
+        prompts = request.prompts()
+        found = []
+        for at, prompt in enumerate(prompts):
+            generation = await self.completion(request, prompt, request.add_special_tokens, received_s, len(prompts))
+            generation.first_choice = at * generation.num_choices
+            found.append(generation)
+        return found
 
     async def completion(
         self,
@@ -167,14 +155,30 @@ class TextService:
         prompt: str | list[int],
         special: bool = True,
         received_s: float | None = None,
+        num_prompts: int = 1,
     ) -> Generation:
+        """`num_prompts` that the answer has room for. Raises RequestError."""
         token_ids = await self.token_ids(prompt, special, request.truncate_prompt_tokens is not None)
-        return await self._generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", received_s)
+        generation = await self._generation(
+            request, token_ids, DEFAULT_MAX_TOKENS, "prompt", guide_of(request), num_prompts=num_prompts
+        )
+        generation.received_s = received_s
+        return generation
 
-    async def _tokenize(
-        self, encode: Callable[[], list[int]], num_chars: int, may_be_cut: bool, param: str
-    ) -> list[int]:
+    async def token_ids(self, prompt: str | list[int], special: bool = True, may_be_cut: bool = False) -> list[int]:
+        """A prompt's. Raises RequestError."""
+        if not isinstance(prompt, str):
+            return prompt
+        return await self._tokenize(prompt, special, may_be_cut, "prompt")
+
+    async def _tokenize(self, text: str, special: bool, may_be_cut: bool, param: str) -> list[int]:
         """Raises RequestError, before any work, for a text that cannot fit the context."""
+        self._check_num_chars(len(text), may_be_cut, param)
+        if len(text) <= SHORT_NUM_CHARS:
+            return self.tokenizer.encode(text, special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, special)
+
+    def _check_num_chars(self, num_chars: int, may_be_cut: bool, param: str) -> None:
         most = self.max_model_len * self.tokenizer.max_chars_per_token
         if may_be_cut and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):
             raise RequestError(
@@ -189,7 +193,6 @@ class TextService:
                 param=param,
                 code="context_length_exceeded",
             )
-        return encode() if num_chars <= SHORT_NUM_CHARS else await asyncio.to_thread(encode)
 
     async def _bad_words(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
         words = request.bad_words or []
@@ -203,34 +206,28 @@ class TextService:
         token_ids: list[int],
         default_max_tokens: int | None,
         param: str,
-        received_s: float | None,
+        asked: Asked | None,
+        markers: Iterable[str] = (),
+        num_prompts: int = 1,
     ) -> Generation:
-        """Checks the limits. Raises RequestError."""
-        token_ids = truncated(request, token_ids, self.max_model_len, default_max_tokens or 1)
-        wanted = self._max_tokens(request, token_ids, default_max_tokens, param)
+        """Checks the limits. `markers` are special tokens that are read. Raises RequestError."""
+        limit = self.max_model_len
+        token_ids = truncated(request, token_ids, limit, default_max_tokens or 1)
+        wanted = max_tokens_of(request, len(token_ids), limit, default_max_tokens, param)
         if min(token_ids) < 0 or max(token_ids) >= self._limits.vocab_size:
             raise RequestError(f"{param}: token ids must be in 0 to {self._limits.vocab_size - 1}", param=param)
         sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
-        sampling = msgspec.structs.replace(sampling, bad_words=await self._bad_words(request))
-        sampling = self._limits.check(request, sampling, len(token_ids))
+        sampling = msgspec.structs.replace(
+            sampling, bad_words=await self._bad_words(request), guide=asked.guide if asked is not None else None
+        )
+        sampling = self._limits.check(request, sampling, len(token_ids), num_prompts)
         if request.priority and not self._has_priorities:
             raise RequestError(
                 f"priority: {request.priority}; this server takes requests as they come (--scheduling-policy fcfs)",
                 param="priority",
             )
-        await self._check_guide(request)
-        include = bool(request.include_stop_str_in_output)
-        stops = request.stops()
-        sequences = [
-            Sequence(
-                index,
-                self.tokenizer.detokenizer(request.skip_special_tokens),
-                StopStrings(stops, include),
-                sampling.min_tokens,
-                shows_stop_token=include or not request.skip_special_tokens,
-            )
-            for index in range(sampling.n)
-        ]
+        await self._check_guide(asked)
+        sequences = self._sequences(request, sampling, markers)
         if wanted == 0:  # the engine gives at least one token, which nobody is shown
             sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
         return Generation(
@@ -243,12 +240,26 @@ class TextService:
             cache_salt=request.cache_salt or "",
             session=request.prompt_cache_key or "",
             priority=request.priority or 0,
-            received_s=received_s,
         )
 
-    async def _check_guide(self, request: GenerationRequest) -> None:
+    def _sequences(
+        self, request: GenerationRequest, sampling: SamplingParams, markers: Iterable[str]
+    ) -> list[Sequence]:
+        skips, spaces = request.skip_special_tokens, request.spaces_between_special_tokens is not False
+        include, stops = bool(request.include_stop_str_in_output), request.stops()
+        return [
+            Sequence(
+                index,
+                self.tokenizer.detokenizer(skips, markers, spaces),
+                StopStrings(stops, include),
+                sampling.min_tokens,
+                shows_stop_token=include or not skips,
+            )
+            for index in range(sampling.n)
+        ]
+
+    async def _check_guide(self, asked: Asked | None) -> None:
         """Before anybody else sees it. Raises RequestError that names the field, Unavailable."""
-        asked = guide_of(request)
         if asked is None:
             return
         try:
@@ -256,42 +267,17 @@ class TextService:
         except GuideError as error:
             raise RequestError(f"{asked.field}: {error}", param=asked.field.partition(".")[0]) from None
 
-    def _max_tokens(
-        self, request: GenerationRequest, token_ids: list[int], default_max_tokens: int | None, param: str
-    ) -> int:
-        """Output tokens that this request may have. Raises RequestError when the context has no room for them."""
-        limit = self.max_model_len
-        num_prompt = len(token_ids)
-        if not num_prompt:
-            raise RequestError(f"{param}: no tokens", param=param)
-        if num_prompt >= limit:
-            raise RequestError(
-                f"{param}: {num_prompt} tokens; the model's context is {limit} tokens, prompt and output together",
-                param=param,
-                code="context_length_exceeded",
-            )
-        wanted = request.wanted_tokens
-        if wanted is not None and wanted < (0 if getattr(request, "echo", False) else 1):
-            raise RequestError(f"max_tokens: {wanted}; must be at least 1 (0 only with echo)", param="max_tokens")
-        if wanted is None:
-            room = limit - num_prompt
-            wanted = room if default_max_tokens is None else min(default_max_tokens, room)
-        if num_prompt + wanted > limit:
-            raise RequestError(
-                f"max_tokens: {num_prompt} prompt tokens and {wanted} output tokens exceed the model's context of "
-                f"{limit} tokens",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        return wanted
+    def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
+        """Of all prompts of a request, as they come. The first error ends all, and so does closing it."""
+        return merged([self.stream(generation) for generation in generations])
 
-    async def stream(self, generation: Generation) -> AsyncIterator[Piece]:
+    async def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
         """A piece whenever a sequence has text, and one with its finish_reason as its last. Closing it aborts."""
         if generation.is_prompt_only:
             await self._learn_of_prompt(generation)
             for sequence in generation.sequences:
                 sequence.finish_reason = "length"
-                yield sequence.piece("")
+                yield generation.piece_of(sequence, "")
             return
         async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
             async for token in tokens:
@@ -300,18 +286,23 @@ class TextService:
                 if sequence.finish_reason is not None and token.finish_reason is None:
                     generation.stop(sequence.index)
                 if text or generation.every_token or sequence.finish_reason is not None:
-                    yield sequence.piece(text)
+                    yield generation.piece_of(sequence, text)
 
-    async def complete(self, generation: Generation) -> list[Piece]:
+    async def complete(self, generations: list[Generation]) -> list[Piece]:
         """Everything at once: a piece for each choice. Of more sequences than choices, the best."""
-        pieces: dict[int, list[Piece]] = {sequence.index: [] for sequence in generation.sequences}
-        async with contextlib.aclosing(self.stream(generation)) as stream:  # type: ignore[type-var]
+        whole = await together([self._complete(generation) for generation in generations])
+        return [piece for pieces in whole for piece in pieces]
+
+    async def _complete(self, generation: Generation) -> list[Piece]:
+        first = generation.first_choice
+        found: dict[int, list[Piece]] = {sequence.index: [] for sequence in generation.sequences}
+        async with contextlib.aclosing(self.stream(generation)) as stream:
             async for piece in stream:
-                pieces[piece.index].append(piece)
-        if len(pieces) > generation.num_choices:
+                found[piece.index - first].append(piece)
+        if len(found) > generation.num_choices:
             generation.keep_best()
-        whole = [joined(pieces[sequence.index]) for sequence in generation.sequences]
-        return [msgspec.structs.replace(piece, index=index) for index, piece in enumerate(whole)]
+        whole = [joined(found[sequence.index]) for sequence in generation.sequences]
+        return [msgspec.structs.replace(piece, index=first + at) for at, piece in enumerate(whole)]
 
     def _tokens(self, generation: Generation) -> AsyncIterator[TokenOutput]:
         return self.router.serve(

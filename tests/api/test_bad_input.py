@@ -227,8 +227,10 @@ WRONG: list[tuple[str, Any]] = [
     ("cache_salt", ""),
     ("cache_salt", 5),
     ("cache_salt", "x" * 100_000),
-    ("spaces_between_special_tokens", False),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("request_id", "a b"),
+    ("request_id", ""),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+    ("documents", [{"text": "of which this model's template knows nothing"}]),
     ("tool_choice", "required"),
     ("functions", [{"name": "f"}]),
     ("response_format", {"type": "xml"}),
@@ -278,8 +280,11 @@ def test_values_that_ask_for_nothing_are_accepted(cluster: LiveCluster, name: st
         [1.5],
         [True],
         [None],
-        ["a", "b"],
-        [[1], [2]],
+        ["a", ""],
+        [[1], []],
+        ["a", [1]],
+        ["a"] * 1025,
+        [[1]] * 1025,
         [-1],
         [VOCAB_SIZE],
         [10**30],
@@ -342,7 +347,7 @@ def test_other_template_variables_are_harmless(cluster: LiveCluster, name: str) 
 
 def test_deep_extras_of_a_message_are_harmless(cluster: LiveCluster) -> None:
     deep: list[Any] = []
-    for _ in range(400):
+    for _ in range(58):
         deep = [deep]
     answer = post(cluster, "chat/completions", {**CHAT, "messages": [{**HELLO[0], "extra": deep}]})
     assert answer.json()["choices"] == post(cluster, "chat/completions", CHAT).json()["choices"]

@@ -92,7 +92,7 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ({"guided_json": "{"}, "guided_json", "no JSON"),
         ({"guided_json": "[]"}, "guided_json", "must be a JSON object"),
-        ({"guided_json": nested(MAX_SCHEMA_DEPTH + 1)}, "guided_json", "more than 64 deep"),
+        ({"guided_json": json.dumps(nested(MAX_SCHEMA_DEPTH + 1))}, "guided_json", "more than 64 deep"),
         ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json", "x-guidance"),
         ({"guided_json": {"title": "x" * MAX_GUIDE_NUM_CHARS}}, "guided_json", "at most 262144"),
         ({"guided_regex": ""}, "guided_regex", "not empty"),
@@ -126,7 +126,7 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, words: str)
 
 
 def test_the_depth_allowed_is_allowed() -> None:
-    assert asked(guided_json=nested(MAX_SCHEMA_DEPTH)) is not None
+    assert asked(guided_json=json.dumps(nested(MAX_SCHEMA_DEPTH))) is not None
 
 
 def test_the_flag_and_the_field_know_the_same_names() -> None:
@@ -145,7 +145,7 @@ def with_check(use: Callable[[GuideCheck], Awaitable[None]], timeout_s: float = 
             await use(check)
         finally:
             await check.close()
-        assert not check._idle
+        assert not check.children._idle
         assert not check._running
 
     asyncio.run(main())
@@ -165,8 +165,8 @@ def test_a_verdict_is_found_once() -> None:
         assert await asyncio.gather(*(verdict(check, good) for _ in range(5))) == [""] * 5
         assert "unclosed group" in await verdict(check, bad)
         assert "unclosed group" in await verdict(check, bad)
-        assert (check.num_checked, check.num_killed) == (2, 0)
-        (child,) = check._idle  # one process did it all
+        assert (check.num_checked, check.children.num_killed) == (2, 0)
+        (child,) = check.children._idle  # one process did it all
         assert child._process.returncode is None
 
     with_check(use)
@@ -182,7 +182,7 @@ def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
         assert not endless.done()
         assert "not ready after 1 s (--guided-timeout)" in await endless
         assert time.monotonic() - start_s < 8
-        assert check.num_killed == 1
+        assert check.children.num_killed == 1
         assert "not ready" in await verdict(check, ENDLESS)  # at once
         assert check.num_checked == 3
 
@@ -192,7 +192,7 @@ def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
 def test_a_child_that_broke_is_replaced_and_nobody_blamed() -> None:
     async def use(check: GuideCheck) -> None:
         await check.check(Guide("regex", "a"))
-        (child,) = check._idle
+        (child,) = check.children._idle
         os.kill(child._process.pid, signal.SIGKILL)
         await child._process.wait()
         assert await verdict(check, Guide("regex", "b")) == ""
@@ -209,7 +209,7 @@ from pd_cluster.types import Guide
 async def main():
     check = GuideCheck(Path({str(SHIPPED_MODEL / "tokenizer.json")!r}), 1024, frozenset({{0}}))
     await check.check(Guide("regex", "a"))
-    print(check._idle[0]._process.pid, flush=True)
+    print(check.children._idle[0]._process.pid, flush=True)
     os.kill(os.getpid(), 9)
 asyncio.run(main())
 """

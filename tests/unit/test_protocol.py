@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from pd_cluster.api import parse as parsing
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.parse import MAX_CONTAINERS, parse
+from pd_cluster.api.parse import MAX_CONTAINERS, MAX_DEPTH, parse
 from pd_cluster.api.protocol import (
+    CHAT_ONLY,
     MAX_BAD_WORD_NUM_CHARS,
     MAX_BAD_WORDS,
+    MAX_PROMPTS,
     MAX_SALT_NUM_CHARS,
     MAX_SEQUENCES,
     MAX_STOP_STRINGS,
@@ -131,7 +133,7 @@ def num_containers(value: object) -> int:
 @settings(max_examples=300, deadline=None)
 @given(json_values)
 def test_containers_are_counted_as_brute_force_does(value: object) -> None:
-    assert parsing._count_containers(json.dumps(value).encode()) == num_containers(value)
+    assert parsing._brackets(json.dumps(value).encode()).count(b"[") == num_containers(value)
 
 
 WRONG: list[tuple[str, Any]] = [
@@ -423,6 +425,37 @@ def test_logprobs_is_a_field_of_every_kind(kind: type[GenerationRequest]) -> Non
     assert "logprobs" in kind.model_fields
 
 
+@pytest.mark.parametrize("kind", [CompletionRequest, GenerateRequest])
+@pytest.mark.parametrize("name", CHAT_ONLY)
+def test_what_is_for_chats_is_refused_elsewhere(kind: type[GenerationRequest], name: str) -> None:
+    for neutral in (None, *CHAT_ONLY[name]):
+        parsed(kind, **{name: neutral})
+    error = refused(json.dumps({**MINIMAL[kind], name: ["something", {"else": 1}]}).encode(), kind)
+    assert error.param == name
+    assert "/v1/chat/completions" in str(error)
+
+
+@pytest.mark.parametrize("wide", [1, 3])
+def test_the_deepest_body_that_is_read(wide: int) -> None:
+    def body(depth: int) -> bytes:
+        inner = b"[" * depth + b"]" * depth
+        return b'{"prompt": "a", "x": [' + b",".join([inner] * wide) + b"]}"
+
+    parse(body(MAX_DEPTH - 2), CompletionRequest)
+    assert "64 deep" in str(refused(body(MAX_DEPTH - 1)))
+    parse(body(1).replace(b'"a"', b'"' + b"[" * 1000 + b'"'), CompletionRequest)
+
+
+def test_as_many_prompts_as_may_be() -> None:
+    for prompt in ("a", [1, 2]):
+        assert parsed(CompletionRequest, prompt=prompt).prompts() == [prompt]
+        assert len(parsed(CompletionRequest, prompt=[prompt] * MAX_PROMPTS, n=4).prompts()) == MAX_PROMPTS
+        with pytest.raises(RequestError, match="1025 prompts are more than the 1024"):
+            parsed(CompletionRequest, prompt=[prompt] * (MAX_PROMPTS + 1)).prompts()
+        with pytest.raises(RequestError, match="more than 4096 sequences"):
+            parsed(CompletionRequest, prompt=[prompt] * MAX_PROMPTS, n=5).prompts()
+
+
 def test_a_huge_refused_value_is_not_repeated() -> None:
     assert len(str(refused(json.dumps({"prompt": "a", "documents": ["x" * 100_000]}).encode()))) < 200
     assert len(str(refused(json.dumps({"prompt": "a", "guided_json": "x" * 100_000}).encode()))) < 200
@@ -514,9 +547,8 @@ def test_other_parts_are_refused_with_their_place(part: dict[str, Any]) -> None:
 
 
 def test_deep_keys_of_a_message_reach_the_template_as_they_are() -> None:
-    """pydantic's own dump raises on a nesting of 255."""
     deep: list[Any] = []
-    for _ in range(400):
+    for _ in range(60):
         deep = [deep]
     (message,) = parsed(ChatCompletionRequest, messages=[{**HELLO[0], "junk": deep}]).messages
     assert message.to_template(0)["junk"] == deep

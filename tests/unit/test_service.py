@@ -14,53 +14,20 @@ from typing import Any, cast
 import pytest
 
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.generation import Generation
 from pd_cluster.api.protocol import CompletionRequest
 from pd_cluster.api.sequence import Piece
-from pd_cluster.api.service import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS, Generation, TextService
+from pd_cluster.api.service import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS, TextService
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
 from pd_cluster.errors import RequestError
 from pd_cluster.text import Tokenizer
-from pd_cluster.types import FinishReason, Logprobs, PromptOutput, SamplingParams, TokenOutput
+from pd_cluster.types import Logprobs, PromptOutput, TokenOutput
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.playback import Playback
 
 RUST = make_tokenizer()
 LIMIT = 10_000
-
-
-class Playback:
-    """A router that answers every request with these tokens, in each sequence; `told` comes before them."""
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-        self.membership = SimpleNamespace(instances=[])
-        self.num_read = 0
-        self.was_closed = False
-        self.logprobs: dict[int, float] = {}  # sequence -> logprob of each of its tokens
-        self.told: PromptOutput | None = None
-        self.stopped: set[int] = set()
-        self.last_reason: FinishReason = "length"
-        self.requests: list[SamplingParams] = []
-        self.salts: list[str] = []
-
-    async def serve(
-        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str, **origin: Any
-    ) -> AsyncIterator[TokenOutput]:
-        self.requests.append(sampling)
-        self.salts.append(cache_salt)
-        instances = [SimpleNamespace(name=name) for name in ("p", "d")]
-        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stopped.add))
-        if self.told is not None:
-            prompted(self.told)
-        try:
-            for at, token_id in enumerate(self.token_ids):
-                last = self.last_reason if at + 1 == len(self.token_ids) else None
-                for index in set(range(sampling.n)) - self.stopped:
-                    self.num_read += 1
-                    known = Logprobs(self.logprobs[index], 1, []) if sampling.logprobs is not None else None
-                    yield TokenOutput("r", 0, index, at, token_id, last, known)
-        finally:
-            self.was_closed = True
 
 
 Services = Callable[..., tuple[TextService, Playback]]
@@ -216,7 +183,7 @@ def test_a_stop_string_closes_the_request(make: Services, stop: Any) -> None:
 def test_a_stop_string_in_the_very_last_token(make: Services) -> None:
     service, _ = make("abcd")
     generation = completion(service, "a", stop="d")
-    (piece,) = asyncio.run(service.complete(generation))
+    (piece,) = asyncio.run(service.complete([generation]))
     assert (piece.text, piece.finish_reason) == ("abc", "stop")
 
 
@@ -246,7 +213,7 @@ def test_seeds_of_requests_without_one_come_from_the_servers(make: Services) -> 
 
 
 def whole(service: TextService, generation: Generation) -> list[Piece]:
-    return asyncio.run(service.complete(generation))
+    return asyncio.run(service.complete([generation]))
 
 
 def test_each_sequence_has_its_own_text_and_end(make: Services) -> None:

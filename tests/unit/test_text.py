@@ -248,13 +248,6 @@ def test_the_sandbox_holds(folder: Folders, source: str) -> None:
         Tokenizer(folder(jinja=source)).render_chat(HELLO)
 
 
-@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
-def test_variables_do_not_replace_fields(folder: Folders, name: str) -> None:
-    with pytest.raises(RequestError, match=name) as caught:
-        Tokenizer(folder(jinja=TEMPLATE)).render_chat(HELLO, True, {name: []})
-    assert caught.value.param == "chat_template_kwargs"
-
-
 def test_a_template_that_does_not_compile_is_the_operators_error(folder: Folders) -> None:
     with pytest.raises(ModelError, match="does not compile"):
         Tokenizer(folder(jinja="{% if %}"))
@@ -358,3 +351,36 @@ def test_text_that_may_not_match_does_not_but_may_begin_a_match() -> None:
     late = StopStrings(["cd"])
     assert late.add("cd", may_match=False) + late.add("x") + late.finish() == "cdx"
     assert late.matched is None
+
+
+# ---- special tokens in texts
+
+
+def words(specials: list[str]) -> RustTokenizer:
+    """Every word is a token, and words are joined by spaces."""
+    rust = RustTokenizer(models.WordLevel({word: at for at, word in enumerate(["<unk>", "a", "b"])}, "<unk>"))
+    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    rust.add_special_tokens(specials)
+    return rust
+
+
+def shown(folder: Path, text: str, **options: Any) -> str:
+    tokenizer = Tokenizer(folder)
+    detokenizer = tokenizer.detokenizer(**options)
+    return "".join(detokenizer.add(token_id) for token_id in tokenizer.encode(text)) + detokenizer.finish()
+
+
+def test_special_tokens_that_follow_each_other_are_joined_when_asked_for(tmp_path: Path) -> None:
+    words(["<x>", "<y>"]).save(str(tmp_path / "tokenizer.json"))
+    text = "a <x> <y> b <x> <x> <y>"
+    assert shown(tmp_path, text, skip_special_tokens=False) == text
+    assert shown(tmp_path, text, skip_special_tokens=False, spaces_between=False) == "a <x><y> b <x><x><y>"
+    assert shown(tmp_path, text, spaces_between=False) == "a b"
+
+
+def test_some_special_tokens_are_kept(tmp_path: Path) -> None:
+    words(["<x>", "<y>"]).save(str(tmp_path / "tokenizer.json"))
+    text = "<y> a <x> b <y> <x>"
+    assert shown(tmp_path, text) == "a b"
+    assert shown(tmp_path, text, kept=["<x>", "<z>"]) == "a <x> b <x>"
+    assert shown(tmp_path, text, kept=["a"]) == "a b"

@@ -1,0 +1,83 @@
+"""Chat requests to prompts: by the server's template or, where that is allowed, by the request's own.
+
+Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from pd_cluster.api.chat_protocol import ChatFields
+from pd_cluster.api.children import Broke, Children, TookTooLong
+from pd_cluster.api.conversation import Conversation, conversation_of
+from pd_cluster.api.template_child import Rendered, RenderJob
+from pd_cluster.chat_template import ChatTemplate
+from pd_cluster.errors import RequestError
+
+LONG_NUM_CHARS = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
+
+
+class ChatPrompts:
+    """`children` render the templates of requests; None where these may not bring any."""
+
+    def __init__(self, template: ChatTemplate | None, children: Children | None) -> None:
+        self._template = template
+        self._children = children
+
+    @classmethod
+    def make(
+        cls, template: ChatTemplate | None, constants: dict[str, str], trusts_requests: bool, timeout_s: float
+    ) -> ChatPrompts:
+        settings = msgspec.json.encode(constants)
+        module = "pd_cluster.api.template_child"
+        return cls(template, Children(module, settings, timeout_s, "template") if trusts_requests else None)
+
+    async def render(
+        self, request: ChatFields, shows_tools: bool = True, check: Callable[[int], None] = lambda num_chars: None
+    ) -> str:
+        """The prompt's text. `check` hears how many characters it has at least, before any work.
+
+        Raises RequestError.
+        """
+        if request.chat_template is not None:
+            return await self._render_own(request.chat_template, request, shows_tools, check)
+        if self._template is None:
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        conversation = conversation_of(request, self._template.variables, shows_tools)
+        check(conversation.num_chars)
+        if conversation.num_chars <= LONG_NUM_CHARS:
+            return conversation.render(self._template)
+        return await asyncio.to_thread(conversation.render, self._template)
+
+    async def close(self) -> None:
+        if self._children is not None:
+            await self._children.close()
+
+    async def _render_own(
+        self, source: str, request: ChatFields, shows_tools: bool, check: Callable[[int], None]
+    ) -> str:
+        if self._children is None:
+            raise RequestError(
+                "chat_template: this server takes no templates from requests (--trust-request-chat-template)",
+                param="chat_template",
+            )
+        known = (await self._ask(self._children, source)).variables
+        conversation = conversation_of(request, known, shows_tools)
+        check(conversation.num_chars)
+        return (await self._ask(self._children, source, conversation)).text
+
+    async def _ask(self, children: Children, source: str, conversation: Conversation | None = None) -> Rendered:
+        """Raises RequestError."""
+        try:
+            answer = await children.ask(msgspec.json.encode(RenderJob(source, conversation)))
+        except TookTooLong as error:
+            raise RequestError(f"chat_template: {error}; make it simpler", param="chat_template") from None
+        except Broke:
+            raise RequestError("chat_template: it takes too much memory", param="chat_template") from None
+        rendered = msgspec.json.decode(answer, type=Rendered)
+        if rendered.error:
+            raise RequestError(rendered.error, param=rendered.param)
+        return rendered

@@ -1,0 +1,105 @@
+"""From a chat request to what its template is given. Every refusal is a RequestError that names the field.
+
+Knows nothing of tokens, nor of what becomes of the answer.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import msgspec
+
+from pd_cluster.api.chat_protocol import ChatFields
+from pd_cluster.chat_template import OWN, ChatTemplate, with_both_reasonings
+from pd_cluster.errors import RequestError
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """What a template renders, and how its text is tokenized."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def num_chars(self) -> int:
+        """At the least, of the prompt."""
+        return sum(len(content) for m in self.messages if isinstance(content := m.get("content"), str))
+
+    def render(self, template: ChatTemplate) -> str:
+        """Raises RequestError."""
+        return template.render(self.messages, self.add_generation_prompt, self.variables, self.continue_final_message)
+
+
+def conversation_of(request: ChatFields, known: frozenset[str], shows_tools: bool = True) -> Conversation:
+    """`known` are the template's variables: what it has no place for is refused. Raises RequestError."""
+    continues = bool(request.continue_final_message)
+    messages = [_for_template(message.to_template(at), at) for at, message in enumerate(request.messages)]
+    if continues and request.opens_answer:
+        raise RequestError(
+            "continue_final_message: an answer cannot both continue the last message and begin anew; leave out "
+            "add_generation_prompt",
+            param="continue_final_message",
+        )
+    if continues and not messages[-1].get("content"):
+        raise RequestError(
+            "continue_final_message: the last message has no text to continue", param="continue_final_message"
+        )
+    variables = dict(request.chat_template_kwargs or {})
+    for name in (name for name in OWN if name in variables):
+        raise RequestError(f"chat_template_kwargs.{name}: is a field of its own", param="chat_template_kwargs")
+    given: dict[str, Any] = {"documents": request.documents}
+    if request.tools and shows_tools:
+        given["tools"] = [tool.model_dump(exclude_unset=True) for tool in request.tools]
+    for name, value in given.items():
+        if value and name not in known:
+            raise RequestError(f"{name}: this model's chat template has no place for them", param=name)
+    variables |= {name: value for name, value in given.items() if value}
+    variables |= _effort(request.reasoning_effort, known)
+    return Conversation(messages, variables, request.opens_answer, continues)
+
+
+def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
+    """A template knows several efforts, or whether to think at all."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in known and effort == "none":
+        return {"enable_thinking": False}
+    raise RequestError(
+        f"reasoning_effort: {effort!r} means nothing to this model's chat template; "
+        + ("'none' switches its thinking off" if "enable_thinking" in known else "leave it out"),
+        param="reasoning_effort",
+    )
+
+
+def _for_template(message: dict[str, Any], at: int) -> dict[str, Any]:
+    """Calls' arguments as objects, which templates write as they like; reasoning under both names."""
+    message = with_both_reasonings(message)
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list):
+        raise _wrong_call(at, "", "must be a list")
+    return {**message, "tool_calls": [_call(call, at, f"[{index}]") for index, call in enumerate(calls)]}
+
+
+def _call(call: Any, at: int, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _wrong_call(at, place, 'must be {"id", "type": "function", "function": {"name", "arguments"}}')
+    arguments = function.get("arguments") or "{}"
+    try:
+        decoded = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+    except (msgspec.DecodeError, RecursionError):
+        decoded = None
+    if not isinstance(decoded, dict):
+        raise _wrong_call(at, f"{place}.function.arguments", f"{reprlib.repr(arguments)} is not a JSON object")
+    return {"type": "function", **call, "function": {**function, "arguments": decoded}}
+
+
+def _wrong_call(at: int, place: str, why: str) -> RequestError:
+    return RequestError(f"messages[{at}].tool_calls{place}: {why}", param="messages")

@@ -1,0 +1,100 @@
+"""Conversations to prompts: a model's chat template in a sandbox. Knows nothing of tokens or HTTP.
+
+Nothing here limits how long a template runs: one that a client sent is rendered in a child process
+(api/template_child.py).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any
+
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pd_cluster.errors import ModelError, RequestError
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+# What an expression of a template may raise on messages that it was not written for.
+TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+REASONING = ("reasoning", "reasoning_content")  # of a message: templates know one name or the other
+# Fields of a request that are variables of the template as well, and so may not come twice.
+OWN = ("messages", "add_generation_prompt", "tools", "documents")
+
+
+class ChatTemplate:
+    """One source, compiled. `variables` are the names that it reads, `constants` what it is given each time."""
+
+    def __init__(self, source: str, constants: Mapping[str, Any] = NOTHING) -> None:
+        """Raises ModelError for a source that does not compile."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+        except (TemplateError, *TEMPLATE_FAULTS) as error:
+            raise ModelError(f"the chat template does not compile: {error}") from None
+        self.source = source
+        self._constants = constants
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NOTHING,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt. With `continue_final_message` it ends where the last message's content does.
+
+        Raises RequestError when the template refuses the messages.
+        """
+        mark = ""
+        if continue_final_message:
+            mark = secrets.token_hex(8) + " "  # a template that trims takes the space away
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
+        defaults = {"tools": None, "documents": None}  # transformers passes these always, and templates test them
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            text = str(self._template.render({**defaults, **self._constants, **variables, **own}))
+        except (TemplateError, *TEMPLATE_FAULTS) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+        return _cut_at(text, mark) if mark else text
+
+
+def _cut_at(text: str, mark: str) -> str:
+    """What comes before the mark; where its space was trimmed, the template would have trimmed the content's end."""
+    before, found, _ = text.rpartition(mark)
+    if found:
+        return before
+    before, found, _ = text.rpartition(mark.rstrip())
+    if not found:
+        raise RequestError(
+            "continue_final_message: the chat template leaves out the last message's content, so there is nothing to "
+            "continue",
+            param="continue_final_message",
+        )
+    return before.rstrip()
+
+
+def with_both_reasonings(message: dict[str, Any]) -> dict[str, Any]:
+    """A message's reasoning under both of its names."""
+    for one, other in (REASONING, REASONING[::-1]):
+        if one in message and other not in message:
+            return {**message, other: message[one]}
+    return message
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

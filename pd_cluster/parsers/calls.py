@@ -1,0 +1,194 @@
+"""The parts of one reply as they are gathered, and the object that one call is written as in most formats.
+
+Knows nothing of the markup around calls.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Literal
+
+from pd_cluster.parsers.json_scan import StringDecoder, read_string, scan_string, scan_value, take_sign
+from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.parsers.stream import BLANKS, Steps, Stream, ignore
+
+ARGUMENTS = ("arguments", "parameters")
+
+# none: it is no call; whole: its arguments are complete; torn: they have begun, and what follows is no JSON
+Outcome = Literal["none", "whole", "torn"]
+
+
+class Gathered:
+    """Parts, in order. Blanks that stand alone before, between or behind calls belong to the markup: nobody's content.
+
+    Calls beyond `most_calls` leave no trace.
+    """
+
+    def __init__(self, most_calls: int | None = None) -> None:
+        self._parts: list[Part] = []
+        self._most_calls = most_calls
+        self._num_seen = 0
+        self._blanks: list[str] = []  # with which a stretch of content begins
+        self._has_text = False  # and it has gone on
+
+    @property
+    def num_seen(self) -> int:
+        return self._num_seen
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_seen if self._most_calls is None else min(self._num_seen, self._most_calls)
+
+    def reasoning(self, text: str) -> None:
+        self._parts.append(Reasoning(text))
+
+    def content(self, text: str) -> None:
+        if not self._has_text:
+            self._blanks.append(text)
+            if not text.strip(BLANKS):
+                return
+            text = "".join(self._blanks)
+        self._blanks, self._has_text = [], True
+        self._parts.append(Content(text))
+
+    def begin(self, name: str) -> None:
+        self._blanks, self._has_text = [], False
+        self._num_seen += 1
+        if self._num_seen == self.num_calls:
+            self._parts.append(CallBegin(self._num_seen - 1, name))
+
+    def arguments(self, text: str) -> None:
+        """Of the call that began last."""
+        if self._num_seen == self.num_calls:
+            self._parts.append(CallArguments(self._num_seen - 1, text))
+
+    def end(self) -> None:
+        """A reply of nothing but blanks is content."""
+        if not self._num_seen and (text := "".join(self._blanks)):
+            self._parts.append(Content(text))
+
+    def take(self) -> list[Part]:
+        """What was gathered since; neighbours of one kind are one part."""
+        taken, self._parts = self._parts, []
+        joined: list[Part] = []
+        for _, run in groupby(taken, lambda part: (type(part), part[:-1])):
+            joined.append(_joined(list(run)))
+        return joined
+
+
+def _joined(run: list[Part]) -> Part:
+    match run[0]:
+        case CallBegin() as begin:
+            return begin
+        case CallArguments(index, _):
+            return CallArguments(index, "".join(part[-1] for part in run))
+        case first:
+            return type(first)("".join(part[-1] for part in run))
+
+
+class _Call:
+    """What is known of a call while its object is read; it begins once it has a name and arguments."""
+
+    def __init__(self, stream: Stream, out: Gathered) -> None:
+        self._stream = stream
+        self._out = out
+        self._early: list[str] = []  # arguments that came before the name
+        self._has_begun = False
+        self._is_whole = False
+        self.name = ""
+        self.has_arguments = False
+
+    @property
+    def outcome(self) -> Outcome:
+        return "none" if not self._has_begun else "whole" if self._is_whole else "torn"
+
+    def set_name(self, name: str) -> None:
+        self.name = name
+        if self.has_arguments:
+            self._begin()
+            self.arguments("".join(self._early))
+
+    def begin_arguments(self) -> None:
+        self.has_arguments = True
+        if self.name:
+            self._begin()
+
+    def arguments(self, text: str) -> None:
+        if self._has_begun:
+            self._out.arguments(text)
+        else:
+            self._early.append(text)
+
+    def end_arguments(self) -> None:
+        self._is_whole = True
+
+    def _begin(self) -> None:
+        self._stream.kept()
+        self._has_begun = True
+        self._out.begin(self.name)
+
+
+def read_call(stream: Stream, out: Gathered, needs_arguments: bool = False) -> Steps[Outcome]:
+    """`{"name": "…", "arguments": {…}}`, its members in any order, others among them passed over.
+
+    Arguments may be called parameters, be a string that holds an object, and be left out unless `needs_arguments`.
+    Where it is no call, what was taken is with the stream if it `keep`s.
+    """
+    call = _Call(stream, out)
+    if not (yield from take_sign(stream, "{")):
+        return "none"
+    while (yield from _member(stream, call)):
+        if (yield from take_sign(stream, ",")):
+            continue
+        if (yield from take_sign(stream, "}")) and call.name and not call.has_arguments and not needs_arguments:
+            call.begin_arguments()
+            call.arguments("{}")
+            call.end_arguments()
+        break
+    return call.outcome
+
+
+def _member(stream: Stream, call: _Call) -> Steps[bool]:
+    key = yield from read_string(stream)
+    if key is None or not (yield from take_sign(stream, ":")):
+        return False
+    yield from stream.blanks()
+    char = yield from stream.peek()
+    if key == "name" and char == '"' and not call.name:
+        name = yield from read_string(stream)
+        if name:
+            call.set_name(name)
+        return bool(name)
+    if key in ARGUMENTS and not call.has_arguments:
+        is_whole = yield from (_quoted_arguments if char == '"' else _plain_arguments)(stream, call)
+        if is_whole:
+            call.end_arguments()
+        return is_whole
+    return (yield from scan_value(stream, ignore))
+
+
+def _plain_arguments(stream: Stream, call: _Call) -> Steps[bool]:
+    if (yield from stream.peek()) != "{":
+        return False
+    call.begin_arguments()
+    return (yield from scan_value(stream, call.arguments))
+
+
+def _quoted_arguments(stream: Stream, call: _Call) -> Steps[bool]:
+    """An object written as a string."""
+    is_other = False
+
+    def add(text: str) -> None:
+        nonlocal is_other
+        if not call.has_arguments:
+            text = text.lstrip(BLANKS)
+            is_other = is_other or not "{".startswith(text[:1])
+            if is_other or not text:
+                return
+            call.begin_arguments()
+        call.arguments(text)
+
+    decoder = StringDecoder(add)
+    is_string = yield from scan_string(stream, decoder.feed)
+    decoder.finish()
+    return is_string and call.has_arguments

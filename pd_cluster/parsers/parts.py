@@ -1,0 +1,30 @@
+"""What a reply consists of, in the order in which it was written. Knows nothing of how it was written."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Content(NamedTuple):
+    text: str
+
+
+class Reasoning(NamedTuple):
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """The name is complete and the arguments have begun. `index` counts the calls of one reply from 0."""
+
+    index: int  # type: ignore[assignment]  # hides tuple.index
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """The next part of the arguments' JSON text, verbatim."""
+
+    index: int  # type: ignore[assignment]  # hides tuple.index
+    text: str
+
+
+Part = Content | Reasoning | CallBegin | CallArguments

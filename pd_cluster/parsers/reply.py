@@ -1,0 +1,105 @@
+"""One model's way to write replies: what reads them, what constrains them, how calls are named.
+
+The one module that others need. Knows nothing of requests; whether a tool's schema can be followed is found out by who
+compiles guides.
+"""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+import string
+from collections.abc import Iterable, Sequence
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.parsers import reasoning, reply_guides, tools
+from pd_cluster.parsers.calls import Gathered
+from pd_cluster.parsers.parts import Part
+from pd_cluster.parsers.reply_guides import Tool, ToolChoice
+from pd_cluster.parsers.stream import Steps, Stream
+from pd_cluster.types import Guide
+
+__all__ = ["ReplyFormat", "ReplyReader", "Tool", "ToolChoice"]
+
+
+class ReplyFormat:
+    """The two parsers that an operator names; "" for none."""
+
+    def __init__(self, tool_parser: str = "", reasoning_parser: str = "") -> None:
+        """Raises ConfigError for a name that is not known."""
+        _must_be_known("--tool-call-parser", tool_parser, tools.READERS)
+        _must_be_known("--reasoning-parser", reasoning_parser, reasoning.PARSERS)
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts that must reach the reader, also where the tokenizer has them as special tokens."""
+        thinking = (reasoning.OPEN, reasoning.CLOSE) if self.reasoning_parser else ()
+        return frozenset((*tools.MARKERS.get(self.tool_parser, ()), *thinking))
+
+    def reader(self, choice: ToolChoice, prompt_end: str, most_calls: int | None = None) -> ReplyReader:
+        """`prompt_end`: the text of the prompt's last tokens, special ones included."""
+        start = reasoning.start_of(self.reasoning_parser, prompt_end)
+        return ReplyReader(start, self._content_reader(choice), most_calls)
+
+    def guide(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        prompt_end: str,
+        most_calls: int | None = None,
+        answer: Guide | None = None,
+    ) -> Guide | None:
+        """What a reply must look like, `answer` being what its content must; None: anything. Raises RequestError."""
+        start = reasoning.start_of(self.reasoning_parser, prompt_end)
+        return reply_guides.guide_of(self.tool_parser, start, tools, choice, most_calls, answer)
+
+    def call_id(self) -> str:
+        """A new one. Mistral's chat templates take nine letters and digits, and nothing else."""
+        if self.tool_parser == "mistral":
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+    def _content_reader(self, choice: ToolChoice) -> tools.Reader:
+        if choice == "none" or (choice == "auto" and not self.tool_parser):
+            return tools.read_content
+        return tools.READERS.get(self.tool_parser, tools.read_array)
+
+
+class ReplyReader:
+    """One reply, read as it comes. How its text is cut into pieces changes how parts are cut, and nothing else."""
+
+    def __init__(self, start: reasoning.Start, read_content: tools.Reader, most_calls: int | None) -> None:
+        self._stream = Stream()
+        self._out = Gathered(most_calls)
+        self._steps = self._read(start, read_content)
+
+    def feed(self, text: str) -> list[Part]:
+        """What is certain by now."""
+        self._stream.add(text)
+        next(self._steps, None)
+        return self._out.take()
+
+    def finish(self) -> list[Part]:
+        """The rest. Nothing comes after it."""
+        self._stream.end()
+        next(self._steps, None)
+        self._out.end()
+        return self._out.take()
+
+    @property
+    def num_calls(self) -> int:
+        return self._out.num_calls
+
+    def _read(self, start: reasoning.Start, read_content: tools.Reader) -> Steps[None]:
+        yield from reasoning.read_reasoning(self._stream, start, self._out.reasoning)
+        yield from read_content(self._stream, self._out)
+
+
+def _must_be_known(flag: str, name: str, known: Iterable[str]) -> None:
+    if not name or name in known:
+        return
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"{flag} {name}: not known; known are {', '.join(sorted(known))}{hint}")

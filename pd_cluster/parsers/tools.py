@@ -1,0 +1,138 @@
+"""How models write tool calls: one reader a format.
+
+What looks like a call and is none is content, as it was written. A call whose arguments stop being JSON keeps the rest,
+up to the closing marker or the end: whoever asked for it sees what the model wrote. Knows nothing of reasoning, nor of
+which tools there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from pd_cluster.parsers.calls import Gathered, read_call
+from pd_cluster.parsers.json_scan import scan_value, take_sign
+from pd_cluster.parsers.stream import BLANK_RUN, BLANKS, Steps, Stream, ignore
+
+Reader = Callable[[Stream, Gathered], Steps[None]]
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+_NAME = re.compile(r"[\w.-]*")
+_BETWEEN = re.compile(f"[{BLANKS};]*")
+
+
+def read_content(stream: Stream, out: Gathered) -> Steps[None]:
+    """No calls at all."""
+    yield from stream.until((), out.content)
+
+
+def read_hermes(stream: Stream, out: Gathered) -> Steps[None]:
+    """`<tool_call>{"name": …, "arguments": …}</tool_call>` in the midst of content; Qwen's models write this too.
+
+    Behind complete arguments all up to the closing marker is passed over: a brace too few or too many does no harm.
+    """
+    while (yield from stream.until((CALL,), out.content)):
+        stream.keep()
+        stream.take(len(CALL))
+        match (yield from read_call(stream, out)):
+            case "none":
+                out.content(stream.kept())
+                continue
+            case "whole":
+                end = yield from stream.until((CALL_END, CALL), ignore)
+            case "torn":
+                end = yield from stream.until((CALL_END,), out.arguments)
+        if end == CALL_END:
+            stream.take(len(CALL_END))
+
+
+def read_llama3(stream: Stream, out: Gathered) -> Steps[None]:
+    """The whole reply is `{"name": …, "parameters": …}`, or several, parted by `;` or blanks; else it is content."""
+    outcome = "whole"
+    while outcome == "whole":
+        stream.keep()
+        yield from stream.run(_BETWEEN if out.num_seen else BLANK_RUN)
+        if (yield from stream.begins(PYTHON_TAG)):
+            stream.take(len(PYTHON_TAG))
+        outcome = yield from read_call(stream, out, needs_arguments=True)
+    if outcome == "none":
+        left = stream.kept()
+        is_over = not (yield from stream.peek()) and not left.strip(BLANKS + ";")
+        if not is_over or not out.num_seen:
+            out.content(left)
+    yield from stream.until((), out.arguments if outcome == "torn" else out.content)
+
+
+def read_mistral(stream: Stream, out: Gathered) -> Steps[None]:
+    """`[TOOL_CALLS]` and an array of calls; or, from newer models, and one call's name and arguments."""
+    while (yield from stream.until((TOOL_CALLS,), out.content)):
+        stream.keep()
+        stream.take(len(TOOL_CALLS))
+        yield from stream.blanks()
+        if (yield from stream.peek()) == "[":
+            yield from _read_array(stream, out, (TOOL_CALLS,))
+        else:
+            yield from _read_named(stream, out)
+
+
+def read_array(stream: Stream, out: Gathered) -> Steps[None]:
+    """`[{"name": …, "parameters": …}, …]`: what guides have a model write that has no markup of its own."""
+    stream.keep()
+    yield from _read_array(stream, out, ())
+    yield from stream.until((), out.content)
+
+
+def _read_array(stream: Stream, out: Gathered, ends: Sequence[str]) -> Steps[None]:
+    """The stream keeps what came before: content, if no call follows. A torn call goes on up to one of `ends`."""
+    is_open = yield from take_sign(stream, "[")
+    while is_open:
+        match (yield from read_call(stream, out)):
+            case "none":
+                break
+            case "torn":
+                yield from stream.until(ends, out.arguments)
+                return
+        stream.keep()
+        is_open = yield from take_sign(stream, ",")
+    if out.num_seen and not is_open and (yield from take_sign(stream, "]")):
+        stream.kept()
+    else:
+        out.content(stream.kept())
+
+
+def _read_named(stream: Stream, out: Gathered) -> Steps[None]:
+    """`name{…}`, `name[ARGS]{…}` or `name[CALL_ID]id[ARGS]{…}`."""
+    name: list[str] = []
+    yield from stream.run(_NAME, name.append)
+    yield from stream.blanks()
+    if (yield from stream.begins(CALL_ID)):
+        stream.take(len(CALL_ID))
+        yield from stream.run(_NAME)
+        yield from stream.blanks()
+    if (yield from stream.begins(ARGS)):
+        stream.take(len(ARGS))
+        yield from stream.blanks()
+    if not name or (yield from stream.peek()) != "{":
+        out.content(stream.kept())
+        return
+    stream.kept()
+    out.begin("".join(name))
+    if not (yield from scan_value(stream, out.arguments)):
+        yield from stream.until((TOOL_CALLS,), out.arguments)
+
+
+READERS: dict[str, Reader] = {
+    "hermes": read_hermes,
+    "llama3_json": read_llama3,
+    "mistral": read_mistral,
+    "qwen3": read_hermes,
+}
+MARKERS: dict[str, tuple[str, ...]] = {
+    "hermes": (CALL, CALL_END),
+    "llama3_json": (PYTHON_TAG,),
+    "mistral": (TOOL_CALLS, CALL_ID, ARGS),
+    "qwen3": (CALL, CALL_END),
+}

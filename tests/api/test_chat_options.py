@@ -1,0 +1,133 @@
+"""What makes a chat's prompt, seen in the prompt's tokens; and how an answer is called and counted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pd_cluster.text import Tokenizer
+from tests.support.cluster import LiveCluster
+
+HELLO = {"role": "user", "content": "hello"}
+STARTED = {"role": "assistant", "content": "Once upon"}
+OWN = (
+    "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
+    "{% for document in documents or [] %}<{{ document.text }}>{% endfor %}"
+    "{{ mood }}{% if add_generation_prompt %}>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+def post(cluster: LiveCluster, *messages: dict[str, Any], headers: Any = None, **fields: Any) -> httpx.Response:
+    body = {"messages": messages or (HELLO,), "temperature": 0, "max_tokens": 4, "return_token_ids": True, **fields}
+    answer = cluster.client.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def prompt_of(cluster: LiveCluster, tokenizer: Tokenizer, *messages: dict[str, Any], **fields: Any) -> str:
+    answer = post(cluster, *messages, **fields).json()
+    assert answer["prompt_token_ids"] == answer["choices"][0]["prompt_token_ids"]
+    return tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+
+
+def test_the_models_template(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    assert prompt_of(cluster, tokenizer) == "<|user|>hello<|assistant|>"
+    assert prompt_of(cluster, tokenizer, add_generation_prompt=False) == "<|user|>hello"
+
+
+def test_the_last_message_goes_on(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    asked = "<|user|>hello<|assistant|>Once upon"
+    assert prompt_of(cluster, tokenizer, HELLO, STARTED, continue_final_message=True) == asked
+
+
+def test_special_tokens_are_added_when_asked_for(cluster: LiveCluster) -> None:
+    plain, marked = (
+        cluster.client.post(
+            f"{cluster.url}/v1/chat/completions",
+            json={"messages": [HELLO], "max_tokens": 1, "return_token_ids": True, "add_special_tokens": special},
+        ).json()["prompt_token_ids"]
+        for special in (False, True)
+    )
+    assert marked[-len(plain) :] == plain  # the tiny tokenizer adds none
+
+
+def test_a_template_of_the_request(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    def prompt(**fields: Any) -> str:
+        return prompt_of(cluster, tokenizer, chat_template=OWN, **fields)
+
+    assert prompt() == "[hello]>"
+    assert prompt(documents=[{"text": "d"}]) == "[hello]<d>>"
+    assert prompt(chat_template_kwargs={"mood": "glad"}) == "[hello]glad>"
+    assert prompt(tools=TOOLS, tool_choice="none") == "[hello]>"
+    assert prompt(tools=TOOLS, tool_choice="required", max_tokens=60) == "[hello](look)>"
+
+
+def test_an_echo_of_the_message_that_goes_on(cluster: LiveCluster) -> None:
+    fields: dict[str, Any] = {"continue_final_message": True}
+    silent = post(cluster, HELLO, STARTED, **fields).json()["choices"][0]["message"]
+    echoed = post(cluster, HELLO, STARTED, echo=True, **fields).json()["choices"][0]["message"]
+    assert echoed == {"role": "assistant", "content": "Once upon" + silent["content"]}
+    events = post(cluster, HELLO, STARTED, echo=True, stream=True, **fields).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in events if line and line != "data: [DONE]"]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == echoed["content"]
+
+
+def test_an_answer_has_the_role_of_what_it_continues(cluster: LiveCluster) -> None:
+    fields = {"continue_final_message": True}
+    assert post(cluster, HELLO, **fields).json()["choices"][0]["message"]["role"] == "user"
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_a_request_has_the_name_that_it_was_given(cluster: LiveCluster, route: str) -> None:
+    body: dict[str, Any] = {"messages": [HELLO]} if route.startswith("chat") else {"prompt": "hello"}
+    prefix = "chatcmpl" if route.startswith("chat") else "cmpl"
+
+    def name_of(name: str | None, header: str | None) -> str:
+        headers = {} if header is None else {"X-Request-Id": header}
+        fields = {**body, "max_tokens": 1, "request_id": name}
+        answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=fields, headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers.get("x-request-id") == (header if header == "of-the-header" else None)
+        return str(answer.json()["id"])
+
+    assert name_of("my-name", None) == f"{prefix}-my-name"
+    assert name_of(None, "of-the-header") == f"{prefix}-of-the-header"
+    assert name_of("my-name", "of-the-header") == f"{prefix}-my-name"
+    assert name_of(None, "two words").removeprefix(prefix + "-").isalnum()
+    timeline = cluster.client.get(f"{cluster.admin_url}/requests/{prefix}-of-the-header/timeline")
+    assert timeline.status_code == 200
+
+
+def test_usage_so_far(cluster: LiveCluster) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    lines = post(cluster, stream=True, stream_options=options, return_token_ids=False).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert len(set(counts)) > 2
+
+
+def test_prompts_tokens_in_a_stream(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
+    lines = post(cluster, stream=True).text.splitlines()
+    first = json.loads(lines[0].removeprefix("data: "))
+    assert tokenizer.decode(first["choices"][0]["prompt_token_ids"]) == "<|user|>hello<|assistant|>"
+
+
+def test_text_parts_are_joined(client: openai.OpenAI) -> None:
+    parts: Any = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    one, two = (
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": content}], max_tokens=4, temperature=0
+        )
+        .choices[0]
+        .message.content
+        for content in (parts, "a\nb")
+    )
+    assert one == two

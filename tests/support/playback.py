@@ -1,0 +1,44 @@
+"""Stands in for the router: a request's answer is known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+from pd_cluster.types import FinishReason, Logprobs, PromptOutput, SamplingParams, TokenOutput
+
+
+class Playback:
+    """A router that answers every request with these tokens, in each sequence; `told` comes before them."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.membership = SimpleNamespace(instances=[])
+        self.num_read = 0
+        self.was_closed = False
+        self.logprobs: dict[int, float] = {}  # sequence -> logprob of each of its tokens
+        self.told: PromptOutput | None = None
+        self.stopped: set[int] = set()
+        self.last_reason: FinishReason = "length"
+        self.requests: list[SamplingParams] = []
+        self.salts: list[str] = []
+
+    async def serve(
+        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str, **origin: Any
+    ) -> AsyncIterator[TokenOutput]:
+        self.requests.append(sampling)
+        self.salts.append(cache_salt)
+        instances = [SimpleNamespace(name=name) for name in ("p", "d")]
+        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stopped.add))
+        if self.told is not None:
+            prompted(self.told)
+        try:
+            for at, token_id in enumerate(self.token_ids):
+                last = self.last_reason if at + 1 == len(self.token_ids) else None
+                for index in set(range(sampling.n)) - self.stopped:
+                    self.num_read += 1
+                    known = Logprobs(self.logprobs[index], 1, []) if sampling.logprobs is not None else None
+                    yield TokenOutput("r", 0, index, at, token_id, last, known)
+        finally:
+            self.was_closed = True

@@ -1,0 +1,207 @@
+"""Chat answers with reasoning and calls in them: whole and streamed say the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from pd_cluster.api.answers import ChatAnswer
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.service import TextService
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.cluster.router import Router
+from pd_cluster.config import ChatConfig
+from pd_cluster.errors import ConfigError, RequestError
+from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
+from tests.support.playback import Playback
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}{{ tools }}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("look", "wait")]
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "ä"}}\n</tool_call>'
+SECOND = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+Service = Callable[..., tuple[TextService, Playback]]
+RUST = make_tokenizer()
+RUST.add_special_tokens(["<tool_call>", "</tool_call>"])
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Service:
+    RUST.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+
+    def build(text: str, tools: str = "hermes", reasoning: str = "qwen3") -> Any:
+        router = Playback(RUST.encode(text).ids)
+        config = {"vocab_size": VOCAB_SIZE + 2, "eos_token_id": EOS_ID}
+        chat = ChatConfig(tool_parser=tools, reasoning_parser=reasoning)
+        checkpoint = Checkpoint(tmp_path, config, {}, "")
+        return TextService(cast(Router, router), checkpoint, "/models/x", ["x"], 10_000, chat=chat), router
+
+    return build
+
+
+def answers(service: TextService, **fields: Any) -> list[dict[str, Any]]:
+    """Choices, after whole and streamed were compared."""
+    fields = {"messages": [{"role": "user", "content": "hello"}], "n": 2, "seed": 1, **fields}
+
+    async def both() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        request = ChatCompletionRequest(**fields)
+        answer = ChatAnswer(request, "x", service, await service.chat(request))
+        whole = answer.whole(await service.complete(answer.generations))
+        streamed = ChatAnswer(request, "x", service, await service.chat(request))
+        events = b"".join([streamed.events(piece) async for piece in service.pieces(streamed.generations)])
+        await service.close()
+        return whole, [json.loads(line.removeprefix(b"data: ")) for line in events.splitlines() if line]
+
+    whole, chunks = asyncio.run(both())
+    found: list[dict[str, Any]] = whole["choices"]
+    assert [accumulated(chunks, choice["index"]) for choice in found] == [plain(choice) for choice in found]
+    return found
+
+
+def plain(choice: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs from one answer to the next."""
+    message = dict(choice["message"])
+    calls = [call["function"] for call in message.pop("tool_calls", [])]
+    logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
+    return {**message, "calls": calls, "reason": choice["finish_reason"], "num_logprobs": len(logprobs)}
+
+
+def accumulated(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    texts: dict[str, str] = {}
+    calls: list[dict[str, str]] = []
+    reason, num_logprobs = None, 0
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+        assert reason is None
+        reason = choice["finish_reason"]
+        num_logprobs += len((choice["logprobs"] or {"content": []})["content"])
+        delta = dict(choice["delta"])
+        for call in delta.pop("tool_calls", []):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                assert call["type"] == "function"
+                calls.append({"name": call["function"]["name"], "arguments": ""})
+            calls[call["index"]]["arguments"] += call["function"]["arguments"]
+        for name, text in delta.items():
+            texts[name] = texts.get(name, "") + text
+    if calls and not texts["content"]:
+        texts["content"] = cast(str, None)
+    return {**texts, "calls": calls, "reason": reason, "num_logprobs": num_logprobs}
+
+
+def test_a_call_after_reasoning_and_content(make: Service) -> None:
+    service, router = make(THOUGHT + "Let me see." + CALL + "\n" + SECOND + "<eos>")
+    router.last_reason, router.logprobs = "stop", {0: -1.0, 1: -1.0}
+    for choice in answers(service, tools=TOOLS, logprobs=True):
+        message = choice["message"]
+        assert message["reasoning"] == message["reasoning_content"] == "hm"
+        assert message["content"] == "Let me see."
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["look", "wait"]
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"at": "ä"}
+        assert choice["finish_reason"] == "tool_calls"
+        assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+def test_only_a_call(make: Service) -> None:
+    service, _ = make(CALL)
+    (choice,) = answers(service, tools=TOOLS, n=1)
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "length"  # the model was not done, whatever it did by then
+
+
+def test_as_many_calls_as_were_asked_for(make: Service) -> None:
+    service, _ = make(CALL + SECOND)
+    (choice,) = answers(service, tools=TOOLS, parallel_tool_calls=False, n=1)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["look"]
+
+
+def test_no_calls_unless_there_are_tools(make: Service) -> None:
+    """The markers are special tokens here, and so are not shown; the text between them is."""
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        service, router = make(CALL, reasoning="")
+        router.last_reason = "stop"
+        (choice,) = answers(service, n=1, **fields)
+        assert choice["message"]["content"] == '\n{"name": "look", "arguments": {"at": "ä"}}\n'
+        assert choice["finish_reason"] == "stop"
+
+
+def test_reasoning_is_left_out_when_nobody_wants_it(make: Service) -> None:
+    service, _ = make(THOUGHT + "So")
+    (choice,) = answers(service, include_reasoning=False, n=1)
+    assert choice["message"] == {"role": "assistant", "content": "So"}
+
+
+@pytest.mark.parametrize("text", ["plain", "<think", "a <think>b</think>", ""])
+def test_content_alone(make: Service, text: str) -> None:
+    service, _ = make(text or "<eos>")
+    (choice,) = answers(service, n=1)
+    assert choice["message"] == {"role": "assistant", "content": text}
+
+
+def test_thinking_that_was_switched_off(make: Service) -> None:
+    service, _ = make("<think>is content</think>")
+    (choice,) = answers(service, n=1, chat_template_kwargs={"enable_thinking": False})
+    assert choice["message"]["content"] == "<think>is content</think>"
+
+
+@pytest.mark.parametrize(("started", "is_reasoning"), [("<think>hm", True), ("<think>hm</think>So", False)])
+def test_thinking_that_goes_on(make: Service, started: str, is_reasoning: bool) -> None:
+    service, _ = make("and</think>so")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": started}]
+    (choice,) = answers(service, n=1, messages=messages, continue_final_message=True)
+    assert choice["message"]["content"] == ("so" if is_reasoning else "and</think>so")
+
+
+def test_what_calls_must_look_like_is_told_to_the_engine(make: Service) -> None:
+    def guide_of(**fields: Any) -> Any:
+        service, router = make("x" + CALL)
+        answers(service, n=1, **{"tools": TOOLS, **fields})
+        return router.requests[0].guide
+
+    assert guide_of() is None
+    assert guide_of(tool_choice="required").kind == "reply"
+    strict = [{"type": "function", "function": {"name": "look", "strict": True}}]
+    assert guide_of(tools=strict, tool_choice="auto").kind == "reply"
+
+
+def test_an_answer_is_constrained_after_its_reasoning(make: Service) -> None:
+    service, router = make('{"a": 1}', reasoning="qwen3")
+    answers(service, n=1, response_format={"type": "json_object"})
+    assert router.requests[0].guide.kind == "reply"
+    service, router = make('{"a": 1}', reasoning="")
+    answers(service, n=1, response_format={"type": "json_object"})
+    assert router.requests[0].guide.kind == "json_object"
+
+
+def test_calls_and_another_constraint_exclude_each_other(make: Service) -> None:
+    service, _ = make("x")
+    with pytest.raises(RequestError):
+        answers(service, tools=TOOLS, tool_choice="required", response_format={"type": "json_object"})
+
+
+def test_without_a_parser_only_what_is_constrained_can_be_read(make: Service) -> None:
+    service, _ = make('[{"name": "look", "parameters": {"at": 1}}]', tools="", reasoning="")
+    (choice,) = answers(service, tools=TOOLS, tool_choice="required", n=1)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["look"]
+    service, router = make('[{"name": "look", "parameters": {"at": 1}}]', tools="", reasoning="")
+    router.last_reason = "stop"
+    (choice,) = answers(service, tools=TOOLS, tool_choice=TOOLS[0], n=1)
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 1}'}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_unknown_parsers(make: Service) -> None:
+    with pytest.raises(ConfigError, match=r"--tool-call-parser hermez.*hermes"):
+        make("x", tools="hermez")
+    with pytest.raises(ConfigError, match="--reasoning-parser"):
+        make("x", reasoning="x")

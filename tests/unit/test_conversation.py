@@ -1,0 +1,262 @@
+"""Chat requests to prompts: what a template is given, what it has no place for, and templates that clients send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from pd_cluster.api.chat_prompt import ChatPrompts
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.conversation import conversation_of
+from pd_cluster.api.parse import parse
+from pd_cluster.api.tool_fields import NO_TOOLS, AskedTools, tools_of
+from pd_cluster.chat_template import ChatTemplate
+from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.parsers.reply import Tool
+
+HELLO = {"role": "user", "content": "hello"}
+SOURCE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}={{ call.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
+    "{% for document in documents or [] %}<{{ document.title }}>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}quiet"
+    "{% endif %}{% endif %}"
+)
+TEMPLATE = ChatTemplate(SOURCE, {"bos_token": "^"})
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"default": None}}}},
+}
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+
+
+def request_of(*messages: dict[str, Any], **fields: Any) -> ChatCompletionRequest:
+    return parse(json.dumps({"messages": messages or (HELLO,), **fields}).encode(), ChatCompletionRequest)
+
+
+def rendered(*messages: dict[str, Any], template: ChatTemplate = TEMPLATE, **fields: Any) -> str:
+    return conversation_of(request_of(*messages, **fields), template.variables).render(template)
+
+
+def refused(*messages: dict[str, Any], template: ChatTemplate = TEMPLATE, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        rendered(*messages, template=template, **fields)
+    return caught.value
+
+
+def test_a_templates_variables_are_known() -> None:
+    assert TEMPLATE.variables >= {"messages", "tools", "documents", "enable_thinking", "add_generation_prompt"}
+    assert "tool" not in TEMPLATE.variables
+
+
+def test_what_a_template_is_given() -> None:
+    assert rendered() == "^[user]hello[assistant]"
+    assert rendered(add_generation_prompt=False) == "^[user]hello"
+    assert rendered(tools=[WEATHER]) == "^[user]hello(weather)[assistant]"
+    assert rendered(documents=[{"title": "a"}, {"title": "b"}]) == "^[user]hello<a><b>[assistant]"
+    assert rendered(chat_template_kwargs={"enable_thinking": False}) == "^[user]hello[assistant]quiet"
+
+
+def test_a_tool_is_given_whole() -> None:
+    template = ChatTemplate("{{ tools | tojson }}")
+    assert json.loads(rendered(template=template, tools=[WEATHER])) == [WEATHER]
+
+
+def test_tools_are_not_shown_to_who_must_not_call_them() -> None:
+    conversation = conversation_of(request_of(tools=[WEATHER]), frozenset(), shows_tools=False)
+    assert conversation.render(TEMPLATE) == "^[user]hello[assistant]"
+
+
+def test_calls_arguments_come_as_objects() -> None:
+    text = rendered(HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]})
+    assert text == '^[user]hello[assistant]weather={"city": "Ulm"}[assistant]'
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [3, ["x"], [{}], [{"function": {}}], [{**CALL, "function": {"name": "f", "arguments": "{"}}]]
+    + [[{**CALL, "function": {"name": "f", "arguments": arguments}}] for arguments in ("[1]", 3, "1" * 5000)],
+)
+def test_calls_that_are_none(calls: Any) -> None:
+    error = refused({"role": "assistant", "tool_calls": calls})
+    assert error.param == "messages"
+    assert str(error).startswith("messages[0].tool_calls")
+    assert len(str(error)) < 200
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_has_two_names(name: str) -> None:
+    for variable in ("reasoning", "reasoning_content"):
+        template = ChatTemplate("{{ messages[0]." + variable + " }}")
+        assert rendered({"role": "assistant", "content": "a", name: "because"}, template=template) == "because"
+
+
+def test_the_last_message_is_continued() -> None:
+    started = {"role": "assistant", "content": "Once upon "}
+    assert rendered(HELLO, started, continue_final_message=True) == "^[user]hello[assistant]Once upon "
+    assert rendered(HELLO, started, add_generation_prompt=False) == "^[user]hello[assistant]Once upon "
+    closing = ChatTemplate("{% for m in messages %}<{{ m.content | trim }}/>{% endfor %}")
+    assert rendered(HELLO, started, template=closing, continue_final_message=True) == "<hello/><Once upon"
+
+
+def test_what_cannot_be_continued() -> None:
+    silent = ChatTemplate("{{ messages[0].content }}")
+    started = {"role": "assistant", "content": "Once"}
+    assert refused(HELLO, started, template=silent, continue_final_message=True).param == "continue_final_message"
+    assert refused(HELLO, {"role": "assistant"}, continue_final_message=True).param == "continue_final_message"
+    both = refused(HELLO, started, continue_final_message=True, add_generation_prompt=True)
+    assert both.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(("name", "value"), [("tools", [WEATHER]), ("documents", [{"title": "a"}])])
+def test_what_a_template_has_no_place_for_is_refused(name: str, value: Any) -> None:
+    plain = ChatTemplate("{{ messages[0].content }}")
+    assert refused(template=plain, **{name: value}).param == name
+    rendered(template=plain, **{name: []})
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "documents"])
+def test_variables_do_not_replace_fields(name: str) -> None:
+    error = refused(chat_template_kwargs={name: []})
+    assert error.param == "chat_template_kwargs"
+    assert name in str(error)
+
+
+def test_an_effort_is_honoured_or_refused() -> None:
+    levels = ChatTemplate("{{ messages[0].content }}{{ reasoning_effort }}")
+    assert rendered(template=levels, reasoning_effort="low") == "hellolow"
+    assert rendered(reasoning_effort="none") == "^[user]hello[assistant]quiet"
+    assert refused(reasoning_effort="high").param == "reasoning_effort"
+    assert refused(template=ChatTemplate("{{ messages }}"), reasoning_effort="none").param == "reasoning_effort"
+
+
+# ---- tools that may be called
+
+
+def asked(has_parser: bool = True, **fields: Any) -> AskedTools:
+    return tools_of(request_of(**fields), has_parser)
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_which_tools_may_be_called() -> None:
+    two = [tool("a"), tool("b")]
+    both = [Tool("a", {}), Tool("b", {})]
+    assert asked() == asked(tools=[]) == asked(tools=two, tool_choice="none") == asked(tool_choice="auto") == NO_TOOLS
+    assert asked(tools=two) == asked(tools=two, tool_choice="auto") == (both, "auto", None)
+    assert asked(tools=two, tool_choice="required") == (both, "required", None)
+    assert asked(tools=two, tool_choice=tool("b")) == (both[1:], "named", 1)
+    assert asked(tools=two, parallel_tool_calls=False).most_calls == 1
+    assert asked(tools=two, parallel_tool_calls=True).most_calls is None
+
+
+def test_schemas_and_strictness_are_kept() -> None:
+    function = {"name": "a", "parameters": {"type": "object"}, "strict": True}
+    assert asked(tools=[{"type": "function", "function": function}]).tools == [Tool("a", {"type": "object"}, True)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": tool("a")}, "tool_choice"),
+        ({"tools": [tool("a")], "tool_choice": tool("b")}, "tool_choice"),
+        ({"tools": [tool("a"), tool("a")]}, "tools"),
+        ({"tools": [tool("a")], "use_beam_search": True, "n": 2}, "tools"),
+    ],
+)
+def test_tools_that_cannot_be(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        asked(**fields)
+    assert caught.value.param == param
+
+
+def test_calls_at_will_need_a_parser() -> None:
+    with pytest.raises(RequestError, match="--tool-call-parser"):
+        asked(False, tools=[tool("a")])
+    assert asked(False, tools=[tool("a")], tool_choice="required").choice == "required"
+
+
+# ---- templates of requests
+
+
+def with_prompts(use: Callable[[ChatPrompts], Awaitable[None]], trusts: bool = True, timeout_s: float = 20.0) -> None:
+    async def run() -> None:
+        prompts = ChatPrompts.make(TEMPLATE, {"bos_token": "^"}, trusts, timeout_s)
+        try:
+            await use(prompts)
+        finally:
+            await prompts.close()
+
+    asyncio.run(asyncio.wait_for(run(), 100))
+
+
+def own(source: str, **fields: Any) -> ChatCompletionRequest:
+    return request_of(chat_template=source, **fields)
+
+
+def test_a_requests_own_template() -> None:
+    async def use(prompts: ChatPrompts) -> None:
+        assert await prompts.render(own("{{ bos_token }}{{ messages[0].content }}!")) == "^hello!"
+        text = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+        assert await prompts.render(own(text, tools=[WEATHER])) == "weather"
+        with pytest.raises(RequestError, match="no place") as caught:
+            await prompts.render(own("{{ messages }}", tools=[WEATHER]))
+        assert caught.value.param == "tools"
+
+    with_prompts(use)
+
+
+def test_only_where_they_are_trusted() -> None:
+    async def use(prompts: ChatPrompts) -> None:
+        with pytest.raises(RequestError, match="--trust-request-chat-template"):
+            await prompts.render(own("{{ messages[0].content }}"))
+        assert await prompts.render(request_of()) == "^[user]hello[assistant]"
+
+    with_prompts(use, trusts=False)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if %}",
+        "{{ ''.__class__.__mro__ }}{{ undefined.attribute }}",
+        "{{ 'a' * 3000000000 }}",
+        "{{ raise_exception('no') }}",
+        "{% for i in range(100000) %}{{ 'x' * 100000 }}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}",
+        "{{ 'x' * 9000000 }}",
+    ],
+    ids=lambda source: source[:24],
+)
+def test_hostile_templates_are_refused(source: str) -> None:
+    async def use(prompts: ChatPrompts) -> None:
+        with pytest.raises(RequestError) as caught:
+            await prompts.render(own(source))
+        assert caught.value.param in ("chat_template", "messages")
+        assert len(str(caught.value)) < 500
+        assert await prompts.render(own("{{ messages[0].content }}")) == "hello"
+
+    with_prompts(use)
+
+
+def test_a_template_that_does_not_end_is_ended() -> None:
+    async def use(prompts: ChatPrompts) -> None:
+        forever = "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% break %}{% endfor %}{% for c in "
+        with pytest.raises(RequestError, match="not ready after 1 s"):
+            await prompts.render(own(forever + "range(99999) %}{% if c %}{% endif %}{% endfor %}{% endfor %}"))
+
+    with_prompts(use, timeout_s=1.0)
+
+
+def test_a_servers_template_that_does_not_compile() -> None:
+    with pytest.raises(ModelError, match="does not compile"):
+        ChatTemplate("{% if %}")

@@ -1,4 +1,4 @@
-"""OpenAI's answers, whole and in chunks, as chat and completions have them. Knows nothing of connections."""
+"""OpenAI's answers, whole and in chunks: what chat and completions have in common. Knows nothing of connections."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.generation import Generation, usage_of
 from pd_cluster.api.http import event
-from pd_cluster.api.logprobs import LogprobsFormat, prompt_entries
-from pd_cluster.api.messages import ChoiceText
-from pd_cluster.api.protocol import CompletionRequest, GenerationRequest
-from pd_cluster.api.sequence import Piece, TokenLogprobs
+from pd_cluster.api.logprobs import LogprobsFormat
+from pd_cluster.api.protocol import GenerationRequest
+from pd_cluster.api.sequence import Piece
 from pd_cluster.api.service import TextService
-from pd_cluster.types import FinishReason
 
 _encode = msgspec.json.Encoder().encode
 
@@ -182,121 +179,3 @@ class Answer(ABC):
             return {}
         found = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
         return {"prompt_logprobs": found}
-
-
-class ChatAnswer(Answer):
-    """`_texts` read what is more than content in each choice's text; there are none where all of it is."""
-
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(
-        self, request: ChatCompletionRequest, model: str, service: TextService, generation: Generation
-    ) -> None:
-        super().__init__(request, model, service, [generation])
-        last = request.messages[-1]
-        self._role = service.response_role if request.opens_answer else last.role
-        goes_on = request.echo and last.role == self._role and isinstance(last.content, str)
-        self._echoed = str(last.content) if goes_on else ""
-        self._texts: list[ChoiceText] = []
-        if generation.new_reader is not None:
-            shown = request.include_reasoning
-            self._texts = [ChoiceText(generation, shown) for _ in range(self._num_choices)]
-
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        answer = super().whole(pieces) | self._prompt_logprobs(self.generations[0])
-        return answer | self._prompt_ids(0)
-
-    def _opening(self, choice: int) -> bytes:
-        ids = self._prompt_ids(choice)
-        opening = self._chunk(self._choice(choice, {"delta": {"role": self._role, "content": ""}}) | ids)
-        return opening + (self._chunk(self._choice(choice, self._delta(self._echoed))) if self._echoed else b"")
-
-    def _text_chunk(self, piece: Piece) -> bytes:
-        if not self._texts:
-            return super()._text_chunk(piece)
-        delta = self._texts[piece.index].read(piece.text)
-        return self._full_chunk(piece, {"delta": delta}) if delta or self.shows_every_token else b""
-
-    def _last_chunk(self, piece: Piece) -> bytes:
-        rest = self._texts[piece.index].finish() if self._texts else {}
-        held_back = self._chunk(self._choice(piece.index, {"delta": rest})) if rest else b""
-        return held_back + super()._last_chunk(piece)
-
-    def _finish_reason(self, piece: Piece) -> FinishReason | str | None:
-        makes_calls = bool(self._texts) and self._texts[piece.index].ends_in_calls
-        return "tool_calls" if makes_calls and piece.finish_reason == "stop" else piece.finish_reason
-
-    def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
-        return self._format.chat(piece.logprobs) if self.wanted.logprobs else None
-
-    def _whole(self, piece: Piece) -> dict[str, Any]:
-        content: dict[str, Any] = {"content": piece.text}
-        if self._texts:
-            content = self._texts[piece.index].message(piece.text)
-        if self._echoed:
-            content["content"] = self._echoed + (content["content"] or "")
-        return {"message": {"role": self._role, **content}}
-
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}}
-
-    def _no_delta(self) -> dict[str, Any]:
-        return {"delta": {}}
-
-
-class CompletionAnswer(Answer):
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def __init__(
-        self, request: CompletionRequest, model: str, service: TextService, generations: list[Generation]
-    ) -> None:
-        super().__init__(request, model, service, generations)
-        self._echo = request.echo
-        self._echoed = [""] * len(generations)
-        if request.echo:
-            is_cut = request.truncate_prompt_tokens is not None
-            self._echoed = [
-                prompt if isinstance(prompt, str) and not is_cut else self._tokenizer.decode(each.prompt_token_ids)
-                for prompt, each in zip(request.prompts(), generations, strict=True)
-            ]
-        self._of_prompts: dict[int, list[TokenLogprobs]] = {}  # prompt -> its own logprobs, as they are echoed
-
-    def _opening(self, choice: int) -> bytes:
-        echoed, ids = self._echoed_in(choice), self._prompt_ids(choice)
-        if not echoed and not ids:
-            return b""
-        logprobs = self._format.completion(self._prompt(choice)) if self.wanted.logprobs and self._echo else None
-        return self._chunk(self._choice(choice, {"text": echoed}, logprobs) | ids)
-
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        return super()._whole_choice(piece) | self._prompt_logprobs(self._generation_of(piece.index))
-
-    def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
-        if not self.wanted.logprobs:
-            return None
-        num_before = len(self._echoed_in(piece.index))
-        shifted = [entry._replace(text_offset=entry.text_offset + num_before) for entry in piece.logprobs]
-        return self._format.completion([*(self._prompt(piece.index) if is_whole else []), *shifted])
-
-    def _echoed_in(self, choice: int) -> str:
-        return self._echoed[choice // self._num_choices]
-
-    def _prompt(self, choice: int) -> list[TokenLogprobs]:
-        """The prompt's own logprobs, as far as they are echoed."""
-        if not self._echo:
-            return []
-        at = choice // self._num_choices
-        if at not in self._of_prompts:
-            generation = self.generations[at]
-            ids, found = generation.prompt_token_ids, generation.prompt_logprobs
-            self._of_prompts[at] = prompt_entries(self._tokenizer, ids, found)
-        return self._of_prompts[at]
-
-    def _whole(self, piece: Piece) -> dict[str, Any]:
-        return {"text": self._echoed_in(piece.index) + piece.text}
-
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _no_delta(self) -> dict[str, Any]:
-        return {"text": ""}

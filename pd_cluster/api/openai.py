@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pd_cluster.api.answers import Answer, ChatAnswer, CompletionAnswer
+from pd_cluster.api.answers import Answer
+from pd_cluster.api.chat_answer import ChatAnswer
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.completion_answer import CompletionAnswer
 from pd_cluster.api.generation import Generation
 from pd_cluster.api.http import (
     CLIENT_CLOSED_REQUEST,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import reprlib
@@ -18,6 +17,7 @@ from pd_cluster.api.guide_check import GuideCheck
 from pd_cluster.api.guide_fields import Asked, guide_of
 from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, max_tokens_of, truncated
 from pd_cluster.api.merge import merged, together
+from pd_cluster.api.prompt_encoder import PromptEncoder
 from pd_cluster.api.protocol import MAX_SEQUENCES, CompletionRequest, GenerationRequest
 from pd_cluster.api.sequence import Piece, Sequence, joined
 from pd_cluster.api.tool_fields import tools_of
@@ -31,8 +31,6 @@ from pd_cluster.types import SamplingParams, TokenOutput
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
 MESSAGE_NUM_CHARS = 8  # what a template adds to each further message, at the least
-SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
-TRUNCATED_NUM_CHARS = 1 << 20  # a text that will be cut down to the context may be longer than it, up to this
 PLAIN_CHATS = ChatConfig()
 NUM_END_TOKENS = 16  # of a prompt, that tell whether an answer begins with reasoning
 
@@ -56,6 +54,7 @@ class TextService:
         """`shows_token_ids`: logprobs name tokens by their ids where a request does not say. Raises ConfigError."""
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.path, chat.template)
+        self._encoder = PromptEncoder(self.tokenizer, lambda: self.max_model_len)
         self.response_role = chat.response_role
         self.shows_token_ids = shows_token_ids
         self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser)
@@ -126,10 +125,10 @@ class TextService:
 
         def check(num_chars: int) -> None:
             num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
-            self._check_num_chars(num_chars, may_be_cut, "messages")
+            self._encoder.check(num_chars, may_be_cut, "messages")
 
         text = await self._chats.render(request, shows_tools, check)
-        return await self._tokenize(text, request.add_special_tokens, may_be_cut, "messages")
+        return await self._encoder.encode(text, request.add_special_tokens, may_be_cut, "messages")
 
     def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
         """The prompt's end as a reader wants it; an answer that goes on may have begun its reasoning long before."""
@@ -169,36 +168,7 @@ class TextService:
         """A prompt's. Raises RequestError."""
         if not isinstance(prompt, str):
             return prompt
-        return await self._tokenize(prompt, special, may_be_cut, "prompt")
-
-    async def _tokenize(self, text: str, special: bool, may_be_cut: bool, param: str) -> list[int]:
-        """Raises RequestError, before any work, for a text that cannot fit the context."""
-        self._check_num_chars(len(text), may_be_cut, param)
-        if len(text) <= SHORT_NUM_CHARS:
-            return self.tokenizer.encode(text, special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, special)
-
-    def _check_num_chars(self, num_chars: int, may_be_cut: bool, param: str) -> None:
-        most = self.max_model_len * self.tokenizer.max_chars_per_token
-        if may_be_cut and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):
-            raise RequestError(
-                f"{param}: {num_chars} characters are too many to tokenize, even for truncate_prompt_tokens; "
-                f"send at most {most}",
-                param=param,
-            )
-        if num_chars > most:
-            raise RequestError(
-                f"{param}: {num_chars} characters; the model's context is {self.max_model_len} tokens of at most "
-                f"{self.tokenizer.max_chars_per_token} characters",
-                param=param,
-                code="context_length_exceeded",
-            )
-
-    async def _bad_words(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
-        words = request.bad_words or []
-        if sum(map(len, words)) <= SHORT_NUM_CHARS:
-            return self.tokenizer.encode_bad_words(words)
-        return await asyncio.to_thread(self.tokenizer.encode_bad_words, words)
+        return await self._encoder.encode(prompt, special, may_be_cut, "prompt")
 
     async def _generation(
         self,
@@ -218,7 +188,9 @@ class TextService:
             raise RequestError(f"{param}: token ids must be in 0 to {self._limits.vocab_size - 1}", param=param)
         sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
         sampling = msgspec.structs.replace(
-            sampling, bad_words=await self._bad_words(request), guide=asked.guide if asked is not None else None
+            sampling,
+            bad_words=await self._encoder.bad_words(request.bad_words or []),
+            guide=asked.guide if asked is not None else None,
         )
         sampling = self._limits.check(request, sampling, len(token_ids), num_prompts)
         if request.priority and not self._has_priorities:

@@ -46,15 +46,11 @@ def test_the_last_message_goes_on(cluster: LiveCluster, tokenizer: Tokenizer) ->
     assert prompt_of(cluster, tokenizer, HELLO, STARTED, continue_final_message=True) == asked
 
 
-def test_special_tokens_are_added_when_asked_for(cluster: LiveCluster) -> None:
-    plain, marked = (
-        cluster.client.post(
-            f"{cluster.url}/v1/chat/completions",
-            json={"messages": [HELLO], "max_tokens": 1, "return_token_ids": True, "add_special_tokens": special},
-        ).json()["prompt_token_ids"]
-        for special in (False, True)
-    )
-    assert marked[-len(plain) :] == plain  # the tiny tokenizer adds none
+def test_the_model_may_be_named_by_its_folder(cluster: LiveCluster) -> None:
+    names = ("tiny", cluster.launch.model)
+    first, second = (post(cluster, model=name).json() for name in names)
+    assert (first["model"], second["model"]) == names
+    assert first["choices"] == second["choices"]
 
 
 def test_a_template_of_the_request(cluster: LiveCluster, tokenizer: Tokenizer) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from pd_cluster.api.answers import ChatAnswer
+from pd_cluster.api.chat_answer import ChatAnswer
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.service import TextService
 from pd_cluster.checkpoint import Checkpoint

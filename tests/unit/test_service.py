@@ -12,12 +12,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tokenizers import processors
 
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.generation import Generation
+from pd_cluster.api.prompt_encoder import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS
 from pd_cluster.api.protocol import CompletionRequest
 from pd_cluster.api.sequence import Piece
-from pd_cluster.api.service import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS, TextService
+from pd_cluster.api.service import TextService
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
 from pd_cluster.errors import RequestError
@@ -471,3 +473,13 @@ def test_a_prompt_cache_key_is_a_session(make: Services) -> None:
     service, _ = make()
     assert completion(service, [1], prompt_cache_key="mine").session == "mine"
     assert completion(service, [1]).session == ""
+
+
+def test_a_chats_special_tokens_are_added_when_asked_for(make: Services, tmp_path: Path) -> None:
+    """A template writes them itself; where it does not, a request may ask for them."""
+    rust = make_tokenizer()
+    rust.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 257)])
+    rust.save(str(tmp_path / "tokenizer.json"))
+    service, _ = make()
+    plain = chat(service, "hi").prompt_token_ids
+    assert chat(service, "hi", add_special_tokens=True).prompt_token_ids == [257, *plain]

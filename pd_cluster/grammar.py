@@ -214,8 +214,10 @@ def _with_whitespace(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _special_tokens(file: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> dict[str, int]:
-    """Those that are no text to the library, which grammars name by their ids: also `<tool_call>` and its like, special
-    or not."""
+    """Those that are no text to the library, so that grammars name them by their ids.
+
+    Added tokens that look `<like_this>` are among them, also where the tokenizer does not call them special.
+    """
     added = {token["content"]: token["id"] for token in file.get("added_tokens", [])}
     return {text: token_id for text, token_id in added.items() if tokenizer.is_special_token(token_id)}
 

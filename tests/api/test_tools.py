@@ -1,0 +1,252 @@
+"""Tools and reasoning over a live cluster: models that are known to call and to think, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+from tests.support.scripted_scenarios import FAMILIES, Family
+
+from tests.support.cluster import LiveCluster
+
+ASKED = [{"role": "user", "content": "How is the weather?"}]
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "What the sky looks like.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Berlin", "Paris"]}, "days": {"type": "integer"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "parameters": {"const": {"now": True}}}}
+FLAGS = {
+    "qwen3": ["--tool-call-parser=qwen3", "--reasoning-parser=qwen3", "--enable-auto-tool-choice"],
+    "llama3": ["--tool-call-parser=llama3_json"],
+    "mistral": ["--tool-call-parser=mistral"],
+    "deepseek_r1": ["--reasoning-parser=deepseek_r1"],
+}
+
+
+class Speaker(NamedTuple):
+    """A cluster whose model answers as a scenario says."""
+
+    family: Family
+    folder: Path
+    client: openai.OpenAI
+    cluster: LiveCluster
+
+    def fields(self, scenario: str, tools: list[Any], **variables: Any) -> dict[str, Any]:
+        shown = {"tools": tools, **variables} if tools else variables
+        messages = self.family.ask(self.folder, scenario, ASKED, **shown)
+        kwargs = {"extra_body": {"chat_template_kwargs": variables}} if variables else {}
+        return {"model": "m", "messages": messages, "temperature": 0, **({"tools": tools} if tools else {}), **kwargs}
+
+    def choice(self, scenario: str, tools: list[Any], **fields: Any) -> Any:
+        """After the same was streamed, and said the same."""
+        variables = fields.pop("variables", {})
+        asked = {**self.fields(scenario, tools, **variables), **fields}
+        whole = self.client.chat.completions.create(**asked).choices[0]
+        with self.client.chat.completions.stream(**asked) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        assert streamed.finish_reason == whole.finish_reason
+        assert (streamed.message.content or "") == (whole.message.content or "")
+        assert getattr(streamed.message, "reasoning", None) == getattr(whole.message, "reasoning", None)
+        assert functions_of(streamed.message) == functions_of(whole.message)
+        return whole
+
+
+def functions_of(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+
+
+def arguments_of(message: Any) -> list[Any]:
+    return [json.loads(arguments) for _, arguments in functions_of(message)]
+
+
+@pytest.fixture(scope="module")
+def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speaker]:
+    name: str = request.param
+    folder = FAMILIES[name].make(tmp_path_factory.mktemp(name))
+    arguments = ["--max-model-len=4096", "--num-blocks=600", *FLAGS[name]]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LiveCluster(tmp_path_factory.mktemp("tools"), folder, arguments=arguments, served_model_names=["m"]) as cluster,
+    ):
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            yield Speaker(FAMILIES[name], folder, client, cluster)
+
+
+qwen3 = pytest.mark.parametrize("speaker", ["qwen3"], indirect=True)
+every_caller = pytest.mark.parametrize(
+    "speaker",
+    ["qwen3", pytest.param("llama3", marks=pytest.mark.slow), pytest.param("mistral", marks=pytest.mark.slow)],
+    indirect=True,
+)
+deepseek = pytest.mark.parametrize("speaker", [pytest.param("deepseek_r1", marks=pytest.mark.slow)], indirect=True)
+
+
+# ---- auto: what the model does by itself
+
+
+@qwen3
+def test_content_without_a_call(speaker: Speaker) -> None:
+    choice = speaker.choice("content", [WEATHER])
+    assert choice.message.content == "It is sunny in Zürich. ☀"
+    assert choice.message.tool_calls is None
+    assert choice.finish_reason == "stop"
+
+
+@qwen3
+def test_a_call_after_content(speaker: Speaker) -> None:
+    choice = speaker.choice("a call after content", [WEATHER, TIME])
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content.strip() == "I will look."
+    assert functions_of(choice.message) == [("get_weather", '{"city": "Berlin"}')]
+    assert choice.message.tool_calls[0].id.startswith("call_")
+
+
+@every_caller
+def test_two_calls(speaker: Speaker) -> None:
+    choice = speaker.choice("two calls", [WEATHER])
+    assert [name for name, _ in functions_of(choice.message)] == ["get_weather"] * 2
+    first, second = arguments_of(choice.message)
+    assert first == {"city": "Berlin"}
+    assert second["days"] == 3
+    assert not choice.message.content
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    one = speaker.choice("two calls", [WEATHER], parallel_tool_calls=False)
+    assert arguments_of(one.message) == [first]
+
+
+@every_caller
+def test_a_malformed_call_is_no_error(speaker: Speaker) -> None:
+    choice = speaker.choice("a malformed call", [WEATHER])
+    assert choice.message.content or functions_of(choice.message)
+
+
+@qwen3
+def test_reasoning_before_a_call(speaker: Speaker) -> None:
+    message = speaker.choice("reasoning, a call", [WEATHER]).message
+    assert message.reasoning == message.reasoning_content == "I need a tool."
+    assert arguments_of(message) == [{"city": "Berlin"}]
+    assert not message.content
+
+
+@qwen3
+def test_the_calls_answer_goes_back_to_the_model(speaker: Speaker) -> None:
+    """A second turn: the call and its result are part of the prompt."""
+    call = speaker.choice("a call after content", [WEATHER]).message.tool_calls[0]
+    turn = [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": '{"sky": "blue"}'},
+    ]
+    answer = speaker.client.chat.completions.create(
+        model="m", messages=turn, tools=[WEATHER], max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    shown = speaker.cluster.client.post(
+        f"{speaker.cluster.url}/detokenize", json={"model": "m", "tokens": answer.model_extra["prompt_token_ids"]}
+    ).json()["prompt"]
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Berlin"}}\n</tool_call>' in shown
+    assert '<tool_response>{"sky": "blue"}</tool_response>' in shown
+
+
+# ---- none, required, named: what the model must do
+
+
+@qwen3
+def test_none_leaves_tools_out(speaker: Speaker) -> None:
+    fields = {**speaker.fields("two calls", []), "tools": [WEATHER], "tool_choice": "none"}
+    choice = speaker.client.chat.completions.create(**fields).choices[0]
+    assert choice.message.tool_calls is None
+    assert choice.message.content.count("<tool_call>") == 2
+    assert choice.finish_reason == "stop"
+
+
+@every_caller
+def test_required_makes_a_call_of_whoever_would_not(speaker: Speaker) -> None:
+    choice = speaker.choice("content", [WEATHER, TIME], tool_choice="required", max_tokens=200)
+    assert functions_of(choice.message)
+    assert choice.finish_reason == "tool_calls"
+    for name, arguments in functions_of(choice.message):
+        assert (name, json.loads(arguments)) == ("get_time", {"now": True}) or name == "get_weather"
+
+
+@every_caller
+def test_a_named_function_is_the_one_that_is_called(speaker: Speaker) -> None:
+    choice = speaker.choice("content", [WEATHER, TIME], tool_choice=TIME | {"function": {"name": "get_time"}})
+    assert [(name, json.loads(text)) for name, text in functions_of(choice.message)] == [("get_time", {"now": True})]
+    assert choice.finish_reason == "stop"
+
+
+@qwen3
+def test_a_strict_function_is_called_as_its_schema_says(speaker: Speaker) -> None:
+    """The scripted city is no choice of this schema: the model may say it only where nobody insists."""
+    function = {**WEATHER["function"], "parameters": {"const": {"city": "Rome"}}}
+    strict = [{"type": "function", "function": {**function, "strict": True}}]
+    loose = [{"type": "function", "function": function}]
+    assert arguments_of(speaker.choice("a call after content", loose).message) == [{"city": "Berlin"}]
+    assert arguments_of(speaker.choice("a call after content", strict).message) == [{"city": "Rome"}]
+
+
+@qwen3
+def test_openais_helpers_parse_calls(speaker: Speaker) -> None:
+    """As its documentation has it: a function made of a pydantic model, and `parse`."""
+    from pydantic import BaseModel
+
+    class Look(BaseModel):
+        city: str
+
+    fields = speaker.fields("a call after content", [])
+    tool = openai.pydantic_function_tool(Look, name="get_weather")
+    fields = speaker.fields("a call after content", [tool])
+    message = speaker.client.chat.completions.parse(**fields).choices[0].message
+    assert message.tool_calls is not None
+    assert message.tool_calls[0].function.parsed_arguments == Look(city="Berlin")
+
+
+# ---- reasoning
+
+
+@qwen3
+def test_reasoning_and_content(speaker: Speaker) -> None:
+    message = speaker.choice("reasoning, content", []).message
+    assert message.reasoning == message.reasoning_content == "They ask for the sun."
+    assert message.content == "It shines."
+    assert speaker.choice("reasoning that never ends", []).message.content == ""
+
+
+@qwen3
+def test_reasoning_is_left_out_or_switched_off(speaker: Speaker) -> None:
+    fields = speaker.fields("reasoning, content", [])
+    answer = speaker.client.chat.completions.create(**fields, extra_body={"include_reasoning": False})
+    assert answer.choices[0].message.content == "It shines."
+    assert getattr(answer.choices[0].message, "reasoning", None) is None
+    off = speaker.choice("reasoning, content", [], variables={"enable_thinking": False})
+    assert off.message.content.startswith("<think>")  # this model does not care; the prompt said that it is over
+
+
+@qwen3
+def test_what_is_guided_comes_after_the_reasoning(speaker: Speaker) -> None:
+    fields = speaker.fields("reasoning, content", [])
+    answer = speaker.client.chat.completions.create(**fields, extra_body={"guided_choice": ["yes", "no"]})
+    assert answer.choices[0].message.model_extra["reasoning"] == "They ask for the sun."
+    assert answer.choices[0].message.content in ("yes", "no")
+
+
+@deepseek
+def test_a_prompt_that_ends_in_thought(speaker: Speaker) -> None:
+    message = speaker.choice("reasoning, content", []).message
+    assert (message.reasoning, message.content) == ("They ask for the sun.", "It shines.")
+    assert speaker.choice("only reasoning", []).message.content == ""
+    assert speaker.choice("nothing thought", []).message.content == "It shines."

@@ -1,0 +1,419 @@
+"""Replies read as reasoning, content and calls, however their text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.parsers.reply import ReplyFormat, ToolChoice
+from pd_cluster.parsers.stream import Stream
+
+TOOL_PARSERS = ("", "hermes", "llama3_json", "mistral", "qwen3")
+REASONING_PARSERS = ("", "deepseek_r1", "qwen3")
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """Neighbours of one kind are one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last is not None and type(last) is type(part) and not isinstance(part, CallBegin) and last[:-1] == part[:-1]:
+            found[-1] = last._replace(text=last[-1] + part[-1])
+        else:
+            found.append(part)
+    return found
+
+
+def read(
+    form: ReplyFormat,
+    pieces: list[str],
+    choice: ToolChoice = "auto",
+    prompt_end: str = "",
+    most_calls: int | None = None,
+) -> list[Part]:
+    reader = form.reader(choice, prompt_end, most_calls)
+    parts = [part for piece in pieces for part in reader.feed(piece)]
+    parts += reader.finish()
+    begun = [part.index for part in parts if isinstance(part, CallBegin)]
+    assert begun == list(range(reader.num_calls))
+    return joined(parts)
+
+
+def call(index: int, name: str, arguments: str = "{}") -> list[Part]:
+    return [CallBegin(index, name), CallArguments(index, arguments)]
+
+
+# ---- tool calls, format by format
+
+HERMES = [
+    ("Hello.", [Content("Hello.")]),
+    ("", []),
+    (" \n", [Content(" \n")]),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>', call(0, "f", '{"a": [1]}')),
+    (
+        'Yes.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
+        [Content("Yes.\n"), *call(0, "f"), *call(1, "g")],
+    ),
+    (
+        '<tool_call>{"name":"f","arguments":{}}</tool_call>\n so \n<tool_call>{"name":"g","arguments":{}}</tool_call>.',
+        [*call(0, "f"), Content("\n so \n"), *call(1, "g"), Content(".")],
+    ),
+    (
+        '<tool_call>{"name":"f","arguments":{"a":"}</tool_call>\\"{"}}</tool_call>.',
+        [*call(0, "f", '{"a":"}</tool_call>\\"{"}'), Content(".")],
+    ),
+    ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', call(0, "f", '{"a": 1}')),
+    (
+        '<tool_call>{"id":[{}],"name":"\\u00e9","parameters": {"a" : 1 } , "x":1}</tool_call>',
+        call(0, "é", '{"a" : 1 }'),
+    ),
+    (
+        '<tool_call>{"name":"f","arguments":" {\\"a\\": \\"\\\\n\\ud83d\\ude00\\"}"}</tool_call>',
+        call(0, "f", '{"a": "\\n😀"}'),
+    ),
+    ('<tool_call>{"arguments":"{}","name":"f"}</tool_call>', call(0, "f")),
+    ('<tool_call>{"name":"f"}</tool_call>', call(0, "f")),
+    # not quite a call
+    ('<tool_call>{"name":"f","arguments":{"a":1}</tool_call>ok', [*call(0, "f", '{"a":1}'), Content("ok")]),
+    ('<tool_call>{"name":"f","arguments":{"a":1}}}</tool_call>ok', [*call(0, "f", '{"a":1}'), Content("ok")]),
+    ('<tool_call>{"name":"f","arguments":{a}}</tool_call>ok', [*call(0, "f", "{a}}"), Content("ok")]),
+    ('<tool_call>{"name":"f","arguments":{"a', call(0, "f", '{"a')),
+    ('<tool_call>{"name":"f","arguments":{}}<tool_call>{"name":"g","arguments":{}}', [*call(0, "f"), *call(1, "g")]),
+    ('<tool_call>{"name":"f","arguments":{}}</tool_ca', call(0, "f")),
+    ('<tool_call><tool_call>{"name":"f","arguments":{}}', [Content("<tool_call>"), *call(0, "f")]),
+    *(
+        (text, [Content(text)])
+        for text in (
+            "<tool_call>hello</tool_call>",
+            "a <tool_cal b",
+            "a <tool_cal",
+            '<tool_call>\n{"na',
+            '<tool_call>{"name": "f", "arguments"',
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": "a {"}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": null}</tool_call>',
+            '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+            '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+            '<tool_call>{"arguments": {"a": 1}}</tool_call>',
+            '<tool_call>{"arguments": {oops}, "name": "f"}</tool_call>',
+            "<tool_call>{}</tool_call>",
+        )
+    ),
+]
+LLAMA3 = [
+    ('{"name": "f", "parameters": {"a": 1}}', call(0, "f", '{"a": 1}')),
+    ('\n<|python_tag|> {"name": "f", "arguments": {}}\n', call(0, "f")),
+    (
+        '{"type":"function","name":"f","parameters":{}}; {"name":"g","parameters":{}} ;\n',
+        [*call(0, "f"), *call(1, "g")],
+    ),
+    ('{"name":"f","parameters":{}}\n{"name":"g","parameters":{}}', [*call(0, "f"), *call(1, "g")]),
+    ('{"name":"f","parameters":{}} done', [*call(0, "f"), Content(" done")]),
+    ('{"name":"f","parameters":{}};{"a":1}', [*call(0, "f"), Content(';{"a":1}')]),
+    ('{"name":"f","parameters":{"a":tru}} ; x', call(0, "f", '{"a":tru}} ; x')),
+    *(
+        (text, [Content(text)])
+        for text in (
+            "Hello {",
+            'So: {"name": "f", "parameters": {}}',
+            '{"name": "Bob"}',
+            '{"name": "Bob", "parameters": 3}',
+            '{"answer": [1, 2]}\n',
+            "<|python_tag|>print(1)",
+            " ; x",
+            "{",
+        )
+    ),
+]
+MISTRAL = [
+    ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', call(0, "f", '{"a": 1}')),
+    (
+        'Well.[TOOL_CALLS][{"arguments":{},"name":"f"}, {"name":"g","arguments":{}}]\n',
+        [Content("Well."), *call(0, "f"), *call(1, "g")],
+    ),
+    ('[TOOL_CALLS]f{"a": 1}', call(0, "f", '{"a": 1}')),
+    ('[TOOL_CALLS]f.x-1[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS] {}', [*call(0, "f.x-1", '{"a": 1}'), *call(1, "g")]),
+    ("[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}", call(0, "f")),
+    ('[TOOL_CALLS][{"name":"f","arguments":{}}] so', [*call(0, "f"), Content(" so")]),
+    ('[TOOL_CALLS][{"name":"f","arguments":{}}, oops]', [*call(0, "f"), Content(", oops]")]),
+    ("[TOOL_CALLS]f{oops}[TOOL_CALLS]g{}", [*call(0, "f", "{oops}"), *call(1, "g")]),
+    ('[TOOL_CALLS][{"name":"f","arguments":{oops', call(0, "f", "{oops")),
+    ('[TOOL_CALLS][{"name":"f","arguments":{}}', call(0, "f")),
+    *(
+        (text, [Content(text)])
+        for text in (
+            "[TOOL_CALLS]",
+            "[TOOL_CALLS][]",
+            "[TOOL_CALLS] so I",
+            "[TOOL_CALLS]f g{}",
+            "a [TOOL_",
+            "[TOOL_CALLS]{}",
+        )
+    ),
+]
+CASES = [
+    *(("hermes", text, parts) for text, parts in HERMES),
+    *(("qwen3", text, parts) for text, parts in HERMES),
+    *(("llama3_json", text, parts) for text, parts in LLAMA3),
+    *(("mistral", text, parts) for text, parts in MISTRAL),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "parts"), CASES)
+def test_calls_are_told_from_content(parser: str, text: str, parts: list[Part]) -> None:
+    form = ReplyFormat(parser)
+    for choice in ("auto", "required", "named"):
+        assert read(form, [text], choice) == parts
+        assert read(form, list(text), choice) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('[{"name": "f", "parameters": {"a": 1}}]', call(0, "f", '{"a": 1}')),
+        (' [{"name":"f","parameters":{}},{"name":"g","parameters":{}}]\n', [*call(0, "f"), *call(1, "g")]),
+        ('[{"name":"f","parameters":{"a":"x', call(0, "f", '{"a":"x')),
+        ('[{"na', [Content('[{"na')]),
+        ("", []),
+        ("Hello", [Content("Hello")]),
+    ],
+)
+def test_without_a_tool_parser_calls_are_an_array_that_a_guide_makes(text: str, parts: list[Part]) -> None:
+    for choice in ("required", "named"):
+        assert read(ReplyFormat(), [text], choice) == parts
+        assert read(ReplyFormat(), list(text), choice) == parts
+    assert read(ReplyFormat(), [text]) == ([Content(text)] if text else [])
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_without_tools_everything_is_content(parser: str) -> None:
+    for _, text, _ in CASES:
+        assert read(ReplyFormat(parser), list(text), "none") == ([Content(text)] if text else [])
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "content"),
+    [
+        (
+            "hermes",
+            'a<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g","arguments":{}}</tool_call>b',
+            "b",
+        ),
+        ("llama3_json", '{"name":"f","parameters":{}}; {"name":"g","parameters":{}}', ""),
+        ("mistral", 'a[TOOL_CALLS][{"name":"f","arguments":{}},{"name":"g","arguments":{}}]', ""),
+        ("mistral", "a[TOOL_CALLS]f{}[TOOL_CALLS]g{}", ""),
+    ],
+)
+def test_calls_beyond_the_limit_leave_no_trace(parser: str, text: str, content: str) -> None:
+    before = [Content("a")] if text.startswith("a") else []
+    after = [Content(content)] if content else []
+    assert read(ReplyFormat(parser), list(text), most_calls=1) == [*before, *call(0, "f"), *after]
+    assert read(ReplyFormat(parser), [text], most_calls=2) == [*before, *call(0, "f"), *call(1, "g"), *after]
+
+
+# ---- as it comes
+
+
+def test_a_call_is_told_as_soon_as_it_can_be() -> None:
+    reader = ReplyFormat("hermes").reader("auto", "")
+    assert reader.feed("Let me") == [Content("Let me")]
+    assert reader.feed(" see <to") == [Content(" see ")]
+    assert reader.feed('ol_call>\n{"name": "f", "argu') == []
+    assert reader.feed('ments": ') == []
+    assert reader.feed("{") == [CallBegin(0, "f"), CallArguments(0, "{")]
+    assert reader.feed('"a": "so') == [CallArguments(0, '"a": "so')]
+    assert reader.feed(' on"}') == [CallArguments(0, ' on"}')]
+    assert reader.feed("}\n</tool_call>") == []
+    assert reader.num_calls == 1
+    assert reader.finish() == []
+
+
+def test_what_a_call_said_is_not_remembered() -> None:
+    """Only what may yet turn out to be content is."""
+    reader = ReplyFormat("hermes").reader("auto", "")
+    reader.feed('<tool_call>{"name": "f", "argu')
+    assert reader._stream._kept
+    reader.feed('ments": {"a": "')
+    assert not reader._stream._kept
+    reader.feed("b" * 99)
+    assert not reader._stream._kept
+
+
+def test_no_more_is_held_back_than_could_become_a_marker() -> None:
+    text = "a < b <t <tool_c [TOOL </thin <<tool_call"
+    for parser, longest in (("hermes", "<tool_call"), ("mistral", "[TOOL_CALLS"), ("llama3_json", "")):
+        reader = ReplyFormat(parser, "qwen3").reader("auto", "")
+        shown = ""
+        for at, letter in enumerate(text):
+            shown += "".join(part[-1] for part in reader.feed(letter))
+            held = text[len(shown) : at + 1]
+            assert longest.startswith(held), held
+
+
+SNIPPETS = [
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_call",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|python_tag|>",
+    ),
+    *(
+        '{"name": "f", "arguments": {"a": 1}}',
+        '{"name":"g","parameters":',
+        '"arguments": "{\\"b\\": \\u00e9}"',
+        '{"x": "\\"}"}',
+    ),
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ";",
+        '"',
+        "\\",
+        " ",
+        "\n",
+        "a",
+        "é",
+        "f",
+        '"name":',
+        '"f"',
+        '"arguments":',
+        "1.5",
+        "tru",
+        "<",
+        "[T",
+    ),
+]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_how_the_text_is_cut_changes_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(25):
+        form = ReplyFormat(rng.choice(TOOL_PARSERS), rng.choice(REASONING_PARSERS))
+        choice: ToolChoice = rng.choice(["none", "auto", "required", "named"])
+        prompt_end, most_calls = rng.choice(["", "<think>\n", "</think>\n\n"]), rng.choice([None, 1])
+        text = "".join(rng.choices(SNIPPETS, k=rng.randint(1, 25)))
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 9)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        whole = read(form, [text], choice, prompt_end, most_calls)
+        assert read(form, pieces, choice, prompt_end, most_calls) == whole, (text, pieces)
+        assert read(form, list(text), choice, prompt_end, most_calls) == whole, text
+
+
+LONG = json.dumps({"a": ["x" * 20, {"b\n": [1.5, True]}] * 800, "c": "é\\" * 8000, "d": 0}).replace(
+    "0}", "1" + "0" * 8000 + "}"
+)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("", f'[{{"name": "f", "parameters": {LONG}}}]'),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {LONG}}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"arguments": {json.dumps(LONG)}, "name": "f"}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"x": {LONG}, "name": 1}}</tool_call>'),
+        ("llama3_json", f'{{"name": "f", "parameters": {LONG}}}'),
+        ("mistral", f"[TOOL_CALLS]f{LONG}"),
+        ("mistral", f"[TOOL_CALLS]f{{oops {LONG}"),
+        ("hermes", f"{LONG} <tool_cal {' ' * 9000}<tool_call>"),
+    ],
+)
+def test_no_character_is_looked_at_again_and_again(parser: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stream still has when more comes is all that can be looked at twice."""
+    num_again = num_pieces = 0
+    add = Stream.add
+
+    def counted(stream: Stream, piece: str) -> None:
+        nonlocal num_again, num_pieces
+        num_again += len(stream._text) - stream._at
+        num_pieces += 1
+        add(stream, piece)
+
+    monkeypatch.setattr(Stream, "add", counted)
+    pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
+    parts = read(ReplyFormat(parser, "deepseek_r1"), [*pieces[:3], "</think>", *pieces], "required", "<think>")
+    assert num_again <= 12 * num_pieces
+    assert sum(len(part[-1]) for part in parts) >= len(LONG)
+
+
+# ---- reasoning
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt_end", "text", "reasoning", "content"),
+    [
+        ("qwen3", "", "<think>\nHm.\n\n so \n</think>\n\nHi", "Hm.\n\n so", "Hi"),
+        ("qwen3", "", "\n <think>Hm.</think>Hi", "Hm.", "Hi"),
+        ("qwen3", "", " Hi</think>", "", " Hi</think>"),
+        ("qwen3", "", "<thin", "", "<thin"),
+        ("qwen3", "assistant\n", "Hi <think>Hm.</think>", "", "Hi <think>Hm.</think>"),
+        ("qwen3", "<think>\n", "Hm.\n</think>\nHi", "Hm.", "Hi"),
+        ("qwen3", "<think>", "<think>Hm.</think>Hi", "Hm.", "Hi"),
+        ("qwen3", "<think>\n\n</think>\n\n", "Hi</think>", "", "Hi</think>"),
+        ("qwen3", "<think>a</think><think> ", "Hm.", "Hm.", ""),
+        ("qwen3", "<think> no", "Hi", "", "Hi"),
+        ("qwen3", "", "<think>Hm. </thin", "Hm. </thin", ""),
+        ("qwen3", "", "<think>\n\n</think>\n\nHi <think>x</think>", "", "Hi <think>x</think>"),
+        ("deepseek_r1", "", "Hm.</think>\n\nHi", "Hm.", "Hi"),
+        ("deepseek_r1", "", "<think>\nHm.</think>Hi ", "Hm.", "Hi "),
+        ("deepseek_r1", "<think>\n", "Hm. <think> so", "Hm. <think> so", ""),
+        ("deepseek_r1", "</think>\n", "Hi", "", "Hi"),
+        ("", "<think>", "Hm.</think>Hi", "", "Hm.</think>Hi"),
+    ],
+)
+def test_reasoning_is_told_from_content(parser: str, prompt_end: str, text: str, reasoning: str, content: str) -> None:
+    expected = [Reasoning(reasoning)] * bool(reasoning) + [Content(content)] * bool(content)
+    for choice in ("none", "auto", "required"):
+        assert read(ReplyFormat("", parser), [text], choice, prompt_end) == expected
+        assert read(ReplyFormat("", parser), list(text), choice, prompt_end) == expected
+
+
+@pytest.mark.parametrize(("parser", "text", "parts"), CASES)
+def test_calls_come_after_reasoning_and_not_within(parser: str, text: str, parts: list[Part]) -> None:
+    thought = 'I could <tool_call>{"name":"f","arguments":{}}</tool_call> [TOOL_CALLS]f{} {'
+    form = ReplyFormat(parser, "qwen3")
+    shown = read(ReplyFormat(parser), [text.lstrip(" \n")])
+    for pieces in ([f"<think>{thought}</think>\n\n{text}"], list(f"<think>\n{thought}\n</think>{text}")):
+        assert read(form, pieces) == [Reasoning(thought), *shown]
+
+
+# ---- what else a format knows
+
+
+def test_markers_are_those_of_the_two_parsers() -> None:
+    assert ReplyFormat().markers == frozenset()
+    assert ReplyFormat("hermes", "qwen3").markers == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+    assert ReplyFormat("llama3_json").markers == {"<|python_tag|>"}
+    assert "[TOOL_CALLS]" in ReplyFormat("mistral", "deepseek_r1").markers
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_ids_of_calls_are_new_and_of_the_models_own_shape(parser: str) -> None:
+    shape = "[a-zA-Z0-9]{9}" if parser == "mistral" else "call_[0-9a-f]{24}"
+    ids = {ReplyFormat(parser).call_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(re.fullmatch(shape, each) for each in ids)
+
+
+def test_unknown_parsers_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ReplyFormat("llama_json")
+    assert str(caught.value) == (
+        "--tool-call-parser llama_json: not known; known are hermes, llama3_json, mistral, qwen3; "
+        "did you mean llama3_json?"
+    )
+    with pytest.raises(ConfigError, match=r"--reasoning-parser zzz: not known; known are deepseek_r1, qwen3$"):
+        ReplyFormat("", "zzz")

@@ -1,0 +1,399 @@
+"""Guides for tool calls and reasoning, walked token by token: what they let a model write, a reader finds."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from pd_cluster.errors import GuideError, RequestError
+from pd_cluster.grammar import Compiler, Matcher
+from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
+from tests.support.schemas import random_schema
+
+PARSERS = ("", "hermes", "llama3_json", "mistral", "qwen3")
+MARKERS = sorted(ReplyFormat("hermes", "qwen3").markers | ReplyFormat("mistral").markers | {"<|python_tag|>"})
+# Tokens that reach over the borders between markup, calls and arguments.
+LONG_TOKENS = ['{"', '":', '": ', '": {"', '"}', "}}", "}\n", "\n<", "</", ", ", '", "', "]}", '"}}', "}]", "[{", "> {"]
+ADDER = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/number"}, "b": {"$ref": "#/$defs/number"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "$defs": {"number": {"type": "integer", "minimum": 0, "maximum": 999}},
+}
+NAMER = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/number"}},
+    "$defs": {"number": {"enum": ["one", "two"]}},
+    "additionalProperties": False,
+}
+TOOLS = [Tool("add", ADDER, strict=True), Tool("add_all", NAMER), Tool("free-1.x", {})]
+CALLS = {  # one of `add`, by parser
+    "": '[{"name": "add", "parameters": %s}]',
+    "hermes": '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>',
+    "llama3_json": '{"name": "add", "parameters": %s}',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": %s}]',
+    "qwen3": '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>',
+}
+GOOD, BAD = '{"a": 1, "b": 22}', '{"a": 1, "b": "22"}'
+ANSWER = Guide("json", '{"type":"object","properties":{"yes":{"type":"boolean"}},"required":["yes"]}')
+
+
+class World:
+    """A tokenizer of bytes, some longer texts and the markers, and the compiler for it."""
+
+    def __init__(self, folder: Path, markers_are: str) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        written = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        longer = ["".join(piece for piece, _ in written.pre_tokenize_str(text)) for text in LONG_TOKENS]
+        vocab = {text: at for at, text in enumerate([*alphabet, *longer])}
+        self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        self.tokenizer.pre_tokenizer = written
+        self.tokenizer.decoder = decoders.ByteLevel()
+        self.tokenizer.add_special_tokens(["<eos>"])
+        if markers_are != "text":
+            self.tokenizer.add_tokens([AddedToken(text, special=markers_are == "special") for text in MARKERS])
+        self.tokenizer.save(str(folder / "tokenizer.json"))
+        self.eos_id = self.tokenizer.token_to_id("<eos>")
+        self.compiler = Compiler(folder / "tokenizer.json", self.tokenizer.get_vocab_size(), [self.eos_id])
+
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    def allowed(self, matcher: Matcher) -> list[int]:
+        words = np.zeros(self.compiler.num_words, dtype=np.uint32)
+        matcher.write_mask(words)
+        return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+    def verdict(self, guide: Guide | None, text: str) -> str:
+        """Of a text: whole, begun, or what comes before the first token that is refused."""
+        assert guide is not None
+        matcher = self.compiler.compile(guide)
+        ids = self.ids(text)
+        for at, token_id in enumerate(ids):
+            if token_id not in self.allowed(matcher):
+                return str(self.tokenizer.decode(ids[:at], skip_special_tokens=False))
+            matcher.take([token_id])
+        return "whole" if self.eos_id in self.allowed(matcher) else "begun"
+
+    def walk(self, guide: Guide, rng: random.Random, goals: list[str]) -> str:
+        """Random tokens that may follow each other; in free text now and then one of the goals."""
+        matcher = self.compiler.compile(guide)
+        output: list[int] = []
+        while len(output) < 3000:
+            allowed = self.allowed(matcher)
+            if self.eos_id in allowed and (len(allowed) == 1 or rng.random() < 0.1):
+                return str(self.tokenizer.decode(output, skip_special_tokens=False))
+            allowed = [token_id for token_id in allowed if token_id != self.eos_id]
+            is_free = len(self.ids("aZ~")) == len({*self.ids("aZ~")} & {*allowed})
+            if is_free and rng.random() < 0.2 and self._take(matcher, goal := self.ids(rng.choice(goals))):
+                output += goal
+                continue
+            closing = [token_id for token_id in self.ids('"}]<') if token_id in allowed]
+            longer = [token_id for token_id in allowed if token_id >= 256]
+            (token_id,) = rng.choices(
+                [rng.choice(allowed), rng.choice(closing or allowed), rng.choice(longer or allowed)]
+            )
+            matcher.take([token_id])
+            output.append(token_id)
+        raise AssertionError(f"no end: {self.tokenizer.decode(output, skip_special_tokens=False)[-300:]!r}")
+
+    def _take(self, matcher: Matcher, token_ids: list[int]) -> bool:
+        trial = matcher.copy()
+        try:
+            trial.take(token_ids)
+        except GuideError:
+            return False
+        matcher.take(token_ids)
+        return True
+
+
+@pytest.fixture(scope="module", params=["text", "added", "special"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def parts_of(form: ReplyFormat, choice: ToolChoice, text: str, prompt_end: str = "") -> list[Part]:
+    reader = form.reader(choice, prompt_end)
+    return [*reader.feed(text), *reader.finish()]
+
+
+def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    texts = [
+        "".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == at) for at in range(len(names))
+    ]
+    return list(zip(names, map(json.loads, texts), strict=True))
+
+
+def content_of(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Content))
+
+
+def must_fit(calls: list[tuple[str, Any]], tools: list[Tool]) -> None:
+    schemas = {tool.name: tool.parameters for tool in tools}
+    for name, arguments in calls:
+        assert isinstance(arguments, dict)
+        jsonschema.validate(arguments, schemas[name])
+
+
+# ---- walks
+
+
+@pytest.mark.parametrize("reasoning", ["", "qwen3", "deepseek_r1"])
+@pytest.mark.parametrize("parser", PARSERS)
+def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: str, reasoning: str) -> None:
+    form = ReplyFormat(parser, reasoning)
+    for seed in range(6):
+        rng = random.Random(seed)
+        tools = [Tool("one", random_schema(seed)), Tool("other", random_schema(seed + 100)), Tool("add", ADDER)]
+        most = rng.choice([None, 1, 3])
+        guide = form.guide(tools, "required", "", most)
+        assert guide is not None
+        text = world.walk(guide, rng, ["</think>"])
+        parts = parts_of(form, "required", text)
+        calls = calls_of(parts)
+        assert 1 <= len(calls) <= (most or 16), text
+        assert content_of(parts) == "", text
+        must_fit(calls, tools)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_named_call_is_made_once(world: World, parser: str) -> None:
+    form = ReplyFormat(parser)
+    guide = form.guide(TOOLS[:1], "named", "")
+    assert guide is not None
+    for seed in range(4):
+        calls = calls_of(parts_of(form, "named", world.walk(guide, random.Random(seed), [])))
+        assert [name for name, _ in calls] == ["add"]
+        must_fit(calls, TOOLS)
+
+
+@pytest.mark.parametrize("reasoning", ["", "qwen3"])
+@pytest.mark.parametrize("parser", PARSERS[1:])
+def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str, reasoning: str) -> None:
+    form = ReplyFormat(parser, reasoning)
+    guide = form.guide(TOOLS, "auto", "")
+    assert guide is not None
+    num_calls = 0
+    for seed in range(24):
+        rng = random.Random(seed)
+        goals = ["</think>", "<tool_call>", "[TOOL_CALLS]", "text ", " {", '{"name"']
+        calls = calls_of(parts_of(form, "auto", world.walk(guide, rng, goals)))
+        must_fit([call for call in calls if call[0] == "add"], TOOLS)
+        assert {name for name, _ in calls} <= {tool.name for tool in TOOLS}
+        num_calls += len(calls)
+    assert num_calls >= 4
+
+
+@pytest.mark.parametrize("parser", PARSERS[1:])
+def test_an_answer_or_calls(world: World, parser: str) -> None:
+    form = ReplyFormat(parser, "qwen3")
+    guide = form.guide(TOOLS, "auto", "", None, ANSWER)
+    assert guide is not None
+    kinds = set()
+    for seed in range(24):
+        text = world.walk(guide, random.Random(seed), ["</think>"])
+        parts = parts_of(form, "auto", text)
+        calls, content = calls_of(parts), content_of(parts)
+        assert bool(calls) != bool(content), text
+        must_fit([call for call in calls if call[0] == "add"], TOOLS)
+        if content:
+            jsonschema.validate(json.loads(content), json.loads(ANSWER.text))
+        kinds.add("calls" if calls else "content")
+    assert kinds == {"calls", "content"}
+
+
+# ---- what may follow, and what may not
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_required_call_keeps_to_its_schema(world: World, parser: str) -> None:
+    guide = ReplyFormat(parser).guide(TOOLS, "required", "")
+    call = CALLS[parser]
+    assert world.verdict(guide, call % GOOD) == "whole"
+    assert world.verdict(guide, (call % GOOD).replace(": ", ":")) == "whole"
+    assert world.verdict(guide, call % BAD) == call[: call.index("%s")] + '{"a": 1, "b": '
+    assert world.verdict(guide, (call % GOOD).replace("add", "sub")).endswith('"name": "')
+    assert world.verdict(guide, "Well") == ""
+
+
+@pytest.mark.parametrize(("most", "fits"), [(None, 16), (1, 1), (2, 2)])
+@pytest.mark.parametrize("parser", PARSERS)
+def test_no_more_calls_than_asked_for(world: World, parser: str, most: int | None, fits: int) -> None:
+    guide = ReplyFormat(parser).guide(TOOLS, "required", "", most)
+    assert world.verdict(guide, several(parser, fits)) == "whole"
+    assert world.verdict(guide, several(parser, fits + 1)) not in ("whole", "begun")
+
+
+def several(parser: str, num_calls: int) -> str:
+    call = CALLS[parser] % GOOD
+    if parser in ("", "mistral"):
+        start = call.index("[{") + 1
+        return call[:start] + ", ".join([call[start:-1]] * num_calls) + "]"
+    return ("; " if parser == "llama3_json" else "\n").join([call] * num_calls)
+
+
+def test_newer_mistral_calls(world: World) -> None:
+    form = ReplyFormat("mistral")
+    for guide, before in ((form.guide(TOOLS, "required", "", 2), ""), (form.guide(TOOLS, "auto", ""), "So: ")):
+        for args in ("", "[ARGS]"):
+            text = f"{before}[TOOL_CALLS]add{args}{GOOD}[TOOL_CALLS]add_all{args}" + '{"a": "two"}'
+            assert world.verdict(guide, text) == "whole"
+            assert len(calls_of(parts_of(form, "auto", text))) == 2
+            assert world.verdict(guide, f"{before}[TOOL_CALLS]add{args}{BAD}").endswith('"b": ')
+        assert world.verdict(guide, f"{before}[TOOL_CALLS]adder") == f"{before}[TOOL_CALLS]add"
+
+
+@pytest.mark.parametrize("parser", PARSERS[1:])
+def test_free_text_around_calls_that_keep_to_strict_schemas(world: World, parser: str) -> None:
+    guide = ReplyFormat(parser).guide(TOOLS, "auto", "")
+    call = CALLS[parser]
+    before = "" if parser == "llama3_json" else "Let me see {2 < 3}.\n"
+    assert world.verdict(guide, "Let me see {2 < 3}.\n") == "whole"
+    assert world.verdict(guide, before + call % GOOD) == "whole"
+    assert world.verdict(guide, before + call % BAD).endswith('"b": ')
+    other = call.replace("add", "add_all") % '{"a": 5, "more": [{}]}'
+    assert world.verdict(guide, before + other) == "whole"  # it is not strict
+    if parser != "llama3_json":
+        assert world.verdict(guide, f"{before}{call % GOOD} and {call % GOOD} so.") == "whole"
+        assert world.verdict(guide, f"{before}{call % GOOD} and {call % BAD}").endswith('"b": ')
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize("parser", ["", "hermes", "mistral"])
+def test_reasoning_comes_first_and_is_free(world: World, parser: str, reasoning: str) -> None:
+    form = ReplyFormat(parser, reasoning)
+    call, thought = CALLS[parser] % GOOD, 'so {"name": <tool_cal x\n[a]'
+    free_guide = form.guide(TOOLS, "required", "")
+    for start in ("<think>", "\n<think>\n"):
+        assert world.verdict(free_guide, f"{start}{thought}</think>\n\n{call}") == "whole"
+    assert world.verdict(free_guide, f"<think>{thought}") == "begun"
+    if reasoning == "qwen3":
+        assert world.verdict(free_guide, call) == "whole"
+        assert world.verdict(free_guide, thought) == ""
+    else:
+        assert world.verdict(free_guide, f"{thought}</think>{call}") == "whole"
+        assert world.verdict(free_guide, thought) == "begun"
+    open_guide = form.guide(TOOLS, "required", "user: hi\n<think>\n")
+    assert world.verdict(open_guide, f"{thought}</think>{call}") == "whole"
+    assert world.verdict(open_guide, f"{thought}</think>{thought}") == f"{thought}</think>"
+    closed_guide = form.guide(TOOLS, "required", "<think>\n\n</think>\n\n")
+    assert world.verdict(closed_guide, call) == "whole"
+    assert world.verdict(closed_guide, f"<think>{thought}</think>{call}") in ("", "<t")
+
+
+def test_a_marker_in_reasoning_begins_no_call(world: World) -> None:
+    form = ReplyFormat("hermes", "qwen3")
+    guide = form.guide(TOOLS, "auto", "")
+    world_text = "\n<think>not a [call] <tool_cal</think>"
+    assert world.verdict(guide, f"{world_text}so<tool_call>x") == f"{world_text}so<tool_call>"
+
+
+ANSWERS = [
+    (Guide("regex", "^(ab)+$"), "abab", "aba!"),
+    (Guide("choice", '["yes","no"]'), "no", "none"),
+    (Guide("grammar", 'root ::= "a" root "b" | "1"'), "a1b", "a1a"),
+    (Guide("json_object"), '{"x": [1]}', "[1]"),
+    (ANSWER, '{"yes": true}', '{"yes": 1}'),
+    (
+        Guide(
+            "structural_tag", '{"structures":[{"begin":"<f>","schema":{"type":"null"},"end":"</f>"}],"triggers":["<f"]}'
+        ),
+        "x<f>null</f>",
+        "x<f>1</f>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("answer", "good", "bad"), ANSWERS, ids=lambda value: getattr(value, "kind", ""))
+def test_every_kind_of_answer_goes_with_reasoning_and_tools(world: World, answer: Guide, good: str, bad: str) -> None:
+    form = ReplyFormat("hermes", "qwen3")
+    call = CALLS["hermes"] % GOOD
+    with_tools = form.guide(TOOLS, "auto", "", None, answer)
+    alone = form.guide([], "none", "", None, answer)
+    for thought in ("", "<think>\n…</think>\n\n"):
+        for guide in (with_tools, alone):
+            assert world.verdict(guide, thought + good) == "whole"
+            assert world.verdict(guide, thought + bad) not in ("whole", "begun")
+        assert world.verdict(with_tools, thought + call) == "whole"
+
+
+# ---- when there is a guide
+
+
+def test_without_need_there_is_none() -> None:
+    lenient = [Tool(tool.name, tool.parameters) for tool in TOOLS]
+    for form in (ReplyFormat(), ReplyFormat("hermes", "qwen3")):
+        assert form.guide(TOOLS, "none", "") is None
+        assert form.guide([], "auto", "") is None
+        assert form.guide(lenient, "auto", "") is None
+    assert ReplyFormat().guide(TOOLS, "auto", "") is None  # nobody would read the calls
+
+
+def test_an_answer_alone_stays_as_it_is() -> None:
+    assert ReplyFormat("hermes").guide(TOOLS, "none", "", None, ANSWER) is ANSWER
+    assert ReplyFormat("hermes", "qwen3").guide([], "auto", "</think>\n", None, ANSWER) is ANSWER
+    wrapped = ReplyFormat("hermes", "qwen3").guide([], "auto", "", None, ANSWER)
+    assert wrapped is not None
+    assert wrapped.kind == "reply"
+
+
+def test_required_calls_leave_no_room_for_an_answer() -> None:
+    choices: list[ToolChoice] = ["required", "named"]
+    for choice in choices:
+        with pytest.raises(RequestError, match="leaves no room for an answer") as caught:
+            ReplyFormat().guide(TOOLS[:1], choice, "", None, ANSWER)
+        assert caught.value.param == "tool_choice"
+
+
+def test_a_guide_has_a_greatest_size() -> None:
+    large = Tool("large", {"description": "x" * MAX_GUIDE_NUM_CHARS})
+    with pytest.raises(RequestError, match="tools: a guide of") as caught:
+        ReplyFormat().guide([large], "required", "")
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_name_is_a_name_and_no_grammar(world: World, parser: str) -> None:
+    name = 'a" | /.*/ | "\n%ignore /x/'
+    guide = ReplyFormat(parser).guide([Tool(name, ADDER)], "required", "", 1)
+    assert world.verdict(guide, "x") == ""
+    written = (CALLS[parser] % GOOD).replace('"add"', json.dumps(name))
+    assert world.verdict(guide, written) == "whole"
+
+
+def test_a_schema_that_cannot_be_followed_says_why(world: World) -> None:
+    guide = ReplyFormat("hermes").guide([Tool("f", {"properties": {"a": {"not": {}}}})], "required", "")
+    assert guide is not None
+    with pytest.raises(GuideError, match="not"):
+        world.compiler.compile(guide)
+
+
+def test_a_reply_of_another_shape_is_refused(world: World) -> None:
+    for text in ('["seq", ["song", "x"]]', '["any", 5]', "{}", "[]"):
+        with pytest.raises(GuideError, match="not a guide of kind reply"):
+            world.compiler.compile(Guide("reply", text))
+
+
+def test_reasoning_is_read_as_it_was_guided(world: World) -> None:
+    form = ReplyFormat("hermes", "deepseek_r1")
+    guide = form.guide(TOOLS, "required", "<think>\n", 1)
+    assert guide is not None
+    for seed in range(6):
+        text = world.walk(guide, random.Random(seed), ["</think>", "thought "])
+        parts = parts_of(form, "required", text, "<think>\n")
+        thought = text.partition("</think>")[0].strip(" \t\r\n").removeprefix("<think>").strip(" \t\r\n")
+        assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == thought
+        assert len(calls_of(parts)) == 1

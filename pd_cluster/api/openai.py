@@ -1,14 +1,13 @@
-"""OpenAI's routes: /v1/chat/completions, /v1/completions, /v1/models."""
+"""OpenAI's routes that generate: /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from pd_cluster.api.answers import Answer, ChatAnswer, CompletionAnswer
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
@@ -25,35 +24,22 @@ from pd_cluster.api.http import (
     unless_disconnected,
 )
 from pd_cluster.api.parse import parse
-from pd_cluster.api.protocol import CompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import CompletionRequest
 from pd_cluster.api.service import Generation, TextService
 from pd_cluster.errors import PdClusterError, RequestError
 
 
 def openai_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
-    created = int(time.time())
 
-    @routes.get("/v1/models")
-    async def models(http: Request) -> Response:
-        entry = {
-            "object": "model",
-            "created": created,
-            "owned_by": "pd-cluster",
-            "root": service.model,
-            "max_model_len": service.max_model_len,
-        }
-        data = [{"id": name, **entry} for name in service.served_model_names]
-        return JSONResponse({"object": "list", "data": data})
-
-    @routes.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
+    @routes.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), ChatCompletionRequest)
         answer = ChatAnswer(request, service.check_model(request.model), service.tokenizer)
         return await _answer(http, service, answer, await service.chat(request, received_s))
 
-    @routes.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
+    @routes.post("/v1/completions")
     async def completions(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), CompletionRequest)
@@ -119,8 +105,3 @@ def _one_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | 
     if len(prompt) > 1:
         raise RequestError(f"prompt: {len(prompt)} prompts in one request are not supported yet", param="prompt")
     return prompt[0]
-
-
-def _body_of(kind: type[GenerationRequest]) -> dict[str, Any]:
-    schema = kind.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -123,6 +123,10 @@ class TextService:
         infos = [i.info for i in self.router.membership.instances if i.is_ready and i.info is not None]
         return min([self._max_model_len, *(info.max_model_len for info in infos)])
 
+    @property
+    def vocab_size(self) -> int:
+        return self._limits.vocab_size
+
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ModelNotFound."""
         if name is None or name in (*self.served_model_names, self.model):

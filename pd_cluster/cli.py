@@ -9,11 +9,13 @@ import asyncio
 import logging
 import os
 import sys
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
 from pd_cluster import __version__
+from pd_cluster.bench.commands import app as bench_app
 from pd_cluster.errors import PdClusterError
 from pd_cluster.instances import DEFAULT_ADMIN, SECRET_FILE, TOKEN_FILE
 from pd_cluster.instances import app as instances_app
@@ -26,94 +28,142 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure the running or a fresh cluster.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+app.add_typer(bench_app, name="bench")
 app.add_typer(instances_app, name="instances")
+
+
+def _panel(title: str | None = None) -> Any:
+    """Options of one part of `serve --help`."""
+    return partial(typer.Option, rich_help_panel=title, show_envvar=False)
+
+
+BASIC, ENGINE, KV, TIMES = _panel(), _panel("Engine"), _panel("KV handover"), _panel("Times")
+SCHEDULER, REQUESTS, HTTP = _panel("Scheduler"), _panel("Scheduler: requests"), _panel("Scheduler: HTTP")
+ANY = '["*"]'
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
-    host: Annotated[str, typer.Option(help="Address to bind HTTP to.")] = "0.0.0.0",
-    port: Annotated[
-        int, typer.Option(help="HTTP port: the public one on the scheduler, one of NODE_PORTS else.")
-    ] = 8000,
-    served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
+    model: Annotated[str, BASIC(help="Model folder; default: the model that the project ships.")] = "",
+    host: Annotated[str, BASIC(help="Address to bind HTTP to.")] = "0.0.0.0",
+    port: Annotated[int, BASIC(help="HTTP port: the public one on the scheduler, one of NODE_PORTS else.")] = 8000,
+    served_model_name: Annotated[list[str] | None, BASIC(help="What clients call the model.")] = None,
+    secret_file: Annotated[str | None, BASIC(help="The cluster's secret; default: from the table.")] = None,
+    log_level: Annotated[str, BASIC(help="debug, info, warning or error.")] = "INFO",
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="Devices that share the model; default: as many as the rank table gives.")
+        int | None, ENGINE(help="Devices that share the model; default: as many as the rank table gives.")
     ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step; prompts are chunked.")] = 2048,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16; auto is float32 on CPU.")] = "auto",
-    block_size: Annotated[int, typer.Option(help="Tokens in a KV cache block.")] = 16,
-    seed: Annotated[int | None, typer.Option(help="Draw the seeds of requests without one from this.")] = None,
-    max_logprobs: Annotated[int, typer.Option(help="Most logprobs that a request may ask for.")] = 20,
-    device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
+    max_model_len: Annotated[int | None, ENGINE(help="Tokens of prompt and output together.")] = None,
+    max_num_seqs: Annotated[int, ENGINE(help="Sequences in one step.")] = 256,
+    max_num_batched_tokens: Annotated[int, ENGINE(help="Tokens in one step; prompts are chunked.")] = 2048,
+    dtype: Annotated[str, ENGINE(help="auto, float32, float16 or bfloat16; auto is float32 on CPU.")] = "auto",
+    device: Annotated[str, ENGINE(help="auto or cpu.")] = "auto",
+    block_size: Annotated[int, ENGINE(help="Tokens in a KV cache block.")] = 16,
     num_blocks: Annotated[
-        int | None, typer.Option("--num-blocks", "--num-gpu-blocks-override", help="Blocks in the KV pool.")
+        int | None, ENGINE("--num-blocks", "--num-gpu-blocks-override", help="Blocks in the KV pool.")
     ] = None,
-    kv_cache_memory: Annotated[float | None, typer.Option(help="GiB for the KV pool.")] = None,
+    kv_cache_memory: Annotated[float | None, ENGINE(help="GiB for the KV pool.")] = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of the free memory for the KV pool, if the two above do not say.")
+        float | None, ENGINE(help="Share of the free memory for the KV pool, if the two above do not say.")
     ] = None,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Keep KV blocks of ended requests for others.")] = True,
-    preemption_mode: Annotated[str, typer.Option(help="recompute or swap: when the KV pool is full.")] = "recompute",
-    swap_space: Annotated[float, typer.Option(help="GiB of host memory to swap to.")] = 4.0,
-    growth_tokens: Annotated[int, typer.Option(help="Output tokens that decode reserves room for.")] = 128,
-    kv_transport: Annotated[str, typer.Option(help="auto, shm (same host) or dist (torch.distributed).")] = "auto",
-    kv_port_range: Annotated[str, typer.Option(help="FIRST-LAST for the control socket; default: any.")] = "",
-    kv_checksum: Annotated[bool, typer.Option(help="Check every KV payload.")] = True,
-    kv_hmac: Annotated[bool, typer.Option(help="Authenticate every KV header.")] = True,
-    kv_wire_dtype: Annotated[str, typer.Option(help="auto, or int8: smaller, inexact KV between hosts.")] = "auto",
-    kv_rate_limit: Annotated[float, typer.Option(help="MB/s of KV over each link; 0: no limit.")] = 0.0,
-    link_keepalive: Annotated[float, typer.Option(help="Seconds after which an idle link is probed.")] = 30.0,
-    secret_file: Annotated[str | None, typer.Option(help="The cluster's secret; default: from the table.")] = None,
-    admin_port: Annotated[int | None, typer.Option(help="Scheduler's admin port; default: port + 1.")] = None,
-    admin_host: Annotated[str, typer.Option(help="Address to bind the admin port to.")] = "127.0.0.1",
-    admin_token_file: Annotated[
-        str | None, typer.Option(help="Scheduler's admin token (mode 0600); default: derived from the secret.")
-    ] = None,
-    auto_role: Annotated[
-        bool, typer.Option("--auto-role", help="Scheduler: instances change between prefill and decode as load asks.")
-    ] = False,
-    heartbeat_interval: Annotated[float, typer.Option(help="Seconds between heartbeats.")] = 0.5,
-    dead_after: Annotated[float, typer.Option(help="Seconds of silence after which a peer is dead.")] = 3.0,
-    connect_timeout: Annotated[float, typer.Option(help="Seconds to open a connection or a link.")] = 5.0,
-    credit_timeout: Annotated[float, typer.Option(help="Seconds for an idle decode instance to take an offer.")] = 10.0,
-    transfer_timeout: Annotated[float, typer.Option(help="Seconds that a KV transfer may stand still.")] = 30.0,
-    collective_timeout: Annotated[float, typer.Option(help="Seconds that a rank waits for another.")] = 60.0,
-    request_timeout: Annotated[float, typer.Option(help="Seconds for a whole request; 0: none.")] = 600.0,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.")] = 30.0,
-    max_attempts: Annotated[
-        int, typer.Option(help="Times that a request goes on elsewhere when its instance or link is lost.")
-    ] = 6,
-    replay_wait: Annotated[float, typer.Option(help="Seconds that such a request waits for an instance.")] = 30.0,
-    guided_decoding_backend: Annotated[
-        str, typer.Option(help="auto, guidance or llguidance: names of the one library that is used.")
-    ] = "auto",
-    guided_timeout: Annotated[float, typer.Option(help="Seconds to try a request's schema, regex or grammar.")] = 5.0,
-    api_workers: Annotated[int, typer.Option(help="Scheduler's processes that serve the public port.")] = 1,
+    enable_prefix_caching: Annotated[bool, ENGINE(help="Keep KV blocks of ended requests for others.")] = True,
+    preemption_mode: Annotated[str, ENGINE(help="recompute or swap: when the KV pool is full.")] = "recompute",
+    swap_space: Annotated[float, ENGINE(help="GiB of host memory to swap to.")] = 4.0,
+    growth_tokens: Annotated[int, ENGINE(help="Output tokens that decode reserves room for.")] = 128,
+    kv_transport: Annotated[str, KV(help="auto, shm (same host) or dist (torch.distributed).")] = "auto",
+    kv_port_range: Annotated[str, KV(help="FIRST-LAST for the control socket; default: any.")] = "",
+    kv_checksum: Annotated[bool, KV(help="Check every KV payload.")] = True,
+    kv_hmac: Annotated[bool, KV(help="Authenticate every KV header.")] = True,
+    kv_wire_dtype: Annotated[str, KV(help="auto, or int8: smaller, inexact KV between hosts.")] = "auto",
+    kv_rate_limit: Annotated[float, KV(help="MB/s of KV over each link; 0: no limit.")] = 0.0,
+    link_keepalive: Annotated[float, KV(help="Seconds after which an idle link is probed.")] = 30.0,
+    api_workers: Annotated[int, SCHEDULER(help="Processes that serve the public port.")] = 1,
     routing_policy: Annotated[
-        str, typer.Option(help="least-loaded, prefix-aware, predicted-ttft or session: which workers get a request.")
+        str, SCHEDULER(help="least-loaded, prefix-aware, predicted-ttft or session: which workers get a request.")
     ] = "prefix-aware",
     scheduling_policy: Annotated[
-        str, typer.Option(help="fcfs, or priority: requests may have one, lower numbers come first.")
+        str, SCHEDULER(help="fcfs, or priority: requests may have one, lower numbers come first.")
     ] = "fcfs",
-    slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token, else 429; 0: no promise.")] = 0.0,
-    slo_tpot: Annotated[float, typer.Option(help="Seconds for each further token, else 429; 0: no promise.")] = 0.0,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "INFO",
+    auto_role: Annotated[
+        bool, SCHEDULER("--auto-role", help="Instances change between prefill and decode as load asks.")
+    ] = False,
+    slo_ttft: Annotated[float, SCHEDULER(help="Seconds to the first token, else 429; 0: no promise.")] = 0.0,
+    slo_tpot: Annotated[float, SCHEDULER(help="Seconds for each further token, else 429; 0: no promise.")] = 0.0,
+    max_attempts: Annotated[
+        int, SCHEDULER(help="Times that a request goes on elsewhere when its instance or link is lost.")
+    ] = 6,
+    replay_wait: Annotated[float, SCHEDULER(help="Seconds that such a request waits for an instance.")] = 30.0,
+    admin_port: Annotated[int | None, SCHEDULER(help="Admin port; default: port + 1.")] = None,
+    admin_host: Annotated[str, SCHEDULER(help="Address to bind the admin port to.")] = "127.0.0.1",
+    admin_token_file: Annotated[
+        str | None, SCHEDULER(help="Admin token (mode 0600); default: derived from the secret.")
+    ] = None,
+    seed: Annotated[int | None, REQUESTS(help="Draw the seeds of requests without one from this.")] = None,
+    max_logprobs: Annotated[int, REQUESTS(help="Most logprobs that a request may ask for.")] = 20,
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        REQUESTS(
+            "--return-tokens-as-token-ids", help='Logprobs show tokens as "token_id:5" where a request does not say.'
+        ),
+    ] = False,
+    guided_decoding_backend: Annotated[
+        str, REQUESTS(help="auto, guidance or llguidance: names of the one library that is used.")
+    ] = "auto",
+    guided_timeout: Annotated[float, REQUESTS(help="Seconds to try a request's schema, regex or grammar.")] = 5.0,
+    chat_template: Annotated[
+        str, REQUESTS(help="File of a chat template, or the template itself; default: the model folder's.")
+    ] = "",
+    trust_request_chat_template: Annotated[
+        bool, REQUESTS("--trust-request-chat-template", help="A request may bring a chat template.")
+    ] = False,
+    response_role: Annotated[str, REQUESTS(help="The role of a chat's answers.")] = "assistant",
+    tool_call_parser: Annotated[
+        str, REQUESTS(help="How the model writes tool calls: hermes, qwen3, llama3_json or mistral.")
+    ] = "",
+    enable_auto_tool_choice: Annotated[
+        bool,
+        REQUESTS("--enable-auto-tool-choice", help="Needs --tool-call-parser, which alone allows tool_choice auto."),
+    ] = False,
+    reasoning_parser: Annotated[str, REQUESTS(help="How the model marks its reasoning: qwen3 or deepseek_r1.")] = "",
+    enable_reasoning: Annotated[
+        bool, REQUESTS("--enable-reasoning", help="Needs --reasoning-parser, which alone has the same effect.")
+    ] = False,
+    api_key: Annotated[
+        list[str] | None,
+        HTTP(
+            help="Keys, one of which clients must send; default: VLLM_API_KEY. Only /health, /ping, /metrics are open."
+        ),
+    ] = None,
+    allowed_origins: Annotated[str, HTTP(help="CORS: a JSON list of origins; [] turns CORS off.")] = ANY,
+    allowed_methods: Annotated[str, HTTP(help="CORS: a JSON list of methods.")] = ANY,
+    allowed_headers: Annotated[str, HTTP(help="CORS: a JSON list of headers.")] = ANY,
+    allow_credentials: Annotated[bool, HTTP("--allow-credentials", help="CORS: with cookies and the like.")] = False,
+    root_path: Annotated[str, HTTP(help="The path under which a proxy shows this server.")] = "",
+    enable_request_id_headers: Annotated[
+        bool, HTTP("--enable-request-id-headers", help="Answers have x-request-id, the client's own or a new one.")
+    ] = False,
+    disable_fastapi_docs: Annotated[bool, HTTP("--disable-fastapi-docs", help="No /docs and /openapi.json.")] = False,
+    heartbeat_interval: Annotated[float, TIMES(help="Seconds between heartbeats.")] = 0.5,
+    dead_after: Annotated[float, TIMES(help="Seconds of silence after which a peer is dead.")] = 3.0,
+    connect_timeout: Annotated[float, TIMES(help="Seconds to open a connection or a link.")] = 5.0,
+    credit_timeout: Annotated[float, TIMES(help="Seconds for an idle decode instance to take an offer.")] = 10.0,
+    transfer_timeout: Annotated[float, TIMES(help="Seconds that a KV transfer may stand still.")] = 30.0,
+    collective_timeout: Annotated[float, TIMES(help="Seconds that a rank waits for another.")] = 60.0,
+    request_timeout: Annotated[float, TIMES(help="Seconds for a whole request; 0: none.")] = 600.0,
+    drain_timeout: Annotated[float, TIMES(help="Seconds for running requests after SIGTERM.")] = 30.0,
 ) -> None:
     """Run one instance; its role comes from the rank tables that the environment names.
 
     Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH; of the scheduler NODE_PORTS, NODE_PORTS_FILE, USE_OPENAI.
     Any instance takes every flag, so that one command line serves all roles. vLLM's other flags: docs/flags.md.
+    A flag may be a variable, too: --max-num-seqs is PD_CLUSTER_SERVE_MAX_NUM_SEQS.
     """
-    from pd_cluster.serve import ServeOptions, run
+    from pd_cluster.options import ServeOptions
+    from pd_cluster.serve import run
 
     options = {name: value for name, value in context.params.items() if name != "context"}
-    run(ServeOptions(**options), _warn_extras(context), os.environ)
+    run(ServeOptions(**options), _warn_extras(context), dict(os.environ))
 
 
 @app.command()
@@ -134,7 +184,9 @@ def up(
 ) -> None:
     """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C."""
     from pd_cluster.cluster.launcher import Launch, run_until_signal
+    from pd_cluster.flags import normalize, split_keys
 
+    flags, keys = split_keys(normalize(arguments or []))
     launch = Launch(
         model=model,
         num_prefill=prefill,
@@ -145,7 +197,8 @@ def up(
         tp_sizes={f"prefill-{i}": prefill_tensor_parallel_size or tensor_parallel_size for i in range(prefill)}
         | {f"decode-{i}": decode_tensor_parallel_size or tensor_parallel_size for i in range(decode)},
         restart=restart,
-        arguments=arguments or [],
+        arguments=flags,
+        api_keys=keys,
     )
     raise typer.Exit(asyncio.run(run_until_signal(launch)))
 
@@ -174,136 +227,6 @@ def check() -> None:
     from pd_cluster.check import run
 
     run(os.environ)
-
-
-@bench.command("serve")
-def bench_serve(
-    url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
-    admin: Annotated[str, typer.Option(help="Its admin address; default: the port above the server's.")] = "",
-    model: Annotated[str, typer.Option(help="Model folder for a cluster that is started.")] = "",
-    prefill: int = 1,
-    decode: int = 1,
-    num_requests: Annotated[int, typer.Option(min=1)] = 32,
-    concurrency: Annotated[int, typer.Option(min=1)] = 4,
-    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 128,
-    output_len: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
-    routing_policy: Annotated[str, typer.Option(help="Of a cluster that is started; default: its own.")] = "",
-    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
-) -> None:
-    """TTFT, TPOT and tokens/s of a running cluster, or of one that is started for it."""
-    from pd_cluster.bench.serve import ServeBench, run
-
-    asyncio.run(
-        run(
-            ServeBench(
-                url, admin, model, prefill, decode, num_requests, concurrency, input_len, output_len, routing_policy
-            ),
-            json,
-        )
-    )
-
-
-@bench.command("routing")
-def bench_routing(
-    model: Annotated[str, typer.Option(help="Model folder; default: one that is made for it.")] = "",
-    prefill: Annotated[int, typer.Option(min=1)] = 2,
-    decode: Annotated[int, typer.Option(min=1)] = 2,
-    policies: Annotated[str, typer.Option(help="To compare, with commas.")] = "least-loaded,prefix-aware",
-    users: Annotated[int, typer.Option(min=1)] = 50,
-    turns: Annotated[int, typer.Option(min=1, help="Of each user's conversation.")] = 4,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens that a user says in a turn.")] = 96,
-    output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 24,
-    think_time: Annotated[float, typer.Option(min=0, help="Seconds between two turns of a user, on average.")] = 1.0,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each policy runs, in turn.")] = 1,
-    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
-) -> None:
-    """Conversations of many users, with one routing policy after another: cache hits, TTFT, TPOT."""
-    from pd_cluster.bench.conversations import Conversations, run
-
-    names = tuple(policies.split(","))
-    shape = (users, turns, input_len, output_len)
-    asyncio.run(run(Conversations(model, prefill, decode, names, *shape, think_time, rounds), json))
-
-
-@bench.command("engine")
-def bench_engine(
-    peers: Annotated[
-        str, typer.Option(help="Engines to compare with: generate,continuous,llama.cpp,vllm; default: all.")
-    ] = "",
-    workload: Annotated[str, typer.Option(help="uniform,mixed,steps,guided; default: all.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="How often each engine runs, in turn.")] = 3,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each engine.")] = 2,
-    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
-    full: Annotated[bool, typer.Option(help="Run the slow workload in every round, not only in the first.")] = False,
-    quick: Annotated[bool, typer.Option(help="A tiny model, one round, generate() only: does it all run?")] = False,
-    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
-) -> None:
-    """The engine alone against transformers, llama.cpp and vLLM on CPU, and against what the machine can do."""
-    from pd_cluster.bench.engine import make_bench, run
-
-    run(make_bench(peers, workload, rounds, threads, peers_dir, quick, full), json)
-
-
-@bench.command("kv")
-def bench_kv(
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,
-    transports: Annotated[str, typer.Option(help="shm,dist; default: both.")] = "",
-    sizes: Annotated[str, typer.Option(help="MiB of each transfer; default: 1,16,256.")] = "",
-    streaming: Annotated[bool, typer.Option(help="Measure what streaming hides of a slow link, too.")] = True,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes, one round, no goals: does it all run?")] = False,
-    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
-) -> None:
-    """KV cache between two processes: GB/s, latency and streaming, against what the machine can do."""
-    from pd_cluster.bench.kv import make_bench, run
-
-    run(make_bench(rounds, transports, sizes, streaming, quick), json)
-
-
-@bench.command("guided")
-def bench_guided(
-    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
-    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
-) -> None:
-    """Guides: compiling, masks, JSON schema features and hostile input, against xgrammar if it is there."""
-    from pd_cluster.bench.guided import run
-
-    run(peers_dir, json)
-
-
-@bench.command("faults")
-def bench_faults(
-    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
-    faults: Annotated[
-        str,
-        typer.Option(
-            help="kill-prefill,kill-decode,kill-both,stall-decode,stall-prefill,rolling,kill-scheduler,"
-            "stall-scheduler; default: all."
-        ),
-    ] = "",
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at least.")] = 1000,
-    load: Annotated[float, typer.Option(help="Share of what the cluster can serve.")] = 0.7,
-    seed: Annotated[int, typer.Option(help="Of the requests and of when they come.")] = 0,
-    quick: Annotated[bool, typer.Option(help="60 requests, two faults: does it all run?")] = False,
-    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
-) -> None:
-    """Two prefill and two decode instances that die, stand still and are restarted under load: what requests notice."""
-    from pd_cluster.bench.faults import make_bench, run
-
-    asyncio.run(run(make_bench(model, faults, num_requests, load, seed, quick), json))
-
-
-@bench.command("router")
-def bench_router(
-    rounds: Annotated[int, typer.Option(min=1, help="How often the two costs are measured.")] = 3,
-    streams: Annotated[int, typer.Option(min=1, help="Streams that are open at once for the memory of one.")] = 4000,
-    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
-    quick: Annotated[bool, typer.Option(help="Few requests, one round: does it all run?")] = False,
-    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
-) -> None:
-    """The scheduler's CPU time a token and a request, added TTFT and memory a stream, beside sglang-router's."""
-    from pd_cluster.bench.router import make_bench, run
-
-    run(make_bench(rounds, streams, peers_dir, quick), json)
 
 
 @app.command()

@@ -181,7 +181,10 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in front of the API's routes. `root_path`: what a proxy cuts off of every path."""
+    """What is in front of the API's routes. `root_path`: what a proxy cuts off of every path.
+
+    `returns_request_ids`: every answer has x-request-id. `has_docs`: /docs and /openapi.json.
+    """
 
     api_keys: tuple[str, ...] = ()
     root_path: str = ""
@@ -189,6 +192,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    returns_request_ids: bool = False
+    has_docs: bool = True
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):

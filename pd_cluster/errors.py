@@ -8,7 +8,7 @@ PdClusterError
 │   ├── RequestNotFound    404: of the requests that are kept for their timelines
 │   ├── InstanceNotFound   404
 │   ├── Refused            409: what the cluster's state does not allow
-│   └── Unauthorized       401: the admin port's
+│   └── Unauthorized       401: without an API key, or the admin port's token
 ├── Unavailable            nobody can serve it right now: HTTP 503 with Retry-After
 ├── Overloaded             what is promised can't be met right now: HTTP 429 with Retry-After
 ├── GenerationError        a request that had begun and cannot be finished

@@ -25,6 +25,7 @@ class Ignored:
 NO_EFFECT: dict[str, Ignored] = {
     "--disable-log-requests": Ignored("requests are not logged", 0),
     "--enable-log-requests": Ignored("requests are not logged", 0),
+    "--disable-uvicorn-access-log": Ignored("requests are not logged", 0),
     "--disable-log-stats": Ignored("statistics are not logged", 0),
     "--disable-custom-all-reduce": Ignored("there is no custom all-reduce", 0),
     "--disable-async-output-proc": Ignored("there is no such switch", 0),
@@ -32,6 +33,9 @@ NO_EFFECT: dict[str, Ignored] = {
     "--disable-sliding-window": Ignored("sliding windows follow the model", 0),
     "--enable-chunked-prefill": Ignored("prefill is always chunked", 0),
     "--enforce-eager": Ignored("the CPU always runs eagerly", 0),
+    "--enable-offline-docs": Ignored("/docs needs nothing from other hosts", 0),
+    "--enable-prompt-tokens-details": Ignored("usage always has them", 0),
+    "--enable-server-load-tracking": Ignored("/metrics always tells the load", 0),
     "--engine-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),
     "--worker-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),
     "--trust-remote-code": Ignored("code from a model folder is never run", 0),
@@ -48,20 +52,12 @@ NO_EFFECT: dict[str, Ignored] = {
     "--download-dir": Ignored("models are read from local folders"),
     "--uvicorn-log-level": Ignored("see --log-level"),
     "--pipeline-parallel-size": Ignored("there is one stage", values=("1",)),
-    "--response-role": Ignored("the role of answers is assistant", values=("assistant",)),
     "--tokenizer-mode": Ignored("tokenizers are always fast", values=("auto",)),
 }
 
 REFUSED: dict[str, str] = {
-    "--allow-credentials": "CORS options do not exist yet",
-    "--allowed-headers": "CORS options do not exist yet",
-    "--allowed-methods": "CORS options do not exist yet",
-    "--allowed-origins": "CORS options do not exist yet",
-    "--api-key": "keys are not checked yet; put a proxy in front, or leave it out",
-    "--chat-template": "the template comes from the model folder (chat_template.jinja)",
     "--code-revision": "code from a model folder is never run",
     "--cpu-offload-gb": "weights are not offloaded",
-    "--enable-auto-tool-choice": "tools are not supported yet",
     "--collect-detailed-traces": "traces are not exported yet",
     "--disable-logprobs-during-spec-decoding": "speculative decoding is not supported",
     "--enable-lora": "LoRA adapters are not supported",
@@ -90,11 +86,9 @@ REFUSED: dict[str, str] = {
     "--quantization": "quantized weights are not supported yet",
     "--quantization-param-path": "quantized weights are not supported yet",
     "--ray-workers-use-nsight": "processes are placed by rank tables, not by Ray",
-    "--return-tokens-as-token-ids": "requests say so themselves: return_tokens_as_token_ids",
     "--revision": "give --model the folder of the revision",
     "--rope-scaling": "change rope_scaling in the model's config.json",
     "--rope-theta": "change rope_theta in the model's config.json",
-    "--root-path": "mounting under a path does not exist yet",
     "--skip-tokenizer-init": "the server always speaks text",
     "--spec-decoding-acceptance-method": "speculative decoding is not supported",
     "--speculative-config": "speculative decoding is not supported",
@@ -111,8 +105,8 @@ REFUSED: dict[str, str] = {
     "--tokenizer-pool-extra-config": "there is no tokenizer pool",
     "--tokenizer-pool-type": "there is no tokenizer pool",
     "--tokenizer-pool-size": "there is no tokenizer pool",
+    "--tool-parser-plugin": "foreign code is not loaded",
     "--tokenizer-revision": "the tokenizer comes from the model folder",
-    "--tool-call-parser": "tools are not supported yet",
     "--typical-acceptance-sampler-posterior-alpha": "speculative decoding is not supported",
     "--typical-acceptance-sampler-posterior-threshold": "speculative decoding is not supported",
 }
@@ -122,12 +116,12 @@ SWITCHES = (
     "--kv-checksum",
     "--kv-hmac",
 )  # honoured flags that may have the value True or False
-MANY_VALUES = ("--served-model-name",)  # `--served-model-name a b` as argparse's nargs="+" has it
+MANY_VALUES = ("--served-model-name", "--api-key")  # `--served-model-name a b` as argparse's nargs="+" has it
 ALIASES = {"-tp": "--tensor-parallel-size", "-q": "--quantization", "-pp": "--pipeline-parallel-size"}
 
 
 def normalize(argv: Sequence[str]) -> list[str]:
-    """vLLM's spellings to ours: --max_model_len, -tp, several values after --served-model-name."""
+    """vLLM's spellings to ours: --max_model_len, -tp, several values after --served-model-name and --api-key."""
     result: list[str] = []
     repeated = ""
     for argument in argv:
@@ -153,6 +147,20 @@ def normalize(argv: Sequence[str]) -> list[str]:
 def _switch(flag: str, value: str) -> str:
     """`--enable-prefix-caching False` is `--no-enable-prefix-caching`."""
     return flag if value == "True" else f"--no-{flag[2:]}"
+
+
+def split_keys(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Normal flags without --api-key, and its values."""
+    rest: list[str] = []
+    keys: list[str] = []
+    following = iter(flags)
+    for argument in following:
+        flag, equals, value = argument.partition("=")
+        if flag != "--api-key":
+            rest.append(argument)
+        else:
+            keys.append(value if equals else next(following, ""))
+    return rest, keys
 
 
 def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:

@@ -8,163 +8,34 @@ import os
 import secrets
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 
-from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
+from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.auto_role import AutoRole
 from pd_cluster.cluster.elastic import Tables
-from pd_cluster.cluster.launcher import DIE_WITH_PARENT
+from pd_cluster.cluster.launcher import DIE_WITH_PARENT, KEYS_VARIABLE
 from pd_cluster.cluster.place import Place, admin_token, find_place, node_ports, read_admin_token, use_openai
 from pd_cluster.config import ApiConfig, EngineConfig, PortRange, RankPlace, RoutingConfig, Timeouts, WorkerConfig
 from pd_cluster.device import num_threads_for, resolve
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
+from pd_cluster.options import KEY_VARIABLE, ServeOptions
 from pd_cluster.wire import KVOptions
 from ranktable_tools.hosts import is_loopback
 
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance")  # vLLM calls the library by the first of its two names
-MOST_GUIDED_TIMEOUT_S = 60.0
 MAX_API_WORKERS = 64
-SCHEDULING_POLICIES = ("fcfs", "priority")
 MOST_LOGPROBS = 1000  # all tokens of a step travel in one message
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """The flags of `pd-cluster serve`, as typed."""
-
-    model: str
-    host: str
-    port: int
-    served_model_name: list[str] | None
-    tensor_parallel_size: int | None
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    dtype: str
-    block_size: int
-    seed: int | None
-    max_logprobs: int
-    device: str
-    num_blocks: int | None
-    kv_cache_memory: float | None
-    gpu_memory_utilization: float | None
-    enable_prefix_caching: bool
-    preemption_mode: str
-    swap_space: float
-    growth_tokens: int
-    kv_transport: str
-    kv_port_range: str
-    kv_checksum: bool
-    kv_hmac: bool
-    kv_wire_dtype: str
-    kv_rate_limit: float
-    link_keepalive: float
-    secret_file: str | None
-    admin_port: int | None
-    admin_host: str
-    admin_token_file: str | None
-    auto_role: bool
-    heartbeat_interval: float
-    dead_after: float
-    connect_timeout: float
-    credit_timeout: float
-    transfer_timeout: float
-    collective_timeout: float
-    request_timeout: float
-    drain_timeout: float
-    max_attempts: int
-    replay_wait: float
-    guided_decoding_backend: str
-    guided_timeout: float
-    api_workers: int
-    routing_policy: str
-    scheduling_policy: str
-    slo_ttft: float
-    slo_tpot: float
-    log_level: str
-
-    def engine(self) -> EngineConfig:
-        return EngineConfig(
-            model=self.model or str(SHIPPED_MODEL),
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            kv_cache_memory_gib=self.kv_cache_memory,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            enable_prefix_caching=self.enable_prefix_caching,
-            preemption_mode=self.preemption_mode,
-            swap_space_gib=self.swap_space,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            growth_tokens=self.growth_tokens,
-            device=self.device,
-            tensor_parallel_size=1 if self.tensor_parallel_size is None else self.tensor_parallel_size,
-            seed=self.seed,
-        )
-
-    def routing(self) -> RoutingConfig:
-        """Raises ConfigError."""
-        from pd_cluster.cluster.policy import POLICIES
-
-        for flag, value, known in (
-            ("--routing-policy", self.routing_policy, tuple(POLICIES)),
-            ("--scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES),
-        ):
-            if value not in known:
-                raise ConfigError(f"{flag} {value!r}: expected {', '.join(known)}")
-        return RoutingConfig(
-            policy=self.routing_policy,
-            has_priorities=self.scheduling_policy == "priority",
-            max_attempts=self.max_attempts,
-            slo_ttft_s=self.slo_ttft,
-            slo_tpot_s=self.slo_tpot,
-        )
-
-    def timeouts(self) -> Timeouts:
-        times = Timeouts(
-            heartbeat_interval_s=self.heartbeat_interval,
-            dead_after_s=self.dead_after,
-            connect_timeout_s=self.connect_timeout,
-            credit_timeout_s=self.credit_timeout,
-            transfer_timeout_s=self.transfer_timeout,
-            collective_timeout_s=self.collective_timeout,
-            request_timeout_s=self.request_timeout,
-            drain_timeout_s=self.drain_timeout,
-            link_keepalive_s=self.link_keepalive,
-            guided_timeout_s=self.guided_timeout,
-            replay_wait_s=self.replay_wait,
-        )
-        for name in (
-            "heartbeat_interval",
-            "dead_after",
-            "connect_timeout",
-            "credit_timeout",
-            "transfer_timeout",
-            "collective_timeout",
-            "link_keepalive",
-            "guided_timeout",
-        ):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 and finite")
-        for name in ("request_timeout", "drain_timeout", "replay_wait"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative or infinite")
-        if self.guided_timeout > MOST_GUIDED_TIMEOUT_S:
-            raise ConfigError(f"--guided-timeout {self.guided_timeout:g}: must be at most {MOST_GUIDED_TIMEOUT_S:g}")
-        if self.dead_after < 2 * self.heartbeat_interval:
-            raise ConfigError(f"--dead-after {self.dead_after}: must be at least two heartbeat intervals")
-        return times
-
-
 def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> None:
     """Serves until a signal. Raises ConfigError and the like."""
     _die_with_parent(env)
+    for name in (KEY_VARIABLE, KEYS_VARIABLE):  # `env` is a copy; processes that this one starts need no keys
+        os.environ.pop(name, None)
     level = options.log_level.upper()
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"--log-level {options.log_level!r}: expected debug, info, warning or error")
@@ -220,6 +91,9 @@ def _run_scheduler(
     from pd_cluster.api.scheduler_app import Scheduler
     from pd_cluster.api.server import bind, bind_several
 
+    http, chat = options.http(env), options.chat()
+    if http.allow_credentials and "*" in http.allowed_origins:
+        log.warning("--allow-credentials: any web page may send its visitors' credentials; name --allowed-origins")
     config = ApiConfig(
         engine=engine,
         served_model_names=options.served_model_name or [],
@@ -227,6 +101,9 @@ def _run_scheduler(
         timeouts=timeouts,
         routing=routing,
         max_logprobs=options.max_logprobs,
+        returns_tokens_as_token_ids=options.return_tokens_as_token_ids,
+        chat=chat,
+        http=http,
     )
     listeners = bind_several(options.host, options.port, options.api_workers)
     admin_port = options.admin_port if options.admin_port is not None else options.port + 1

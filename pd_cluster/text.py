@@ -59,8 +59,9 @@ class Tokenizer:
         return [own[token_id] for token_id in encoding.ids]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._rust.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        # A batch of one, for the same reason.
+        (text,) = self._rust.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens as it is and, as vLLM has it, with a space before it when those are other tokens."""

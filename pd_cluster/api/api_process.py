@@ -43,7 +43,7 @@ async def serve(channel: socket.socket) -> None:
     edge.mailbox.start()
     try:
         drain = Drain(config.api.timeouts.drain_timeout_s, edge.router.end_all, stays=True)
-        app = public_app(service, mirror.instances, config.api.is_openai, drain)
+        app = public_app(service, mirror.instances, config.api.is_openai, drain, config.api.http)
         servers = [
             (make_server(app), socket.socket(fileno=config.listener_fd)),
             (make_server(timeline_app(edge.router.timelines)), socket.socket(fileno=config.admin_fd)),

@@ -15,7 +15,7 @@ from pd_cluster.errors import Unavailable
 
 LAST_WORDS_S = 2.0  # for in-band errors to leave, once what runs was told to end
 REFUSED_BODY_S = 1.0
-ALWAYS_ANSWERED = ("/health", "/metrics")
+ALWAYS_ANSWERED = ("/health", "/ping", "/metrics")
 
 
 class Drain:
@@ -64,14 +64,15 @@ class Drain:
 
 
 class DrainGate:
-    """The outermost layer of an app: counts requests from first byte to last, and refuses while draining."""
+    """Around all routes of an app: counts requests from first byte to last, and refuses while draining."""
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain, root_path: str = "") -> None:
         self._app = app
         self._drain = drain
+        self._always_answered = {root_path + path for path in ALWAYS_ANSWERED}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in ALWAYS_ANSWERED:
+        if scope["type"] != "http" or scope["path"] in self._always_answered:
             await self._app(scope, receive, send)
         elif self._drain.is_draining:
             await _refuse(scope, receive, send)

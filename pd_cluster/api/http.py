@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 MAX_BODY_NBYTES = 32 << 20
 CLIENT_CLOSED_REQUEST = 499
 BODY_TIMEOUT_S = 60.0
+LOOKING = ["GET", "HEAD"]
 
 T = TypeVar("T")
 
@@ -90,7 +91,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        body = error_body(RequestError(f"{request.method} {request.url.path}: {error.detail}"))
+        code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
+        body = error_body(RequestError(f"{request.method} {request.url.path}: {error.detail}", code=code))
         return JSONResponse(body, error.status_code, error.headers)
 
     async def unexpected(request: Request, error: Exception) -> Response:

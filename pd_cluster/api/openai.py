@@ -1,4 +1,4 @@
-"""OpenAI's routes: /v1/chat/completions, /v1/completions, /v1/models."""
+"""OpenAI's routes that generate: /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from pd_cluster.api.answers import Answer
 from pd_cluster.api.chat_answer import ChatAnswer
@@ -38,21 +38,8 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 def openai_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
-    created = int(time.time())
 
-    @routes.get("/v1/models")
-    async def models(http: Request) -> Response:
-        entry = {
-            "object": "model",
-            "created": created,
-            "owned_by": "pd-cluster",
-            "root": service.model,
-            "max_model_len": service.max_model_len,
-        }
-        data = [{"id": name, **entry} for name in service.served_model_names]
-        return JSONResponse({"object": "list", "data": data})
-
-    @routes.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
+    @routes.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), ChatCompletionRequest)
@@ -60,7 +47,7 @@ def openai_routes(service: TextService) -> APIRouter:
         generation = await service.chat(_named(request, http), received_s)
         return await _answer(http, service, ChatAnswer(request, name, service, generation))
 
-    @routes.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
+    @routes.post("/v1/completions")
     async def completions(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), CompletionRequest)
@@ -73,13 +60,10 @@ def openai_routes(service: TextService) -> APIRouter:
 
 def _named(request: RequestT, http: Request) -> RequestT:
     """The header X-Request-Id names a request that has no name of its own."""
-    request.request_id = request.request_id or _request_id(http)
-    return request
-
-
-def _request_id(http: Request) -> str | None:
     name = http.headers.get("x-request-id", "")
-    return name if re.fullmatch(REQUEST_ID, name) else None
+    if request.request_id is None and re.fullmatch(REQUEST_ID, name):
+        request.request_id = name
+    return request
 
 
 async def _answer(http: Request, service: TextService, answer: Answer) -> Response:
@@ -87,14 +71,13 @@ async def _answer(http: Request, service: TextService, answer: Answer) -> Respon
     for generation in answer.generations:
         generation.client_id = answer.id
         generation.session = generation.session or session
-    headers = {"x-request-id": name} if (name := _request_id(http)) is not None else {}
     if not answer.wanted.stream:
         pieces = await unless_disconnected(http.receive, service.complete(answer.generations))
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        headers |= served_by(answer.generations)
+        headers = served_by(answer.generations)
         return await json_response(lambda: answer.whole(pieces), large=answer.is_large, headers=headers)
-    return EventStream(_events(service, answer), lambda: served_by(answer.generations), headers)
+    return EventStream(_events(service, answer), lambda: served_by(answer.generations))
 
 
 async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes, None]:
@@ -118,8 +101,3 @@ def served_by(generations: list[Generation]) -> dict[str, str]:
     """Which instances did the work, for operators; clients ignore it."""
     names = dict.fromkeys(name for generation in generations for name in generation.served_by)
     return {"x-pd-served-by": ",".join(names)} if names else {}
-
-
-def _body_of(kind: type[GenerationRequest]) -> dict[str, Any]:
-    schema = kind.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -7,7 +7,7 @@ import reprlib
 from typing import Any, TypeVar
 
 import msgspec
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.guide_fields import guide_of
@@ -22,7 +22,7 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{]}'))
 _AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _logged_fields: set[str] = set()
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 def parse(body: bytes, kind: type[RequestT]) -> RequestT:
@@ -41,7 +41,8 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
         value = first["input"]
         shown = f"{reprlib.repr(value)}: " if value is None or isinstance(value, bool | int | float | str) else ""
         raise RequestError(f"{'.'.join(place)}: {shown}{first['msg']}", param=place[0] if place else None) from None
-    _check_together(request)
+    if isinstance(request, GenerationRequest):
+        _check_together(request)
     _log_unknown(request)
     return request
 
@@ -156,7 +157,7 @@ def _brackets(body: bytes) -> bytes:
     return outside.translate(_AS_BRACKETS)
 
 
-def _log_unknown(request: GenerationRequest) -> None:
+def _log_unknown(request: BaseModel) -> None:
     for name in request.model_extra or {}:
         if name not in NOT_YET and name not in CHAT_ONLY and name not in _logged_fields and len(_logged_fields) < 1000:
             _logged_fields.add(name)

@@ -1,42 +1,99 @@
-"""The app at the public port: the API's routes, /metrics and /health."""
+"""The app at the public port: the API's routes, what is in front of them, and the routes that every server has."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi_offline import FastAPIOffline
 
 from pd_cluster import __version__
+from pd_cluster.api.auth import ApiKeys
+from pd_cluster.api.cors import EXPOSED_HEADERS, Cors
+from pd_cluster.api.document import document
 from pd_cluster.api.drain import Drain, DrainGate
-from pd_cluster.api.http import install_error_handlers
+from pd_cluster.api.http import LOOKING, PlainRoute, install_error_handlers
 from pd_cluster.api.legacy import legacy_routes
 from pd_cluster.api.metrics import METRICS_MEDIA_TYPE, metrics_of
+from pd_cluster.api.model_routes import model_routes
 from pd_cluster.api.openai import openai_routes
+from pd_cluster.api.request_id import RequestIds
+from pd_cluster.api.root_path import RootPath
 from pd_cluster.api.service import TextService
+from pd_cluster.api.token_routes import token_routes
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.policy import check_served, refused_links, why_unavailable
+from pd_cluster.config import HttpConfig
 from pd_cluster.errors import Unavailable
 
+TITLE = "pd-cluster"
 
-def public_app(service: TextService, instances: list[Instance], openai: bool, drain: Drain) -> FastAPI:
-    app = FastAPI(title="pd-cluster", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(DrainGate, drain=drain)
+
+def public_app(
+    service: TextService, instances: list[Instance], openai: bool, drain: Drain, http: HttpConfig
+) -> FastAPI:
+    app = _app(service, openai, http)
     install_error_handlers(app)
-    app.include_router(openai_routes(service) if openai else legacy_routes(service))
+    _put_in_front(app, drain, http)
+    own = (openai_routes, model_routes, token_routes) if openai else (legacy_routes,)
+    for routes in own:
+        app.include_router(routes(service))
+    app.include_router(_common_routes(service, instances, drain))
+    return app
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+
+def _common_routes(service: TextService, instances: list[Instance], drain: Drain) -> APIRouter:
+    routes = APIRouter(route_class=PlainRoute)
+
+    @routes.api_route("/metrics", methods=LOOKING)
+    async def metrics(request: Request) -> Response:
         return Response(metrics_of(instances, service.served_model_names[0]), media_type=METRICS_MEDIA_TYPE)
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
+    @routes.api_route("/ping", methods=[*LOOKING, "POST"])
+    @routes.api_route("/health", methods=LOOKING)
+    async def health(request: Request) -> Response:
         status, body = health_of(instances)
         if drain.is_draining:
             status, body = 503, {**body, "status": "draining", "reason": "this server is stopping"}
         return JSONResponse(body, status, {} if status == 200 else {"Retry-After": "1"})
 
+    @routes.api_route("/version", methods=LOOKING)
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    return routes
+
+
+def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
+    """/openapi.json is written once, when the app is made; /docs shows it, with nothing from other hosts."""
+    if not http.has_docs:
+        return FastAPI(title=TITLE, openapi_url=None)
+    shown = {"validatorUrl": None}  # a service elsewhere, else
+    app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
+    written = document(service.served_model_names[0], openai, bool(http.api_keys), service.takes_tools)
+    app.openapi = lambda: written  # type: ignore[method-assign]
     return app
+
+
+def _put_in_front(app: FastAPI, drain: Drain, http: HttpConfig) -> None:
+    """From the inside out: what is added last sees a request first."""
+    app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
+    if http.api_keys:
+        app.add_middleware(ApiKeys, keys=http.api_keys, root_path=http.root_path)
+    if http.returns_request_ids:
+        app.add_middleware(RequestIds)
+    if http.allowed_origins:  # outside of the keys: preflights have none, and pages may read a 401
+        app.add_middleware(
+            Cors,
+            allow_origins=http.allowed_origins,
+            allow_methods=http.allowed_methods,
+            allow_headers=http.allowed_headers,
+            allow_credentials=http.allow_credentials,
+            expose_headers=EXPOSED_HEADERS,
+        )
+    if http.root_path:
+        app.add_middleware(RootPath, root_path=http.root_path)
 
 
 def health_of(instances: list[Instance]) -> tuple[int, dict[str, Any]]:

@@ -83,7 +83,7 @@ class Scheduler:
         """The public port, too, by this very process."""
         service = self._edge.over(self.membership)
         drain = Drain(self._config.timeouts.drain_timeout_s, self._edge.router.end_all)
-        app = public_app(service, self.membership.instances, self._config.is_openai, drain)
+        app = public_app(service, self.membership.instances, self._config.is_openai, drain, self._config.http)
         try:
             await serve_until_signal([(make_server(app), self._listeners[0]), admin], failure, drain.begin, drain)
         finally:

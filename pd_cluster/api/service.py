@@ -82,6 +82,10 @@ class TextService:
         infos = [i.info for i in self.router.membership.instances if i.is_ready and i.info is not None]
         return min([self._max_model_len, *(info.max_model_len for info in infos)])
 
+    @property
+    def vocab_size(self) -> int:
+        return self._limits.vocab_size
+
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ModelNotFound."""
         if name is None or name in (*self.served_model_names, self.model):
@@ -91,6 +95,11 @@ class TextService:
             param="model",
             code="model_not_found",
         )
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for them."""
+        return self.tokenizer.template is not None and "tools" in self.tokenizer.template.variables
 
     async def close(self) -> None:
         await self.guides.close()

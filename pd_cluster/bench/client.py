@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -190,8 +191,14 @@ def _refusal(content: bytes) -> str:
         return content[:MAX_ERROR_CHARS].decode(errors="replace")
 
 
+def key_header(env: Mapping[str, str]) -> dict[str, str]:
+    """The server's key, from where a server takes it; else the one that OpenAI's own client would send."""
+    key = env.get("VLLM_API_KEY") or env.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def make_client(concurrency: int = 1) -> httpx.AsyncClient:
     """No proxies; no read timeout of its own: `measure` has one deadline for the whole request."""
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     limits = httpx.Limits(max_connections=concurrency + 2, max_keepalive_connections=concurrency + 2)
-    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, headers=key_header(os.environ))

@@ -212,6 +212,8 @@ async def ask_model(client: httpx.AsyncClient, url: str) -> tuple[str, int | Non
     """Name and context of what is served; the context is None where the server does not tell."""
     try:
         response = await client.get(f"{url}/v1/models", timeout=5)
+        if response.status_code == 401:
+            raise ConfigError(f"--url {url}: the server wants an API key; set OPENAI_API_KEY")
         model = response.json()["data"][0]
         return str(model["id"]), model.get("max_model_len")
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -32,6 +32,7 @@ READY_POLL_S = 0.1
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
 ADMIN_TOKEN = "admin-token"  # a file in the cluster's own folder
+KEYS_VARIABLE = "PD_CLUSTER_SERVE_API_KEY"  # --api-key's, as typer calls it: everybody can read a command line
 DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends when that process does
 
 
@@ -49,6 +50,7 @@ class Launch:
     restart: str = "on-failure"
     arguments: list[str] = field(default_factory=list)
     openai: bool = True
+    api_keys: list[str] = field(default_factory=list, repr=False)
 
     @property
     def worker_names(self) -> list[str]:
@@ -104,7 +106,8 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     for table, name, port in zip(tables, names, ports, strict=True):
         env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
         members.append(Member(name, _command(launch, "127.0.0.1", port), env, port))
-    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table)}
+    keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}
+    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **keys}
     token = write_private(folder / ADMIN_TOKEN, secrets.token_hex(32) + "\n")
     command = _command(launch, launch.host, launch.port, f"--admin-token-file={token}")
     members.append(Member("scheduler", command, env, launch.port))
@@ -303,10 +306,11 @@ def _announce(launch: Launch, admin_token_file: Path, took_s: float) -> None:
     model = launch.served_model_names[0] if launch.served_model_names else ""
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
+    key = " -H 'Authorization: Bearer KEY'" if launch.api_keys else ""
     print(
         f"ready after {took_s:.1f} s: {launch.num_prefill} prefill, {launch.num_decode} decode, "
         f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
         f"admin token: {admin_token_file}\n"
-        f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
         flush=True,
     )

@@ -89,7 +89,6 @@ def test_a_request_has_the_name_that_it_was_given(cluster: LiveCluster, route: s
         fields = {**body, "max_tokens": 1, "request_id": name}
         answer = cluster.client.post(f"{cluster.url}/v1/{route}", json=fields, headers=headers)
         assert answer.status_code == 200
-        assert answer.headers.get("x-request-id") == (header if header == "of-the-header" else None)
         return str(answer.json()["id"])
 
     assert name_of("my-name", None) == f"{prefix}-my-name"

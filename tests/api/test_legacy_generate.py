@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from pd_cluster.api.examples import generate_examples
 from pd_cluster.text import Tokenizer
 from pd_cluster.types import SamplingParams
 from tests.api.conftest import FLAGS
 from tests.support.checkpoints import reference_greedy
 from tests.support.cluster import LiveCluster
+from tests.support.documented import answer_validator
 from tests.support.reference_beams import generate_beams
 
 PROMPT = "Once upon a time"
@@ -77,6 +79,19 @@ def test_health(plain: LiveCluster) -> None:
         200,
         {"status": "ok", "instances": {"prefill-0": "ready", "decode-0": "ready"}, "links": []},
     )
+
+
+@pytest.mark.parametrize("name", list(generate_examples()))
+def test_examples_of_the_document_are_answered_as_it_says(plain: LiveCluster, name: str) -> None:
+    written = plain.client.get(f"{plain.url}/openapi.json").json()
+    operation = written["paths"]["/generate"]["post"]
+    body = operation["requestBody"]["content"]["application/json"]["examples"][name]["value"]
+    answer = plain.client.post(f"{plain.url}/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    media_type = answer.headers["content-type"]
+    validator = answer_validator(written, operation["responses"]["200"]["content"][media_type]["schema"])
+    for frame in answer.content.rstrip(b"\0").split(b"\0"):
+        validator.validate(json.loads(frame))
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions", "models"])

@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from pd_cluster.bench import report
-from pd_cluster.bench.client import Recorder, Sample, measure
+from pd_cluster.bench.client import Recorder, Sample, make_client, measure
 from pd_cluster.bench.report import Report, Result, check_writable, human_nbytes, percentile, percentiles, spread
 from pd_cluster.bench.serve import Measured, ServeBench, _admin_above, _bodies, _check_shape, _results
 from pd_cluster.errors import ConfigError
@@ -315,3 +315,20 @@ def test_nobody_at_the_admin_address_is_one_line_with_the_way_out() -> None:
     with pytest.raises(Exception, match=r"http://127.0.0.1:1/instances.*--admin") as raised:
         asyncio.run(fetch_instances("http://127.0.0.1:1/"))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "key"),
+    [
+        ({}, None),
+        ({"OPENAI_API_KEY": "a"}, "a"),
+        ({"VLLM_API_KEY": "b"}, "b"),
+        ({"OPENAI_API_KEY": "a", "VLLM_API_KEY": "b"}, "b"),
+    ],
+)
+def test_requests_carry_the_servers_key(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], key: str | None) -> None:
+    for name in ("OPENAI_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert make_client().headers.get("authorization") == (f"Bearer {key}" if key else None)

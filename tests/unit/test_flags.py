@@ -14,7 +14,7 @@ import typer.main
 
 from pd_cluster import cli, flags
 from pd_cluster.errors import ConfigError
-from pd_cluster.flags import ALIASES, MANY_VALUES, NO_EFFECT, REFUSED, REFUSED_UNLESS, judge, normalize
+from pd_cluster.flags import ALIASES, MANY_VALUES, NO_EFFECT, REFUSED, REFUSED_UNLESS, judge, normalize, split_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flags.md"
@@ -144,6 +144,32 @@ def test_short_names(argv: list[str]) -> None:
 )
 def test_several_served_model_names(argv: list[str], names: list[str]) -> None:
     assert list(parse(*argv)[0]["served_model_name"]) == names  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("argv", "rest"),
+    [
+        (["--api-key", "k_1", "k=2", "--port=9"], ["--port=9"]),
+        (["--port", "9", "--api_key=k_1", "k=2"], ["--port", "9"]),
+        (["--api-key", "k_1", "--port=9", "--api-key=k=2"], ["--port=9"]),
+    ],
+)
+def test_several_keys(argv: list[str], rest: list[str]) -> None:
+    """`serve` takes them all, and `up` takes them off its children's command lines."""
+    assert parse(*argv)[0]["api_key"] == ["k_1", "k=2"]
+    assert split_keys(normalize(argv)) == (rest, ["k_1", "k=2"])
+
+
+def test_no_error_shows_a_key() -> None:
+    for argv in (
+        ["--api-key", "sk-1", "--zzz"],
+        ["--api-keys=sk-1"],
+        ["--api-keys", "sk-1"],
+        ["--zzz", "--api-key=sk-1"],
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(*argv)
+        assert "sk-1" not in str(caught.value)
 
 
 def test_values_keep_their_underscores_and_equals_signs() -> None:

@@ -22,11 +22,26 @@ LAYERS: list[tuple[str, ...]] = [
     ("transport", "model"),
     ("engine",),
     ("cluster",),
-    ("flags", "admin", "instances", "operate", "api", "bench", "show", "trace", "serve", "quickstart", "check", "cli"),
+    (
+        "flags",
+        "admin",
+        "instances",
+        "operate",
+        "api",
+        "bench",
+        "show",
+        "trace",
+        "options",
+        "serve",
+        "quickstart",
+        "check",
+        "cli",
+    ),
 ]
 # A place is a module or package of pd_cluster; bench.peers are the programs of child processes.
 ONLY_IN = {
     "fastapi": ("api",),
+    "fastapi_offline": ("api",),
     "starlette": ("api",),
     "uvicorn": ("api",),
     "transformers": ("model", "bench.peers"),
@@ -35,7 +50,7 @@ ONLY_IN = {
     "llguidance": ("grammar",),
     "jinja2": ("chat_template",),
     "tokenizers": ("text", "bench.peers"),
-    "typer": ("cli", "instances", "quickstart"),
+    "typer": ("cli", "instances", "quickstart", "bench.commands"),
     "matplotlib": ("trace.png",),
 }
 TORCH_FREE = [

@@ -22,7 +22,7 @@ from pd_cluster.cluster.place import find_place
 from pd_cluster.engine.build import build_core
 from pd_cluster.errors import ConfigError
 from pd_cluster.flags import normalize
-from pd_cluster.serve import ServeOptions
+from pd_cluster.options import ServeOptions
 from pd_cluster.types import Request, SamplingParams
 from ranktable_tools import check, generate, write
 from ranktable_tools import cli as ranktable_cli

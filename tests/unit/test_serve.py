@@ -9,7 +9,7 @@ import pytest
 
 from pd_cluster.config import Timeouts
 from pd_cluster.errors import ConfigError
-from pd_cluster.serve import ServeOptions
+from pd_cluster.options import ServeOptions
 
 GOOD = {
     "heartbeat_interval": 0.5,

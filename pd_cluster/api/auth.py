@@ -1,0 +1,61 @@
+"""API keys at the public port: without one, a request goes no further than here.
+
+Knows nothing of routes but the few paths that need no key; every other path needs one, also one that does not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pd_cluster.api.http import LOOKING, error_response
+from pd_cluster.errors import Unauthorized
+
+OPEN_PATHS = ("/health", "/ping", "/metrics")  # for probes and Prometheus, and only to look at
+
+
+class ApiKeys:
+    """`Authorization: Bearer KEY` with one of the keys, else 401; the request's body is not read before.
+
+    A preflight has no key: CORS answers it outside of here. Paths are compared as the router has them, decoded and
+    whole, behind `root_path`; what looks like an open path and is not exactly one is closed.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._open = {root_path + path for path in OPEN_PATHS}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._is_open(scope):
+            await self._app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) == 1 and self._is_known(given[0]):
+            await self._app(scope, receive, send)
+            return
+        why = "the API key is wrong" if given else "an API key is needed"
+        error = Unauthorized(f"{why}; send `Authorization: Bearer KEY`", code="invalid_api_key")
+        response = error_response(error)
+        response.headers["WWW-Authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["type"] == "http" and scope["method"] in LOOKING and scope["path"] in self._open
+
+    def _is_known(self, header: bytes) -> bool:
+        """Takes as long for a wrong key as for a right one."""
+        scheme, _, key = header.partition(b" ")
+        return scheme.lower() == b"bearer" and _is_among(_digest(key.strip()), self._digests)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _is_among(digest: bytes, known: Iterable[bytes]) -> bool:
+    matches = [hmac.compare_digest(digest, each) for each in known]  # all are compared, whichever it is
+    return any(matches)

@@ -1,0 +1,140 @@
+"""`pd-cluster bench …`: the signature of each function is its command line. Imports nothing heavy at the top."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Measure the running or a fresh cluster.", no_args_is_help=True)
+
+
+@app.command("serve")
+def serve(
+    url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
+    admin: Annotated[str, typer.Option(help="Its admin address; default: the port above the server's.")] = "",
+    model: Annotated[str, typer.Option(help="Model folder for a cluster that is started.")] = "",
+    prefill: int = 1,
+    decode: int = 1,
+    num_requests: Annotated[int, typer.Option(min=1)] = 32,
+    concurrency: Annotated[int, typer.Option(min=1)] = 4,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 128,
+    output_len: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
+    routing_policy: Annotated[str, typer.Option(help="Of a cluster that is started; default: its own.")] = "",
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """TTFT, TPOT and tokens/s of a running cluster, or of one that is started for it."""
+    from pd_cluster.bench.serve import ServeBench, run
+
+    asyncio.run(
+        run(
+            ServeBench(
+                url, admin, model, prefill, decode, num_requests, concurrency, input_len, output_len, routing_policy
+            ),
+            json,
+        )
+    )
+
+
+@app.command("routing")
+def routing(
+    model: Annotated[str, typer.Option(help="Model folder; default: one that is made for it.")] = "",
+    prefill: Annotated[int, typer.Option(min=1)] = 2,
+    decode: Annotated[int, typer.Option(min=1)] = 2,
+    policies: Annotated[str, typer.Option(help="To compare, with commas.")] = "least-loaded,prefix-aware",
+    users: Annotated[int, typer.Option(min=1)] = 50,
+    turns: Annotated[int, typer.Option(min=1, help="Of each user's conversation.")] = 4,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens that a user says in a turn.")] = 96,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 24,
+    think_time: Annotated[float, typer.Option(min=0, help="Seconds between two turns of a user, on average.")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each policy runs, in turn.")] = 1,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Conversations of many users, with one routing policy after another: cache hits, TTFT, TPOT."""
+    from pd_cluster.bench.conversations import Conversations, run
+
+    names = tuple(policies.split(","))
+    shape = (users, turns, input_len, output_len)
+    asyncio.run(run(Conversations(model, prefill, decode, names, *shape, think_time, rounds), json))
+
+
+@app.command("engine")
+def engine(
+    peers: Annotated[
+        str, typer.Option(help="Engines to compare with: generate,continuous,llama.cpp,vllm; default: all.")
+    ] = "",
+    workload: Annotated[str, typer.Option(help="uniform,mixed,steps,guided; default: all.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each engine runs, in turn.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each engine.")] = 2,
+    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    full: Annotated[bool, typer.Option(help="Run the slow workload in every round, not only in the first.")] = False,
+    quick: Annotated[bool, typer.Option(help="A tiny model, one round, generate() only: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """The engine alone against transformers, llama.cpp and vLLM on CPU, and against what the machine can do."""
+    from pd_cluster.bench.engine import make_bench, run
+
+    run(make_bench(peers, workload, rounds, threads, peers_dir, quick, full), json)
+
+
+@app.command("kv")
+def kv(
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,
+    transports: Annotated[str, typer.Option(help="shm,dist; default: both.")] = "",
+    sizes: Annotated[str, typer.Option(help="MiB of each transfer; default: 1,16,256.")] = "",
+    streaming: Annotated[bool, typer.Option(help="Measure what streaming hides of a slow link, too.")] = True,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes, one round, no goals: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """KV cache between two processes: GB/s, latency and streaming, against what the machine can do."""
+    from pd_cluster.bench.kv import make_bench, run
+
+    run(make_bench(rounds, transports, sizes, streaming, quick), json)
+
+
+@app.command("guided")
+def guided(
+    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Guides: compiling, masks, JSON schema features and hostile input, against xgrammar if it is there."""
+    from pd_cluster.bench.guided import run
+
+    run(peers_dir, json)
+
+
+@app.command("faults")
+def faults(
+    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    faults: Annotated[
+        str,
+        typer.Option(
+            help="kill-prefill,kill-decode,kill-both,stall-decode,stall-prefill,rolling,kill-scheduler,"
+            "stall-scheduler; default: all."
+        ),
+    ] = "",
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at least.")] = 1000,
+    load: Annotated[float, typer.Option(help="Share of what the cluster can serve.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Of the requests and of when they come.")] = 0,
+    quick: Annotated[bool, typer.Option(help="60 requests, two faults: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Two prefill and two decode instances that die, stand still and are restarted under load: what requests notice."""
+    from pd_cluster.bench.faults import make_bench, run
+
+    asyncio.run(run(make_bench(model, faults, num_requests, load, seed, quick), json))
+
+
+@app.command("router")
+def router(
+    rounds: Annotated[int, typer.Option(min=1, help="How often the two costs are measured.")] = 3,
+    streams: Annotated[int, typer.Option(min=1, help="Streams that are open at once for the memory of one.")] = 4000,
+    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    quick: Annotated[bool, typer.Option(help="Few requests, one round: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """The scheduler's CPU time a token and a request, added TTFT and memory a stream, beside sglang-router's."""
+    from pd_cluster.bench.router import make_bench, run
+
+    run(make_bench(rounds, streams, peers_dir, quick), json)

@@ -1,0 +1,158 @@
+"""A cluster with keys, CORS and a root path in front of two API processes, asked over real connections."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.api.conftest import FLAGS
+from tests.support.cluster import LiveCluster, children_of
+
+KEYS = ["sk-first-0123456789", "sk-second_0123456789"]
+RIGHT = {"Authorization": f"Bearer {KEYS[1]}"}
+COMPLETION = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
+FRONT = [
+    "--api-workers=2",
+    "--root-path=/llm",
+    "--enable-request-id-headers",
+    '--allowed-origins=["https://a.example"]',
+]
+NUM_TRIES = 8  # new connections: both processes get some
+
+
+@pytest.fixture(scope="module")
+def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """The scheduler has its keys from its environment, as under `pd-cluster up`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PD_CLUSTER_SERVE_API_KEY", " ".join(KEYS))
+        with LiveCluster(tmp_path_factory.mktemp("front"), model, arguments=[*FLAGS, *FRONT]) as running:
+            yield running
+            running.assert_home()
+
+
+def each_process(path: str, headers: dict[str, str], url: str) -> Iterator[httpx.Response]:
+    for _ in range(NUM_TRIES):
+        yield httpx.get(url + path, headers=headers, trust_env=False, timeout=30)
+
+
+def test_openais_client_with_a_key_and_without(guarded: LiveCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS[0], max_retries=0, timeout=60) as client:
+        answer = client.completions.create(model="tiny", prompt="hello", max_tokens=4, temperature=0)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 4
+        assert len(list(client.completions.create(model="tiny", prompt="hello", max_tokens=4, stream=True))) > 1
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client.completions.create(model="tiny", prompt="hello")
+        assert caught.value.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/docs", "/static-offline-docs/swagger-ui.css", "/v1/models/tiny"])
+def test_both_processes_ask_for_the_key(guarded: LiveCluster, path: str) -> None:
+    for root in ("", "/llm"):
+        answers = list(each_process(root + path, RIGHT, guarded.url))
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.content for answer in answers}) == 1 or path == "/v1/models/tiny"
+        assert {answer.status_code for answer in each_process(root + path, {}, guarded.url)} == {401}
+
+
+def test_probes_need_none(guarded: LiveCluster) -> None:
+    for path in ("/health", "/ping", "/metrics", "/llm/health"):
+        answers = list(each_process(path, {}, guarded.url))
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.headers["x-request-id"] for answer in answers}) == NUM_TRIES
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v1/models",
+        "//health",
+        "/health/",
+        "/health%00",
+        "/health%0a",
+        "/health;/v1/models",
+        "/health%2f..%2fv1%2fmodels",
+        "/health/../v1/models",
+        "/llm/../health",
+        "/llm%2fv1/models",
+        "/./health",
+        "http://127.0.0.1/v1/models",
+        "http://health/v1/models",
+        "/v1/models?/health",
+    ],
+)
+def test_raw_requests_that_try_to_get_around_it(guarded: LiveCluster, target: str) -> None:
+    assert raw(guarded, f"GET {target} HTTP/1.1").startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("target", ["/health", "/%68ealth", "http://127.0.0.1/ping", "/llm/metrics"])
+def test_raw_requests_for_a_probe(guarded: LiveCluster, target: str) -> None:
+    assert raw(guarded, f"GET {target} HTTP/1.1").startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("target", ["/health", "/v1/completions"])
+def test_methods_and_headers_that_try_to_get_around_it(guarded: LiveCluster, target: str) -> None:
+    line = f"POST {target} HTTP/1.1"
+    for header in ("X-HTTP-Method-Override: GET", "X-Original-URL: /health", "X-Forwarded-Prefix: /v1"):
+        assert raw(guarded, line, header, "Content-Length: 0").startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_client_that_waits_to_send_its_body_is_not_asked_for_it(guarded: LiveCluster) -> None:
+    body = b'{"prompt": "hello", "max_tokens": 1}'
+    wait = ("Expect: 100-continue", f"Content-Length: {len(body)}")
+    answer = raw(guarded, "POST /v1/completions HTTP/1.1", *wait)
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"100 Continue" not in answer
+
+
+def raw(guarded: LiveCluster, line: str, *headers: str) -> bytes:
+    """The answer's first bytes, up to the end of its headers."""
+    port = httpx.URL(guarded.url).port
+    assert port is not None
+    lines = [line, "Host: 127.0.0.1", *headers, "", ""]
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        answer = b""
+        while b"\r\n\r\n" not in answer and (data := connection.recv(65536)):
+            answer += data
+    return answer
+
+
+def test_a_refused_body_leaves_the_connection_usable(guarded: LiveCluster) -> None:
+    with httpx.Client(trust_env=False, timeout=30) as client:
+        large = {**COMPLETION, "user": "x" * (1 << 20)}
+        assert client.post(f"{guarded.url}/v1/completions", json=large).status_code == 401
+        assert client.post(f"{guarded.url}/v1/completions", json=large, headers=RIGHT).status_code == 200
+
+
+def test_a_page_of_another_origin(guarded: LiveCluster) -> None:
+    for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+        asking = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        preflight = guarded.client.options(f"{guarded.url}/v1/completions", headers=asking)
+        assert preflight.headers.get("access-control-allow-origin") == allowed
+        for headers in ({"Origin": origin}, {"Origin": origin, **RIGHT}):
+            answer = guarded.client.post(f"{guarded.url}/v1/completions", json=COMPLETION, headers=headers)
+            assert answer.status_code == (200 if "Authorization" in headers else 401)
+            assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+def test_keys_are_written_nowhere(guarded: LiveCluster) -> None:
+    """Neither into a log nor to the processes that the scheduler starts."""
+    for name in guarded.members:
+        assert "sk-" not in guarded.log_file(name).read_text(errors="replace")
+    scheduler = guarded.processes["scheduler"].pid
+    started = children_of(scheduler)
+    assert len(started) >= 2
+    for name in ("prefill-0", "decode-0"):
+        started += children_of(guarded.processes[name].pid)
+    for pid in (*started, scheduler):
+        assert b"sk-first" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    for pid in started:
+        assert b"sk-first" not in Path(f"/proc/{pid}/environ").read_bytes()

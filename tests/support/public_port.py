@@ -1,0 +1,101 @@
+"""The app at the public port without a cluster behind it, asked as a server would ask it: no client tidies paths up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+from fastapi import FastAPI
+from tokenizers import Tokenizer, processors
+
+from pd_cluster.api.drain import Drain
+from pd_cluster.api.public_app import public_app
+from pd_cluster.api.service import TextService
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.cluster.router import Router
+from pd_cluster.config import HttpConfig
+from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+
+MAX_MODEL_LEN = 1000
+NAMES = ("tiny", "org/tiny")
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    num_received: int  # messages of the request's body that were read
+    parts: list[bytes] = field(default_factory=list)
+
+    def json(self) -> Any:
+        return msgspec.json.decode(self.body)
+
+
+def make_special_tokenizer() -> Tokenizer:
+    """One that begins texts with <bos>."""
+    tokenizer = make_tokenizer()
+    bos = [("<bos>", tokenizer.token_to_id("<bos>"))]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=bos)
+    return tokenizer
+
+
+def make_app(folder: Path, http: HttpConfig | None = None, openai: bool = True) -> tuple[FastAPI, Drain]:
+    """A model that nobody serves: what needs no instance works, the rest is 503."""
+    make_special_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "")
+    router = cast(Router, SimpleNamespace(membership=SimpleNamespace(instances=[])))
+    service = TextService(router, checkpoint, "/models/tiny", list(NAMES), MAX_MODEL_LEN)
+    drain = Drain(1.0, lambda: None)
+    return public_app(service, [], openai, drain, http or HttpConfig()), drain
+
+
+def ask(
+    app: Any, method: str, path: str, headers: Sequence[tuple[str, str]] = (), body: bytes | dict[str, Any] = b""
+) -> Answer:
+    """`path` is what the server has decoded; the query follows a `?`."""
+    return asyncio.run(_ask(app, method, path, headers, body if isinstance(body, bytes) else msgspec.json.encode(body)))
+
+
+async def _ask(app: Any, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> Answer:
+    path, _, query = path.partition("?")
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+    answer = Answer(0, {}, b"", 0)
+    never = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        answer.num_received += 1
+        if answer.num_received > 1:
+            await never.wait()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answer.status = message["status"]
+            answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            answer.parts.append(message.get("body", b""))
+
+    async with asyncio.timeout(20):
+        await app(scope, receive, send)
+    answer.body = b"".join(answer.parts)
+    return answer

@@ -1,0 +1,219 @@
+"""API keys, CORS and the root path in front of the public port's routes: who gets through, and what the others hear."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.api.auth import ApiKeys
+from pd_cluster.api.cors import Cors
+from pd_cluster.config import HttpConfig
+from tests.support.public_port import Answer, ask, make_app
+
+KEYS = ("sk-first", "sk-second_2")
+RIGHT = ("Authorization", f"Bearer {KEYS[1]}")
+ORIGIN = ("Origin", "https://page.example")
+PREFLIGHT = [ORIGIN, ("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")]
+
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Ask]:
+    """`make(**settings)` is a server with these settings: `ask(method, path, headers, body)`."""
+
+    def build(openai: bool = True, **settings: Any) -> Ask:
+        app, _ = make_app(tmp_path, HttpConfig(**{"api_keys": KEYS, **settings}), openai)
+        return lambda *question: ask(app, *question)
+
+    return build
+
+
+# ---- keys
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("Authorization", "")],
+        [("Authorization", "Bearer")],
+        [("Authorization", "Bearer ")],
+        [("Authorization", "Bearer sk-firs")],
+        [("Authorization", "Bearer sk-first1")],
+        [("Authorization", "Bearer SK-FIRST")],
+        [("Authorization", "Bearer sk-first,sk-second_2")],
+        [("Authorization", "Basic sk-first")],
+        [("Authorization", "sk-first")],
+        [("X-Api-Key", "sk-first")],
+        [("Authorization", "Bearer caf\xe9")],
+        [("Authorization", "Bearer wrong"), RIGHT],  # a proxy may have looked at the other one
+        [RIGHT, RIGHT],
+    ],
+)
+def test_without_a_right_key_nothing_is_read_or_served(
+    make: Callable[..., Ask], headers: list[tuple[str, str]]
+) -> None:
+    answer = make()("POST", "/v1/chat/completions", headers, {"messages": []})
+    assert answer.status == 401
+    assert answer.num_received == 0, "the body was read"
+    assert answer.headers["www-authenticate"] == "Bearer"
+    error = answer.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_api_key", None)
+    assert "sk-" not in error["message"]
+    assert ("wrong" in error["message"]) == any(name == "Authorization" for name, _ in headers)
+
+
+@pytest.mark.parametrize("value", [f"Bearer {KEYS[0]}", f"Bearer {KEYS[1]}", f"bearer  {KEYS[0]} "])
+def test_each_key_opens(make: Callable[..., Ask], value: str) -> None:
+    answer = make()("GET", "/v1/models", [("Authorization", value)])
+    assert answer.status == 200
+    assert answer.json()["data"][0]["id"] == "tiny"
+
+
+def test_a_key_in_the_address_is_none(make: Callable[..., Ask]) -> None:
+    assert make()("GET", f"/v1/models?api_key={KEYS[0]}&authorization=Bearer%20{KEYS[0]}").status == 401
+
+
+@pytest.mark.parametrize("openai", [True, False])
+def test_every_route_but_the_probes_is_closed(tmp_path: Path, openai: bool) -> None:
+    app, _ = make_app(tmp_path, HttpConfig(api_keys=KEYS), openai)
+    document = app.openapi()
+    paths = {*document["paths"], "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/", "/nothing"}
+    paths |= {"/static-offline-docs/swagger-ui-bundle.js", "/v1/models/tiny", "/admin", "/instances"}
+    for path, method in itertools.product(paths, ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE")):
+        is_open = path in ("/health", "/ping", "/metrics") and method in ("GET", "HEAD")
+        assert (ask(app, method, path).status != 401) == is_open, (method, path)
+
+
+@pytest.mark.parametrize("root_path", ["", "/api", "/health", "/v1"])
+def test_no_way_of_writing_a_path_leads_around_the_keys(make: Callable[..., Ask], root_path: str) -> None:
+    """Whatever gets through without a key is one of the probes."""
+    asked = make(root_path=root_path)
+    pieces = ["", "/", "//", "/health", "/ping", "/metrics", "/v1/models", "/v1", "/api", "/..", "/.", "\n", ";", "%2f"]
+    pieces += ["/HEALTH", "\0", "/docs", "\\", "?", "#"]
+    num_open = 0
+    for path in {"".join(parts) for parts in itertools.product(pieces, repeat=3)}:
+        answer = asked("GET", path)
+        if answer.status != 401:
+            num_open += 1
+            if answer.status != 404:
+                assert b'"status":"unavailable"' in answer.body or b"vllm:" in answer.body, path
+    assert num_open >= 3
+
+
+def test_probes_are_open_under_the_root_path_too(make: Callable[..., Ask]) -> None:
+    asked = make(root_path="/api")
+    assert asked("GET", "/api/health").status == asked("GET", "/health").status == 503  # nobody serves the model
+    assert make(root_path="/heal")("GET", "/health").status == 503  # which only begins like it
+    for path in ("/apihealth", "/api//health", "/api/api/health", "/api/health/", "/api/v1/models"):
+        assert asked("GET", path).status == 401, path
+
+
+def test_without_keys_nothing_stands_in_front(make: Callable[..., Ask], tmp_path: Path) -> None:
+    assert make(api_keys=())("GET", "/v1/models").status == 200
+    app, _ = make_app(tmp_path, HttpConfig())
+    assert ApiKeys not in [each.cls for each in app.user_middleware]
+
+
+def test_a_server_that_stops_still_asks_for_the_key_first(tmp_path: Path) -> None:
+    app, drain = make_app(tmp_path, HttpConfig(api_keys=KEYS, root_path="/api"))
+    drain.begin()
+    assert ask(app, "POST", "/v1/completions").status == 401
+    assert ask(app, "POST", "/v1/completions", [RIGHT]).status == 503
+    health = ask(app, "GET", "/api/ping")
+    assert (health.status, health.json()["status"]) == (503, "draining")
+
+
+# ---- CORS
+
+
+def test_a_preflight_needs_no_key(make: Callable[..., Ask]) -> None:
+    answer = make()("OPTIONS", "/v1/chat/completions", PREFLIGHT)
+    assert answer.status == 200
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert answer.headers["access-control-allow-headers"] == "authorization"
+
+
+def test_a_page_may_read_why_it_was_refused(make: Callable[..., Ask]) -> None:
+    answer = make()("POST", "/v1/chat/completions", [ORIGIN])
+    assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, "*")
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_only_named_origins(make: Callable[..., Ask]) -> None:
+    asked = make(allowed_origins=("https://page.example",), allowed_methods=("GET",), allow_credentials=True)
+    answer = asked("GET", "/v1/models", [ORIGIN, RIGHT])
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    assert answer.headers["access-control-allow-credentials"] == "true"
+    assert "Origin" in answer.headers["vary"]
+    other = asked("GET", "/v1/models", [("Origin", "https://page.example.evil"), RIGHT])
+    assert other.status == 200
+    assert "access-control-allow-origin" not in other.headers
+    assert asked("OPTIONS", "/v1/models", PREFLIGHT).status == 400  # POST is not allowed
+
+
+def test_whoever_names_no_origin_gets_no_cors_headers(make: Callable[..., Ask]) -> None:
+    answer = make()("GET", "/v1/models", [RIGHT])
+    assert not [name for name in answer.headers if name.startswith("access-control") or name == "vary"]
+
+
+def test_without_origins_there_is_no_cors(make: Callable[..., Ask]) -> None:
+    asked = make(allowed_origins=())
+    assert asked("OPTIONS", "/v1/models", PREFLIGHT).status == 401
+    assert "access-control-allow-origin" not in asked("GET", "/v1/models", [ORIGIN, RIGHT]).headers
+
+
+def test_streams_go_through_piece_by_piece() -> None:
+    """Each piece is sent on before the next one is made."""
+    sent: list[bytes] = []
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for at in range(3):
+            await send({"type": "http.response.body", "body": b"%d" % at, "more_body": True})
+            assert sent == [b"%d" % each for each in range(at + 1)]
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            sent.append(message["body"])
+
+    headers = [(b"origin", b"https://page.example"), (b"authorization", b"Bearer sk-first")]
+    app = Cors(ApiKeys(stream, KEYS), allow_origins=["*"])
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
+    asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
+    assert sent == [b"0", b"1", b"2"]
+
+
+# ---- root path
+
+
+def test_routes_answer_with_and_without_the_root_path(make: Callable[..., Ask]) -> None:
+    asked = make(api_keys=(), root_path="/api/llm")
+    for path in (
+        "/v1/models",
+        "/version",
+        "/tokenize",
+        "/docs",
+        "/openapi.json",
+        "/static-offline-docs/swagger-ui.css",
+    ):
+        method, body = ("POST", {"prompt": "a"}) if path == "/tokenize" else ("GET", b"")
+        assert asked(method, path, [], body).status == 200, path
+        assert asked(method, f"/api/llm{path}", [], body).status == 200, path
+    assert asked("GET", "/api/v1/models").status == 404
+
+
+def test_docs_behind_a_proxy_find_the_document_and_their_files(make: Callable[..., Ask]) -> None:
+    page = make(api_keys=(), root_path="/api")("GET", "/docs").body.decode()
+    assert "'/api/openapi.json'" in page
+    assert '"/api/static-offline-docs/swagger-ui-bundle.js"' in page
+    document = make(api_keys=(), root_path="/api")("GET", "/openapi.json").json()
+    assert document["servers"] == [{"url": "/api"}]

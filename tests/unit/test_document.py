@@ -1,0 +1,142 @@
+"""The OpenAPI document: valid in itself, and of the very routes, models and limits that the server has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from fastapi.routing import APIRoute
+
+from pd_cluster.api.descriptions import DESCRIPTIONS, LIMITS
+from pd_cluster.api.document import document
+from pd_cluster.config import HttpConfig
+from tests.support.documented import validator_of
+from tests.support.public_port import make_app
+
+BOTH = pytest.mark.parametrize("openai", [True, False])
+EITHER = pytest.mark.parametrize("has_keys", [True, False])
+
+
+def operations(written: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in written["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def values(node: Any, key: str) -> Iterator[Any]:
+    """Of this key, wherever it is."""
+    if isinstance(node, dict):
+        if key in node:
+            yield node[key]
+        for child in node.values():
+            yield from values(child, key)
+    elif isinstance(node, list):
+        for child in node:
+            yield from values(child, key)
+
+
+@BOTH
+@EITHER
+def test_every_reference_leads_somewhere(openai: bool, has_keys: bool) -> None:
+    written = document("tiny", openai, has_keys)
+    references = set(values(written, "$ref"))
+    assert len(references) > 10
+    for reference in references:
+        at: Any = written
+        for part in reference.removeprefix("#/").split("/"):
+            at = at[part]
+    assert not list(values(written, "$defs"))
+
+
+@BOTH
+def test_every_schema_is_one(openai: bool) -> None:
+    for schema in document("tiny", openai, False)["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@BOTH
+def test_it_has_the_routes_of_the_server(tmp_path: Path, openai: bool) -> None:
+    app, _ = make_app(tmp_path, openai=openai)
+    written = {(path, method.upper()) for path, method, _ in operations(app.openapi())}
+    routes = [route for route in _routes(app) if isinstance(route, APIRoute) and route.include_in_schema]
+    served = {
+        (route.path.replace(":path", ""), method) for route in routes for method in route.methods if method != "HEAD"
+    }
+    assert served - {("/v1/models/", "GET")} == written
+
+
+def _routes(app: Any) -> Iterator[Any]:
+    """Also those of the routers that the app has included."""
+    for route in app.routes:
+        inner = getattr(route, "original_router", None)
+        yield from inner.routes if inner is not None else [route]
+
+
+@BOTH
+def test_examples_are_what_their_schemas_say(openai: bool) -> None:
+    written = document("tiny", openai, False)
+    num_examples = 0
+    for path, _, operation in operations(written):
+        if "requestBody" in operation:
+            body = operation["requestBody"]["content"]["application/json"]
+            assert len(body["examples"]) >= (3 if "chat" in path else 1), path
+            for example in body["examples"].values():
+                validator_of(written, body["schema"]).validate(example["value"])
+                num_examples += 1
+    assert num_examples >= 3
+
+
+def test_a_request_that_breaks_a_limit_breaks_its_schema() -> None:
+    written = document("tiny", True, False)
+    validator = validator_of(written, {"$ref": "#/components/schemas/CompletionRequest"})
+    good = {"prompt": "a", "stop": ["x"], "logit_bias": {"5": 1}, "top_p": 1, "made_up": True}
+    validator.validate(good)
+    for bad in (
+        {"prompt": 5},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"n": 129},
+        {"stop": [""] * 65},
+        {"stop": ""},
+        {"logit_bias": {"5": 101}},
+        {"bad_words": [""]},
+        {"allowed_token_ids": []},
+        {"guided_regex": ""},
+        {"temperature": -1},
+        {"stream": "yes"},
+    ):
+        assert not validator.is_valid({**good, **bad}), bad
+
+
+@BOTH
+def test_keys_are_asked_for_where_the_server_asks_for_them(openai: bool) -> None:
+    written = document("tiny", openai, True)
+    assert written["components"]["securitySchemes"] == {"api_key": {"type": "http", "scheme": "bearer"}}
+    assert written["security"] == [{"api_key": []}]
+    for path, method, operation in operations(written):
+        is_open = (path, method) in (("/health", "get"), ("/ping", "get"), ("/metrics", "get"))
+        assert (operation.get("security") == []) == is_open, (method, path)
+        assert ("401" in operation["responses"]) == (not is_open), (method, path)
+    without = document("tiny", openai, False)
+    assert "security" not in without
+    assert "securitySchemes" not in without["components"]
+
+
+def test_what_is_described_exists() -> None:
+    schemas = [*document("tiny", True, False)["components"]["schemas"].values()]
+    schemas += [*document("tiny", False, False)["components"]["schemas"].values()]
+    fields = {name: field for schema in schemas for name, field in schema.get("properties", {}).items()}
+    assert {*DESCRIPTIONS, *LIMITS} <= set(fields)
+    for name, kinds in LIMITS.items():
+        for kind, keywords in kinds.items():
+            found = next(each for each in fields[name]["anyOf"] if each.get("type") == kind)
+            assert found == {**found, **keywords}, name
+
+
+def test_it_is_written_once(tmp_path: Path) -> None:
+    app, _ = make_app(tmp_path, HttpConfig(root_path="/api"))
+    assert app.openapi() is app.openapi()
+    assert "servers" not in app.openapi()

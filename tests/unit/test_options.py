@@ -1,0 +1,175 @@
+"""What `pd-cluster serve` makes of the flags for chats and for what is in front of the API, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from pd_cluster import cli
+from pd_cluster.cluster.launcher import KEYS_VARIABLE, Launch, plan_cluster
+from pd_cluster.config import ChatConfig, HttpConfig
+from pd_cluster.errors import ConfigError
+from pd_cluster.flags import normalize
+from pd_cluster.options import ServeOptions
+
+
+def options(*argv: str) -> ServeOptions:
+    command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    context = command.make_context(
+        "serve", normalize(["serve", *argv])[1:], auto_envvar_prefix="PD_CLUSTER_SERVE", resilient_parsing=False
+    )
+    return ServeOptions(**{name: value for name, value in context.params.items() if name != "context"})
+
+
+@contextlib.contextmanager
+def refused(start: str) -> Iterator[None]:
+    with pytest.raises(ConfigError) as caught:
+        yield
+    assert str(caught.value).startswith(start)
+    assert "\n" not in str(caught.value)
+
+
+# ---- in front of the API
+
+
+def test_without_flags_it_is_as_vllm_has_it() -> None:
+    assert options().http({}) == HttpConfig()
+    assert HttpConfig().allowed_origins == ("*",)
+    assert options().chat() == ChatConfig()
+
+
+def test_keys_of_the_command_line_come_before_the_variable() -> None:
+    env = {"VLLM_API_KEY": "sk-env"}
+    assert options().http(env).api_keys == ("sk-env",)
+    assert options("--api-key", "a", "b", "a").http(env).api_keys == ("a", "b")
+    assert options("--api-key=a", "--api-key=b").http({}).api_keys == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "start"),
+    [
+        (["--api-key="], {}, "--api-key: empty"),
+        (["--api-key", "sk-good", ""], {}, "--api-key, key 2 of 2: empty"),
+        ([], {"VLLM_API_KEY": ""}, "VLLM_API_KEY: empty"),
+        (["--api-key", "sk-1 sk-2"], {}, "--api-key: keys have printable ASCII characters only"),
+        (["--api-key", "sk-\xe9"], {}, "--api-key: keys have printable ASCII characters only"),
+        ([], {"VLLM_API_KEY": "sk-1\n"}, "VLLM_API_KEY: keys have printable ASCII characters only"),
+    ],
+)
+def test_keys_that_nobody_can_send_are_refused_unseen(argv: list[str], env: dict[str, str], start: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        options(*argv).http(env)
+    assert str(caught.value).startswith(start)
+    assert "sk-" not in str(caught.value)
+
+
+def test_keys_are_not_shown_with_the_options() -> None:
+    assert "sk-secret" not in repr(options("--api-key=sk-secret"))
+    assert "sk-secret" not in repr(Launch(api_keys=["sk-secret"]))
+
+
+def test_a_started_cluster_has_its_keys_on_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *workers, scheduler = plan_cluster(Launch(api_keys=["sk-a", "sk-b"]), tmp_path)
+    assert not any("sk-" in part for member in (*workers, scheduler) for part in member.command)
+    assert not any("sk-" in value for member in workers for value in member.env.values())
+    monkeypatch.setenv(KEYS_VARIABLE, scheduler.env[KEYS_VARIABLE])
+    assert options().http({}).api_keys == ("sk-a", "sk-b")
+
+
+def test_cors_as_json_lists() -> None:
+    argv = ['--allowed-origins=["https://a.example", "http://localhost:3000"]', "--allow-credentials"]
+    http = options(*argv, "--allowed-methods", '["GET"]', "--allowed-headers", "[]").http({})
+    assert http.allowed_origins == ("https://a.example", "http://localhost:3000")
+    assert (http.allowed_methods, http.allowed_headers, http.allow_credentials) == (("GET",), (), True)
+    assert options("--allowed-origins=[]").http({}).allowed_origins == ()
+
+
+@pytest.mark.parametrize("flag", ["--allowed-origins", "--allowed-methods", "--allowed-headers"])
+@pytest.mark.parametrize("value", ["*", '"*"', "[1]", "{}", "[*]", "['*']", "", '["a b"]', '["\\n"]', '[""]'])
+def test_what_is_no_list_of_strings_names_the_flag_and_a_way_out(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{flag} .*: expected ") as caught:
+        options(f"{flag}={value}").http({})
+    assert '"*"' in str(caught.value)
+
+
+@pytest.mark.parametrize("origin", ["https://a.example/", "https://a.example/page", "a.example"])
+def test_an_origin_that_no_browser_sends(origin: str) -> None:
+    with refused(f"--allowed-origins {origin!r}: "):
+        options(f'--allowed-origins=["{origin}"]').http({})
+
+
+@pytest.mark.parametrize(("given", "root"), [("", ""), ("/", ""), ("/api", "/api"), ("/a/b-c_1.2/", "/a/b-c_1.2")])
+def test_root_paths(given: str, root: str) -> None:
+    assert options(f"--root-path={given}").http({}).root_path == root
+
+
+@pytest.mark.parametrize("given", ["api", "//api", "/a b", "/a?b", "/a#b", "/%61", "http://a/b", "/<script>"])
+def test_what_is_no_root_path(given: str) -> None:
+    with refused(f"--root-path {given!r}: expected a path such as /api"):
+        options(f"--root-path={given}").http({})
+
+
+def test_switches_of_the_front() -> None:
+    http = options("--enable-request-id-headers", "--disable-fastapi-docs").http({})
+    assert (http.returns_request_ids, http.has_docs) == (True, False)
+
+
+# ---- chats
+
+
+def test_chat_flags() -> None:
+    argv = ["--tool-call-parser=hermes", "--enable-auto-tool-choice", "--reasoning-parser", "qwen3"]
+    chat = options(*argv, "--enable-reasoning", "--response-role=bot", "--trust-request-chat-template").chat()
+    assert chat == ChatConfig(
+        trusts_request_templates=True, tool_parser="hermes", reasoning_parser="qwen3", response_role="bot"
+    )
+    assert options("--return-tokens-as-token-ids").return_tokens_as_token_ids
+
+
+@pytest.mark.parametrize(
+    ("flag", "needed"),
+    [("--enable-auto-tool-choice", "--tool-call-parser"), ("--enable-reasoning", "--reasoning-parser")],
+)
+def test_a_switch_without_its_parser(flag: str, needed: str) -> None:
+    with refused(f"{flag}: needs {needed} NAME"):
+        options(flag).chat()
+
+
+def test_an_empty_role() -> None:
+    with refused("--response-role '': must not be empty"):
+        options("--response-role=").chat()
+
+
+SOURCE = "{% for m in messages %}{{ m.content }}\n{% endfor %}gr\xfc\xdfe \U0001f600"
+
+
+def test_a_template_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(SOURCE, encoding="utf-8")
+    assert options(f"--chat-template={file}").chat().template == SOURCE
+
+
+def test_a_template_itself() -> None:
+    assert options(f"--chat-template={SOURCE}").chat().template == SOURCE
+    on_one_line = SOURCE.replace("\n", "\\n")
+    assert "\n" not in on_one_line
+    assert options(f"--chat-template={on_one_line}").chat().template == SOURCE
+
+
+def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.jinja"
+    wrong.write_bytes(b"\xff\xfe{{ }}")
+    for path in (tmp_path / "nothing.jinja", tmp_path, wrong):
+        with refused(f"--chat-template {path}: cannot be read: "):
+            options(f"--chat-template={path}").chat()
+    with refused("--chat-template: the template on one line has a wrong escape"):
+        options("--chat-template={{ 1 }}\\x").chat()
+
+
+def test_the_file_is_read_by_who_needs_it_only(tmp_path: Path) -> None:
+    """Workers get the same flags, and their hosts need not have the file."""
+    assert options(f"--chat-template={tmp_path / 'nothing'}").engine().block_size == 16

@@ -47,6 +47,8 @@ def render(job: RenderJob, constants: dict[str, str]) -> Rendered:
     except ModelError as error:
         return Rendered(error=f"chat_template: {error}", param="chat_template")
     except RequestError as error:
+        if error.param == "messages":  # the template came with them
+            return Rendered(error=f"chat_template: {error}", param="chat_template")
         return Rendered(error=str(error), param=error.param)
     except MemoryError:
         return Rendered(error="chat_template: it takes too much memory", param="chat_template")

@@ -12,7 +12,7 @@ from pd_cluster.text import Tokenizer
 from tests.support.cluster import LiveCluster
 
 MAX_MODEL_LEN = 256
-FLAGS = [f"--max-model-len={MAX_MODEL_LEN}", "--num-blocks=128"]
+FLAGS = [f"--max-model-len={MAX_MODEL_LEN}", "--num-blocks=128", "--trust-request-chat-template"]
 
 
 @pytest.fixture(scope="session")

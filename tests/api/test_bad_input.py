@@ -244,7 +244,7 @@ WRONG: list[tuple[str, Any]] = [
     ("truncate_prompt_tokens", -2),
     ("truncate_prompt_tokens", MAX_MODEL_LEN),
     ("truncate_prompt_tokens", 10**30),
-    ("chat_template", "{{ ''.__class__ }}"),
+    ("chat_template", "{% if %}"),
 ]
 
 

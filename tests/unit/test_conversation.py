@@ -241,7 +241,7 @@ def test_hostile_templates_are_refused(source: str) -> None:
     async def use(prompts: ChatPrompts) -> None:
         with pytest.raises(RequestError) as caught:
             await prompts.render(own(source))
-        assert caught.value.param in ("chat_template", "messages")
+        assert caught.value.param == "chat_template"
         assert len(str(caught.value)) < 500
         assert await prompts.render(own("{{ messages[0].content }}")) == "hello"
 

@@ -1,17 +1,17 @@
-"""The app at the public port: the API's routes, /metrics and /health."""
+"""The app at the public port: the API's routes, /metrics, /load and /health."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 
 from pd_cluster import __version__
 from pd_cluster.api.drain import Drain, DrainGate
 from pd_cluster.api.http import install_error_handlers
 from pd_cluster.api.legacy import legacy_routes
-from pd_cluster.api.metrics import METRICS_MEDIA_TYPE, metrics_of
+from pd_cluster.api.metrics import Totals, metrics_routes
 from pd_cluster.api.openai import openai_routes
 from pd_cluster.api.service import TextService
 from pd_cluster.cluster.instance import Instance
@@ -19,15 +19,15 @@ from pd_cluster.cluster.policy import check_served, refused_links, why_unavailab
 from pd_cluster.errors import Unavailable
 
 
-def public_app(service: TextService, instances: list[Instance], openai: bool, drain: Drain) -> FastAPI:
+def public_app(
+    service: TextService, instances: list[Instance], openai: bool, drain: Drain, totals: Totals | None = None
+) -> FastAPI:
+    """`totals`: of all API processes, where there are several."""
     app = FastAPI(title="pd-cluster", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(DrainGate, drain=drain)
     install_error_handlers(app)
     app.include_router(openai_routes(service) if openai else legacy_routes(service))
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(metrics_of(instances, service.served_model_names[0]), media_type=METRICS_MEDIA_TYPE)
+    app.include_router(metrics_routes(service.router, instances, service.served_model_names[0], drain, totals))
 
     @app.get("/health")
     async def health() -> JSONResponse:

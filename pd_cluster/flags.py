@@ -35,7 +35,7 @@ NO_EFFECT: dict[str, Ignored] = {
     "--enforce-eager": Ignored("the CPU always runs eagerly", 0),
     "--enable-offline-docs": Ignored("/docs needs nothing from other hosts", 0),
     "--enable-prompt-tokens-details": Ignored("usage always has them", 0),
-    "--enable-server-load-tracking": Ignored("/metrics always tells the load", 0),
+    "--enable-server-load-tracking": Ignored("/load is always there", 0),
     "--engine-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),
     "--worker-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),
     "--trust-remote-code": Ignored("code from a model folder is never run", 0),

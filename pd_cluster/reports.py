@@ -73,6 +73,38 @@ class OthersTokens(msgspec.Struct, frozen=True, tag=True):
     tokens: dict[str, int]
 
 
+class Buckets(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram: how many values fell into each bucket, and their sum in millionths.
+
+    Whole numbers, so that a total of several processes never shrinks by a rounding, in whatever order it is added up.
+    """
+
+    counts: list[int]
+    total_e6: int
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """What a process has counted since it began, by the names of cluster/stats.py."""
+
+    counters: dict[str, int] = {}
+    histograms: dict[str, Buckets] = {}
+
+
+class Busy(msgspec.Struct, frozen=True, array_like=True):
+    """What a process serves right now."""
+
+    num_requests: int = 0  # over HTTP, from first byte to last
+    num_streams: int = 0  # that have been routed
+
+
+class AllStats(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to API process: what all API processes have counted, those that have ended included."""
+
+    stats: Stats
+    others: Busy  # all but the receiver
+    num_api_processes: int
+
+
 class MoveOn(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to API process: what runs on this instance goes on elsewhere."""
 
@@ -84,7 +116,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to API process: drain, and stay until it is said again; then end at once."""
 
 
-ToApi = Instances | OthersTokens | MoveOn | Stop
+ToApi = Instances | OthersTokens | AllStats | MoveOn | Stop
 
 
 class Outstanding(msgspec.Struct, frozen=True, array_like=True):
@@ -95,8 +127,10 @@ class Outstanding(msgspec.Struct, frozen=True, array_like=True):
 class ApiReport(msgspec.Struct, frozen=True):
     """API process to scheduler: what it has sent and not seen finished, by instance.
 
-    `is_idle`: it was told to stop, and serves nothing any more.
+    `is_idle`: it was told to stop, and serves nothing any more. `stats` None: as last reported.
     """
 
     outstanding: dict[str, Outstanding]
     is_idle: bool = False
+    busy: Busy = Busy()
+    stats: Stats | None = None

@@ -46,6 +46,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     kv_sent_nbytes: int = 0
     kv_received_nbytes: int = 0
     num_dropped_kv_frames: int = 0  # replayed, forged, foreign, out of order or not decodable
+    num_handed_over: int = 0  # transfers from here that the peer confirmed
+    num_failed_handovers: int = 0  # transfers from here that ended with an error
+    num_expired_credits: int = 0  # offers that the peer left waiting for longer than it may
+    num_expired_holds: int = 0  # transfers, from here or to here, that stood still for longer than they may
+    num_leaked_blocks: int = 0  # held, at the least, by no request; exact while there is none
     is_draining: bool = False  # it takes no new requests
     links: dict[str, str] = {}  # peer's name@epoch -> "up (shm)", "opening", "refused: …"
 

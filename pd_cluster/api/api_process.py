@@ -20,6 +20,7 @@ import uvloop
 from pd_cluster.api.drain import Drain
 from pd_cluster.api.edge import Edge
 from pd_cluster.api.interpreter import tune
+from pd_cluster.api.metrics import busy_of
 from pd_cluster.api.public_app import public_app
 from pd_cluster.api.server import make_server, serve_until_signal
 from pd_cluster.api.timelines import timeline_app
@@ -43,13 +44,17 @@ async def serve(channel: socket.socket) -> None:
     edge.mailbox.start()
     try:
         drain = Drain(config.api.timeouts.drain_timeout_s, edge.router.end_all, stays=True)
-        app = public_app(service, mirror.instances, config.api.is_openai, drain, config.api.http)
+        app = public_app(service, mirror.instances, config.api.is_openai, drain, config.api.http, lambda: mirror.totals)
         servers = [
             (make_server(app), socket.socket(fileno=config.listener_fd)),
             (make_server(timeline_app(edge.router.timelines)), socket.socket(fileno=config.admin_fd)),
         ]
         stops: list[Callable[[], None]] = []
-        until = _until(mirror, reader, writer, edge.handler.fatal, drain, stops)
+
+        def own() -> ApiReport:
+            return ApiReport({}, drain.is_idle, busy_of(edge.router, drain), edge.router.stats.snapshot())
+
+        until = _until(mirror, reader, writer, edge.handler.fatal, own, stops)
         await serve_until_signal(servers, until, drain.begin, drain, stops.append)
     finally:
         await service.close()
@@ -61,7 +66,7 @@ async def _until(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     fatal: asyncio.Future[None],
-    drain: Drain,
+    own: Callable[[], ApiReport],
     stops: Sequence[Callable[[], None]],
 ) -> None:
     """Until the scheduler is gone, or something here has failed. `stops` are called when it says so."""
@@ -70,7 +75,7 @@ async def _until(
         writer.write(msgspec.json.encode(report) + b"\n")
 
     tasks = [
-        asyncio.ensure_future(mirror.run(tell, lambda: drain.is_idle)),
+        asyncio.ensure_future(mirror.run(tell, own)),
         asyncio.ensure_future(_listen(mirror, reader, stops)),
     ]
     try:

@@ -41,7 +41,7 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ModelList,
     responses.Model,
 )
-COMMON: tuple[type[BaseModel], ...] = (responses.Error, responses.Health, responses.Version)
+COMMON: tuple[type[BaseModel], ...] = (responses.Error, responses.Health, responses.ServerLoad, responses.Version)
 ERRORS = {
     400: ("BadRequest", "The request cannot be served; `param` names the field."),
     404: ("NotFound", "There is no such model here."),
@@ -132,6 +132,7 @@ def _common_paths() -> Json:
         "/health": {"get": _operation("health", alive, health)},
         "/ping": {"get": _operation("ping", alive, health), "post": _operation("ping_post", alive, health)},
         "/metrics": {"get": _operation("metrics", "For Prometheus.", text)},
+        "/load": {"get": _operation("load", "Requests in flight.", _answers(responses.ServerLoad))},
         "/version": {"get": _operation("version", "The server's version.", _answers(responses.Version))},
     }
 

@@ -15,7 +15,7 @@ from pd_cluster.errors import Unavailable
 
 LAST_WORDS_S = 2.0  # for in-band errors to leave, once what runs was told to end
 REFUSED_BODY_S = 1.0
-ALWAYS_ANSWERED = ("/health", "/ping", "/metrics")
+ALWAYS_ANSWERED = ("/health", "/ping", "/metrics", "/load")
 
 
 class Drain:
@@ -52,6 +52,11 @@ class Drain:
     @property
     def is_idle(self) -> bool:
         return self.is_draining and not self._num_running
+
+    @property
+    def num_running(self) -> int:
+        """Requests between their first byte and their last."""
+        return self._num_running
 
     def started(self) -> None:
         self._num_running += 1

@@ -1,71 +1,134 @@
-"""`/metrics` for Prometheus: what the workers' heartbeats say, under the names that dashboards for vLLM query."""
+"""`/metrics` for Prometheus and `/load`: what heartbeats say of instances, what all API processes count of requests.
+
+The names are in metric_tables.py. Knows nothing of how anything is counted or how processes tell each other.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from pd_cluster.api import metric_tables as tables
+from pd_cluster.api.drain import Drain
+from pd_cluster.api.http import LOOKING, PlainRoute
+from pd_cluster.api.metric_tables import OfInstance, OfRequests
 from pd_cluster.cluster.instance import Instance
-from pd_cluster.wire import Load
+from pd_cluster.cluster.router import Router
+from pd_cluster.cluster.stats import BOUNDS
+from pd_cluster.errors import Unavailable
+from pd_cluster.reports import AllStats, Buckets, Busy, Stats
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Read = Callable[[Load], float]
-
-GAUGES: tuple[tuple[str, str, Read], ...] = (
-    ("vllm:num_requests_running", "Sequences that take part in steps.", lambda load: load.num_running),
-    ("vllm:num_requests_waiting", "Requests that wait for room.", lambda load: load.num_waiting),
-    (
-        "vllm:kv_cache_usage_perc",
-        "Share of the KV blocks that requests hold, 0 to 1.",
-        lambda load: load.num_held_blocks / max(1, load.num_blocks),
-    ),
-    ("pd_cluster:num_cached_blocks", "KV blocks kept for later requests.", lambda load: load.num_cached_blocks),
-    (
-        "pd_cluster:num_swapped_blocks",
-        "KV blocks of preempted requests in host memory.",
-        lambda load: load.num_swap_blocks - load.num_free_swap_blocks,
-    ),
-)
-COUNTERS: tuple[tuple[str, str, Read], ...] = (
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda x: x.num_prefix_query_tokens),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda load: load.num_prefix_hit_tokens),
-    ("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
-    ("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),
-    ("pd_cluster:kv_received_bytes", "KV cache received from prefill instances.", lambda load: load.kv_received_nbytes),
-    (
-        "pd_cluster:kv_frames_dropped",
-        "KV headers that were replayed, forged, out of order or not decodable.",
-        lambda load: load.num_dropped_kv_frames,
-    ),
-)
+Totals = Callable[[], AllStats | None]
+Family = GaugeMetricFamily | CounterMetricFamily
 
 
-class _Loads(Collector):
-    def __init__(self, instances: Sequence[Instance], model_name: str) -> None:
+def metrics_routes(
+    router: Router, instances: Sequence[Instance], model_name: str, drain: Drain, totals: Totals | None = None
+) -> APIRouter:
+    """`totals`: of all API processes, which every one of them answers alike; None: there is only this one."""
+    routes = APIRouter(route_class=PlainRoute)
+
+    def told() -> AllStats:
+        found = AllStats(router.stats.snapshot(), Busy(), 1) if totals is None else totals()
+        if found is None:  # less than another process has said would look as if everything had begun anew
+            raise Unavailable("this process has just begun and does not know the others' counts yet")
+        return found
+
+    @routes.api_route("/metrics", methods=LOOKING)
+    async def metrics(request: Request) -> Response:
+        body = metrics_of(instances, model_name, told(), router.num_streams)
+        return Response(body, media_type=METRICS_MEDIA_TYPE)
+
+    @routes.api_route("/load", methods=LOOKING)
+    async def load(request: Request) -> JSONResponse:
+        """As vLLM has it: requests in flight."""
+        return JSONResponse({"server_load": drain.num_running + told().others.num_requests})
+
+    return routes
+
+
+def busy_of(router: Router, drain: Drain) -> Busy:
+    return Busy(drain.num_running, router.num_streams)
+
+
+def metrics_of(instances: Sequence[Instance], model_name: str, told: AllStats, num_streams: int) -> bytes:
+    """The exposition text. An instance's counters start again from 0 when it does; `num_streams` are this process'."""
+    registry = CollectorRegistry()
+    registry.register(_Cluster(instances, model_name, told, num_streams))
+    return generate_latest(registry)
+
+
+class _Cluster(Collector):
+    def __init__(self, instances: Sequence[Instance], model_name: str, told: AllStats, num_streams: int) -> None:
         self._instances = instances
         self._model_name = model_name
+        self._told = told
+        self._num_streams = num_streams
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "instance_id"]
-        for name, text, read in GAUGES:
-            yield self._filled(GaugeMetricFamily(name, text, labels=labels), read)
-        for name, text, read in COUNTERS:
-            yield self._filled(CounterMetricFamily(name, text, labels=labels), read)
+        for of in tables.INSTANCE_GAUGES:
+            yield self._of_instances(GaugeMetricFamily(of.name, of.text, labels=labels), of)
+        for of in tables.INSTANCE_COUNTERS:
+            yield self._of_instances(CounterMetricFamily(of.name, of.text, labels=labels), of)
+        for counter in tables.REQUEST_COUNTERS:
+            yield self._counter(counter, self._told.stats)
+        for histogram in tables.HISTOGRAMS:
+            yield self._histogram(histogram, self._told.stats)
+        yield self._cache_config()
+        yield self._states()
+        num_streams = self._num_streams + self._told.others.num_streams
+        for each, value in ((tables.OPEN_STREAMS, num_streams), (tables.API_PROCESSES, self._told.num_api_processes)):
+            family = GaugeMetricFamily(each.name, each.text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
 
-    def _filled(
-        self, family: GaugeMetricFamily | CounterMetricFamily, read: Read
-    ) -> GaugeMetricFamily | CounterMetricFamily:
+    def _of_instances(self, family: Family, of: OfInstance) -> Family:
         for instance in self._instances:
             if instance.is_ready:
-                family.add_metric([self._model_name, instance.name], read(instance.load))
+                family.add_metric([self._model_name, instance.name], of.read(instance.load))
         return family
 
+    def _counter(self, of: OfRequests, stats: Stats) -> CounterMetricFamily:
+        labels = ["model_name", of.label] if of.label else ["model_name"]
+        family = CounterMetricFamily(of.name, of.text, labels=labels)
+        for value, name in of.numbers.items():
+            family.add_metric([self._model_name, value][: len(labels)], stats.counters.get(name, 0))
+        return family
 
-def metrics_of(instances: Sequence[Instance], model_name: str) -> bytes:
-    """The exposition text. A counter starts again from 0 when its instance does."""
-    registry = CollectorRegistry()
-    registry.register(_Loads(instances, model_name))
-    return generate_latest(registry)
+    def _histogram(self, of: OfRequests, stats: Stats) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(of.name, of.text, labels=["model_name"])
+        for name in of.numbers.values():
+            bounds = [*map(floatToGoString, BOUNDS[name]), "+Inf"]
+            counted = stats.histograms.get(name, Buckets([0] * len(bounds), 0))
+            buckets = list(zip(bounds, itertools.accumulate(counted.counts), strict=True))
+            family.add_metric([self._model_name], buckets, counted.total_e6 / 1e6)
+        return family
+
+    def _cache_config(self) -> GaugeMetricFamily:
+        of = tables.CACHE_CONFIG
+        labels = ["model_name", "instance_id", "block_size", "num_gpu_blocks", "cache_dtype"]
+        family = GaugeMetricFamily(of.name, of.text, labels=labels)
+        for each in self._instances:
+            if each.is_ready and each.info is not None and (layout := each.info.layout) is not None:
+                size, num_blocks = str(layout.block_size), str(each.info.num_blocks)
+                family.add_metric([self._model_name, each.name, size, num_blocks, layout.dtype], 1)
+        return family
+
+    def _states(self) -> GaugeMetricFamily:
+        """Also of states that nobody is in: an alert cannot be on what is not there."""
+        of = tables.INSTANCES
+        family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "role", "state"])
+        found = Counter[tuple[str, str]]((instance.role, instance.shown_state) for instance in self._instances)
+        for role, state in itertools.product(tables.ROLES, tables.STATES):
+            family.add_metric([self._model_name, role, state], found[role, state])
+        return family

@@ -15,7 +15,7 @@ from pd_cluster.api.document import document
 from pd_cluster.api.drain import Drain, DrainGate
 from pd_cluster.api.http import LOOKING, PlainRoute, install_error_handlers
 from pd_cluster.api.legacy import legacy_routes
-from pd_cluster.api.metrics import METRICS_MEDIA_TYPE, metrics_of
+from pd_cluster.api.metrics import Totals, metrics_routes
 from pd_cluster.api.model_routes import model_routes
 from pd_cluster.api.openai import openai_routes
 from pd_cluster.api.request_id import RequestIds
@@ -31,24 +31,27 @@ TITLE = "pd-cluster"
 
 
 def public_app(
-    service: TextService, instances: list[Instance], openai: bool, drain: Drain, http: HttpConfig
+    service: TextService,
+    instances: list[Instance],
+    openai: bool,
+    drain: Drain,
+    http: HttpConfig,
+    totals: Totals | None = None,
 ) -> FastAPI:
+    """`totals`: of all API processes, where there are several."""
     app = _app(service, openai, http)
     install_error_handlers(app)
     _put_in_front(app, drain, http)
     own = (openai_routes, model_routes, token_routes) if openai else (legacy_routes,)
     for routes in own:
         app.include_router(routes(service))
-    app.include_router(_common_routes(service, instances, drain))
+    app.include_router(_common_routes(instances, drain))
+    app.include_router(metrics_routes(service.router, instances, service.served_model_names[0], drain, totals))
     return app
 
 
-def _common_routes(service: TextService, instances: list[Instance], drain: Drain) -> APIRouter:
+def _common_routes(instances: list[Instance], drain: Drain) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
-
-    @routes.api_route("/metrics", methods=LOOKING)
-    async def metrics(request: Request) -> Response:
-        return Response(metrics_of(instances, service.served_model_names[0]), media_type=METRICS_MEDIA_TYPE)
 
     @routes.api_route("/ping", methods=[*LOOKING, "POST"])
     @routes.api_route("/health", methods=LOOKING)

@@ -228,3 +228,7 @@ class Health(BaseModel):
 
 class Version(BaseModel):
     version: str
+
+
+class ServerLoad(BaseModel):
+    server_load: int = Field(description="In all API processes together.")

@@ -19,9 +19,22 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pd_cluster.cluster.instance import Instance
+from pd_cluster.cluster.stats import added
 from pd_cluster.config import ApiProcessConfig
 from pd_cluster.errors import InstanceLost
-from pd_cluster.reports import ApiReport, Instances, InstanceView, MoveOn, OthersTokens, Outstanding, Stop, ToApi
+from pd_cluster.reports import (
+    AllStats,
+    ApiReport,
+    Busy,
+    Instances,
+    InstanceView,
+    MoveOn,
+    OthersTokens,
+    Outstanding,
+    Stats,
+    Stop,
+    ToApi,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +56,9 @@ class _Api:
     process: asyncio.subprocess.Process | None = None
     writer: asyncio.StreamWriter | None = None
     report: dict[str, Outstanding] = field(default_factory=dict)
+    busy: Busy = field(default_factory=Busy)
+    stats: Stats = field(default_factory=Stats)  # of this life of it
+    told_stats: AllStats | None = None
     is_idle: bool = False  # it drains and serves nothing any more, or has ended
     told: bytes = b""
     deaths_s: list[float] = field(default_factory=list)
@@ -50,6 +66,10 @@ class _Api:
     def tell(self, what: ToApi) -> None:
         if self.writer is not None and not self.writer.is_closing():
             self.writer.write(msgspec.json.encode(what) + b"\n")
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
 
     def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -69,6 +89,7 @@ class ApiProcesses:
     ) -> None:
         self._apis = [_Api(config, listener) for config, listener in zip(configs, listeners, strict=True)]
         self._reports_changed = False
+        self._ended_stats = Stats()  # of processes that are gone
         self._instances = instances
         self._drain_timeout_s = drain_timeout_s
         self._is_stopping = False
@@ -149,7 +170,7 @@ class ApiProcesses:
             except TimeoutError:
                 api.kill()
                 code = await process.wait()
-            self._hear(api, ApiReport({}, is_idle=self._is_stopping))
+            self._hear_end(api)
             if not self._is_stopping:
                 self._note_death(api, process.pid, code)
         api.listener.close()  # connections go to those that still answer
@@ -186,7 +207,8 @@ class ApiProcesses:
         api.process = process
         reader, api.writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES)
         api.writer.write(msgspec.json.encode(api.config) + b"\n")
-        api.told = b""
+        api.told, api.told_stats = b"", None
+        self.share_stats()  # before it is asked for them
         self.publish()
         if self._is_stopping:  # it began while the others were told
             api.tell(Stop())
@@ -194,7 +216,9 @@ class ApiProcesses:
 
     def _hear(self, api: _Api, report: ApiReport) -> None:
         """Adds up."""
-        api.report, api.is_idle = report.outstanding, report.is_idle
+        api.report, api.is_idle, api.busy = report.outstanding, report.is_idle, report.busy
+        if report.stats is not None:
+            api.stats = report.stats
         if all(each.is_idle for each in self._apis):
             self._all_idle.set()
         self._reports_changed = True
@@ -203,11 +227,17 @@ class ApiProcesses:
             instance.num_outstanding = sum(part.num_legs for part in each)
             instance.outstanding_tokens = sum(part.num_tokens for part in each)
 
+    def _hear_end(self, api: _Api) -> None:
+        """Nothing of it is outstanding any more; what it had counted still counts."""
+        self._hear(api, ApiReport({}, is_idle=self._is_stopping))
+        self._ended_stats, api.stats = added([self._ended_stats, api.stats]), Stats()
+
     async def _share_reports(self) -> None:
         while True:
             await asyncio.sleep(SHARE_S)
             if self._reports_changed:
                 self.share_reports()
+                self.share_stats()
 
     def share_reports(self) -> None:
         """Tells each what is not its own of what is outstanding."""
@@ -215,6 +245,18 @@ class ApiProcesses:
         for api in self._apis:
             tokens = {i.name: i.outstanding_tokens - _tokens(api, i.name) for i in self._instances}
             api.tell(OthersTokens(tokens))
+
+    def share_stats(self) -> None:
+        """Tells each the same totals, and what the others do now, if that is news."""
+        stats = added([self._ended_stats, *(api.stats for api in self._apis)])
+        num_alive = sum(api.is_alive for api in self._apis)
+        for api in self._apis:
+            others = [each.busy for each in self._apis if each is not api]
+            busy = Busy(sum(each.num_requests for each in others), sum(each.num_streams for each in others))
+            news = AllStats(stats, busy, num_alive)
+            if news != api.told_stats:
+                api.told_stats = news
+                api.tell(news)
 
 
 def _tokens(api: _Api, name: str) -> int:

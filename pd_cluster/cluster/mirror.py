@@ -10,10 +10,12 @@ import itertools
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.roster import Roster
 from pd_cluster.mailbox import Mailbox
-from pd_cluster.reports import ApiReport, Instances, InstanceView, MoveOn, OthersTokens, Outstanding, ToApi
+from pd_cluster.reports import AllStats, ApiReport, Instances, InstanceView, MoveOn, OthersTokens, Outstanding, ToApi
 
 log = logging.getLogger(__name__)
 
@@ -33,22 +35,27 @@ class Mirror(Roster):
         super().__init__([], mailbox, lost)
         self._move_on = move_on
         self._views: dict[str, InstanceView] = {}
+        self.totals: AllStats | None = None  # of all API processes; None: not told yet
 
-    async def run(self, tell: Callable[[ApiReport], None], is_idle: Callable[[], bool]) -> None:
-        """Connects again to whom it should be connected to, and reports what is outstanding, until cancelled."""
+    async def run(self, tell: Callable[[ApiReport], None], own: Callable[[], ApiReport]) -> None:
+        """Connects again to whom it should be connected to, and reports, until cancelled.
+
+        `own`: all of a report but what is outstanding.
+        """
         told = ApiReport({})
         for tick in itertools.count():
             await asyncio.sleep(TICK_S)
-            report = self.report(is_idle())
+            report = self.report(own())
             if report != told or tick % SILENT_TICKS == 0:
+                tell(report if report.stats != told.stats else msgspec.structs.replace(report, stats=None))
                 told = report
-                tell(report)
             for instance in self.instances:
                 self._connect_if_wanted(instance)
 
-    def report(self, is_idle: bool) -> ApiReport:
+    def report(self, own: ApiReport) -> ApiReport:
         busy = [instance for instance in self.instances if instance.num_outstanding]
-        return ApiReport({i.name: Outstanding(i.num_outstanding, i.outstanding_tokens) for i in busy}, is_idle)
+        outstanding = {i.name: Outstanding(i.num_outstanding, i.outstanding_tokens) for i in busy}
+        return msgspec.structs.replace(own, outstanding=outstanding)
 
     def hear(self, news: ToApi) -> None:
         """What the scheduler says."""
@@ -58,6 +65,8 @@ class Mirror(Roster):
             case OthersTokens(tokens):
                 for instance in self.instances:
                     instance.others_tokens = tokens.get(instance.name, 0)
+            case AllStats():
+                self.totals = news
             case MoveOn(name, why):
                 for instance in [each for each in self.instances if each.name == name]:
                     self._move_on(instance, why)

@@ -20,11 +20,12 @@ from pd_cluster.cluster.policy import Ask, Pair, Policy, alone
 from pd_cluster.cluster.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.roster import Roster
 from pd_cluster.cluster.slices import Slices
+from pd_cluster.cluster.stats import ReplayCause, RequestStats
 from pd_cluster.cluster.stream import Request, Sequence, Setback, Stream, ask_of
 from pd_cluster.cluster.timeline import Timelines
-from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, PdClusterError, Unavailable
+from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Overloaded, PdClusterError, Unavailable
 from pd_cluster.mailbox import Mailbox
-from pd_cluster.types import Leg, LegEnd, PromptOutput, SamplingParams, TokenOutput
+from pd_cluster.types import FinishReason, Leg, LegEnd, PromptOutput, SamplingParams, TokenOutput
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Router:
         self._life = secrets.token_hex(4)
         self._lost_s = -math.inf  # when an instance was lost last
         self.timelines = Timelines()
+        self.stats = RequestStats()
         self.membership: Roster  # set by whoever builds both
 
     @property
@@ -99,7 +101,8 @@ class Router:
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
         deadline_s = loop.time() + timeout_s if timeout_s else None
         request = Request(prompt_token_ids, sampling, cache_salt, session, priority)
-        stream = self._open(request, ask := ask_of(request), await self._first_pair(ask))
+        arrived_s = self.stats.clock() if received_s is None else received_s
+        stream = self._open(request, ask := ask_of(request), await self._first_pair(ask), arrived_s)
         stream.prompted = prompted
         prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
         self.timelines.routed(
@@ -135,7 +138,7 @@ class Router:
                 expiry.cancel()
             stream.prompted = _unheard  # the reader may hold the stream: no circle that outlives the request
             self._finish(stream)
-            self.timelines.ended(stream.request_id, "" if stream.is_over else _why(sys.exception()))
+            self._note_end(stream, sys.exception())
 
     async def _replay(self, stream: Stream, setback: Setback, deadline_s: float | None) -> None:
         """Another attempt, elsewhere, after what was delivered. Raises the setback's error when there shall be none."""
@@ -162,6 +165,7 @@ class Router:
                     raise setback.error from None
         log.info("request %s goes on at %s: %s", stream.request_id, stream.decode.name, setback.error)
         self.timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, stream.decode.name)
+        self.stats.replayed(setback.cause)
         self._submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
     def expect_instances(self) -> None:
@@ -181,15 +185,20 @@ class Router:
                     async with asyncio.timeout_at(self._lost_s + self._limits.together_s):
                         await self.membership.change()
                 except TimeoutError:
+                    self.stats.refused("unavailable")
                     raise error from None
+            except Overloaded:
+                self.stats.refused("slo")
+                raise
 
     def _died_together(self, stream: Stream) -> bool:
         return stream.deaths_s[-1] - stream.deaths_s[0] <= self._limits.together_s if stream.deaths_s else True
 
-    def _open(self, request: Request, ask: Ask, pair: Pair) -> Stream:
+    def _open(self, request: Request, ask: Ask, pair: Pair, received_s: float) -> Stream:
         request_id = f"{self._life}-{next(self._counter)}"
         sequences = [Sequence(index) for index in range(request.sampling.n)]
-        stream = Stream(request_id, 0, {}, request, ask, *pair, sequences, self._mailbox.send)
+        send, stats = self._mailbox.send, self.stats
+        stream = Stream(request_id, 0, {}, request, ask, *pair, sequences, send, stats=stats, received_s=received_s)
         self._streams[request_id] = stream
         return stream
 
@@ -232,6 +241,15 @@ class Router:
             return
         self._abort_legs(stream)
 
+    def _note_end(self, stream: Stream, error: BaseException | None) -> None:
+        """What of it did not come to an end was aborted, by who stopped reading, unless an error of ours ended it."""
+        timeline = self.timelines.find(stream.request_id)
+        admitted_s = timeline.admitted_s(stream.first_s) if timeline is not None else None
+        handovers_s = timeline.handovers_s() if timeline is not None else []
+        left: FinishReason = "error" if isinstance(error, PdClusterError) else "abort"
+        self.stats.ended(stream.outcome(left, admitted_s, handovers_s))
+        self.timelines.ended(stream.request_id, "" if stream.is_over else _why(error))
+
     def _abort_legs(self, stream: Stream) -> None:
         for conn in list(stream.legs):
             self._mailbox.send(conn, wire.Abort(stream.request_id, stream.attempt))
@@ -242,10 +260,10 @@ class Router:
         self._abort_legs(stream)
         stream.inbox.put(GenerationError(f"the client leaves more than {stream.max_unread} tokens unread"))
 
-    def _retreat(self, stream: Stream, error: GenerationError) -> None:
+    def _retreat(self, stream: Stream, error: GenerationError, cause: ReplayCause) -> None:
         """The attempt has failed, whatever its other leg still does."""
         self._abort_legs(stream)
-        stream.retreat(error)
+        stream.retreat(error, cause)
 
     def _leg_ended(self, stream: Stream, conn: str) -> None:
         instance = stream.legs.pop(conn, None)
@@ -298,7 +316,7 @@ class Router:
             error = GenerationError(f"{name}: {ended.error}")
             if ended.is_fault:
                 stream.ask.avoid.add((stream.prefill.key, stream.decode.key))
-                self._retreat(stream, error)
+                self._retreat(stream, error, "fault")
             else:
                 stream.inbox.put(error)
 
@@ -312,7 +330,7 @@ class Router:
         for stream in list(self._streams.values()):
             if any(member is instance for member in stream.legs.values()):
                 stream.num_moves += 1
-                self._retreat(stream, GenerationError(f"{instance.name} gave up this request: {why}"))
+                self._retreat(stream, GenerationError(f"{instance.name} gave up this request: {why}"), "moved")
 
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Every request with a leg there goes on elsewhere, if it can."""
@@ -321,7 +339,8 @@ class Router:
             for conn in [conn for conn, member in stream.legs.items() if member is instance]:
                 self._leg_ended(stream, conn)
                 stream.deaths_s.append(self._lost_s)
-                self._retreat(stream, InstanceLost(f"{instance.name} was lost while it served this request: {reason}"))
+                error = InstanceLost(f"{instance.name} was lost while it served this request: {reason}")
+                self._retreat(stream, error, "death")
 
 
 def _why(error: BaseException | None) -> str:

@@ -14,8 +14,9 @@ from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.policy import Ask
 from pd_cluster.cluster.prefixes import Prompt
+from pd_cluster.cluster.stats import Histogram, Outcome, ReplayCause, RequestStats
 from pd_cluster.errors import GenerationError
-from pd_cluster.types import PromptOutput, Resumed, SamplingParams, TokenOutput
+from pd_cluster.types import FinishReason, PromptOutput, Resumed, SamplingParams, TokenOutput
 
 MAX_UNREAD_TOKENS = 4096  # of a request, that its reader has not taken; where it has many sequences, so many steps
 MAX_UNREAD_STEPS = 256
@@ -48,6 +49,7 @@ class Setback:
     """An attempt has ended before its request. `error` is what the reader gets when there is no other."""
 
     error: GenerationError
+    cause: ReplayCause
 
 
 class Inbox:
@@ -85,6 +87,9 @@ class Sequence:
     arrived: dict[int, TokenOutput] = field(default_factory=dict)
     is_finished: bool = False  # its last token has come, perhaps before others; or it was stopped
     is_over: bool = False  # its last token has been read, or it was stopped
+    num_taken: int = 0  # tokens that have been read
+    last_s: float = 0.0  # when a token was delivered last; 0: none yet
+    finish_reason: FinishReason | None = None  # once it is over
 
     @property
     def num_delivered(self) -> int:
@@ -112,13 +117,18 @@ class Stream:
     deaths_s: list[float] = field(default_factory=list)  # when attempts of it ended with an instance's death
     num_moves: int = 0  # attempts that ended because somebody wanted their instance empty
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
+    stats: RequestStats = field(default_factory=RequestStats)
+    received_s: float = 0.0
+    first_s: float = 0.0  # when the first token was delivered; 0: none yet
     max_unread: float = field(init=False)
+    intervals: Histogram = field(init=False)
 
     def __post_init__(self) -> None:
-        """The answer of a beam search comes at once, so nobody can have read any of it."""
-        sampling = self.request.sampling
+        """The answer of a beam search comes at once: nobody can have read any of it, and no time is between tokens."""
+        sampling, intervals = self.request.sampling, self.stats.inter_token_s
         most = max(MAX_UNREAD_TOKENS, sampling.n * MAX_UNREAD_STEPS)
         self.max_unread = float("inf") if sampling.beam_width else most
+        self.intervals = Histogram(intervals.bounds) if sampling.beam_width else intervals
 
     def put(self, token: TokenOutput) -> None:
         """Takes a token, of whatever leg and in whatever order; what was delivered already is dropped."""
@@ -131,11 +141,21 @@ class Stream:
         if token.finish_reason is not None:
             sequence.is_finished = True
         if token.position == num_delivered and not sequence.arrived and not self._waits_for_prompt():
-            sequence.token_ids.append(token.token_id)  # the usual case
-            self.inbox.put(token)
+            self._deliver(sequence, token)  # the usual case
             return
         sequence.arrived.setdefault(token.position, token)
         self.release([sequence])
+
+    def _deliver(self, sequence: Sequence, token: TokenOutput) -> None:
+        sequence.token_ids.append(token.token_id)
+        self.inbox.put(token)
+        now_s = self.stats.clock()
+        if sequence.last_s:
+            self.intervals.observe(now_s - sequence.last_s)
+        elif not self.first_s:
+            self.first_s = now_s
+            self.stats.first_token(len(self.request.prompt_token_ids), now_s - self.received_s)
+        sequence.last_s = now_s
 
     def _waits_for_prompt(self) -> bool:
         """Whether the prompt's own outputs may still come, which the first token must not come before."""
@@ -147,8 +167,7 @@ class Stream:
             return
         for sequence in sequences:
             while (token := sequence.arrived.pop(sequence.num_delivered, None)) is not None:
-                sequence.token_ids.append(token.token_id)
-                self.inbox.put(token)
+                self._deliver(sequence, token)
 
     def put_prompt(self, prompt: PromptOutput) -> None:
         if prompt.attempt == self.attempt and not self.is_prompted:
@@ -160,7 +179,10 @@ class Stream:
         sequence = self.sequences[token.index]
         if sequence.is_over:
             return False
-        sequence.is_over = token.finish_reason is not None
+        sequence.num_taken += 1
+        self.stats.num_generation_tokens += 1
+        if token.finish_reason is not None:
+            sequence.is_over, sequence.finish_reason = True, token.finish_reason
         return True
 
     def stop(self, index: int) -> None:
@@ -169,6 +191,7 @@ class Stream:
         if sequence.is_over:
             return
         sequence.is_finished = sequence.is_over = True
+        sequence.finish_reason = "stop"
         sequence.arrived.clear()
         if self.is_over:
             self.inbox.put(None)  # the last one: the whole request ends, and its legs with it
@@ -176,7 +199,7 @@ class Stream:
         for conn in self.legs:
             self.send(conn, wire.Abort(self.request_id, self.attempt, index))
 
-    def retreat(self, error: GenerationError) -> None:
+    def retreat(self, error: GenerationError, cause: ReplayCause) -> None:
         """This attempt is over, and the next goes on after what was delivered; nothing that it still says counts."""
         for sequence in self.sequences:
             if any(token.finish_reason is not None for token in sequence.arrived.values()):
@@ -184,13 +207,27 @@ class Stream:
             sequence.arrived.clear()
         if not self.is_finished:
             self.attempt += 1
-            self.inbox.put(Setback(error))
+            self.inbox.put(Setback(error, cause))
 
     def resumed(self) -> list[Resumed]:
         """The sequences that another instance goes on with; empty when nothing is known of any yet."""
         if not any(sequence.token_ids or sequence.is_finished for sequence in self.sequences):
             return []
         return [Resumed(each.index, list(each.token_ids)) for each in self.sequences if not each.is_finished]
+
+    def outcome(self, left: FinishReason, admitted_s: float | None, handovers_s: list[float]) -> Outcome:
+        """Of a request that has ended; `left` is why those of its sequences did that are not over."""
+        return Outcome(
+            [sequence.finish_reason or left for sequence in self.sequences],
+            [sequence.num_taken for sequence in self.sequences],
+            len(self.request.prompt_token_ids),
+            self.request.sampling.max_tokens,
+            self.received_s,
+            self.first_s,
+            max(sequence.last_s for sequence in self.sequences),
+            admitted_s,
+            handovers_s,
+        )
 
     @property
     def transfer_id(self) -> str:

@@ -71,6 +71,26 @@ class Timeline:
             for at_s, who, what, numbers in found
         ]
 
+    def admitted_s(self, before_s: float) -> float | None:
+        """When a prefill instance had room for the prompt, in the attempt that was under way at that time."""
+        told = [event.at_s + clock.offset_s for clock, event in self.others if event.what == "admitted"]
+        return max((at_s for at_s in told if at_s <= before_s), default=min(told, default=None))
+
+    def handovers_s(self) -> list[float]:
+        """How long each finished handover took, from offer to confirmation: by the clock of who received it."""
+        offered: dict[tuple[str, str], float] = {}
+        landed: set[tuple[str, str]] = set()
+        took_s = []
+        for clock, event in self.others:
+            key = clock.conn, event.transfer_id
+            if event.what == "offered":
+                offered[key] = event.at_s
+            elif event.what == "landing complete":
+                landed.add(key)
+            elif event.what == "confirmed" and key in landed and key in offered:
+                took_s.append(event.at_s - offered[key])
+        return took_s
+
     def to_json(self) -> dict[str, Any]:
         """The body of `/requests/{id}/timeline`."""
         return {

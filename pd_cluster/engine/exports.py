@@ -108,7 +108,7 @@ class Exports:
     ) -> None:
         self._scheduler = scheduler
         self._ports = ports
-        self._ended = ended
+        self._tell_ended = ended
         self._clock = clock
         self._timeouts = timeouts
         self._num_layers = num_layers
@@ -118,6 +118,10 @@ class Exports:
         self._exports: dict[str, Export] = {}
         self._step: list[Export] = []  # those whose prompts the step that runs now computes
         self.held = Held()
+        self.num_handed_over = 0
+        self.num_failed = 0
+        self.num_expired_credits = 0
+        self.num_expired_holds = 0
 
     def __len__(self) -> int:
         return len(self._exports)
@@ -219,6 +223,8 @@ class Exports:
             offered = export.state is ExportState.OFFERED
             limit_s = self._timeouts.credit_timeout_s if offered else self._timeouts.transfer_timeout_s
             if now_s - max(export.since_s, self._ports.progress_s(export.conn)) > limit_s:
+                self.num_expired_credits += offered
+                self.num_expired_holds += not offered
                 what = "did not take the transfer" if offered else "did not finish the transfer"
                 handed_over = self._let_go(export)
                 if not handed_over:
@@ -280,6 +286,11 @@ class Exports:
     def _blocks(self, export: Export, start: int, stop: int) -> list[int]:
         size = self._scheduler.block_size
         return export.request.block_table[start // size : -(-stop // size)]
+
+    def _ended(self, request: Request, error: str | None) -> None:
+        self.num_handed_over += error is None
+        self.num_failed += error is not None
+        self._tell_ended(request, error)
 
     def _find(self, conn: str, transfer_id: str) -> Export | None:
         export = self._exports.get(transfer_id)

@@ -87,6 +87,7 @@ class Imports:
         self._note = note
         self._imports: dict[str, Import] = {}  # in the order of offers, as far as they are offered
         self.num_landings = 0
+        self.num_expired = 0
 
     def __len__(self) -> int:
         return len(self._imports)
@@ -213,6 +214,7 @@ class Imports:
                 if found.state is not ImportState.OFFERED:
                     alive_s = max(alive_s, self._ports.progress_s(found.conn))
                 if now_s - alive_s > self._timeouts.transfer_timeout_s:
+                    self.num_expired += 1
                     reason = f"the transfer stood still for {self._timeouts.transfer_timeout_s:g} s"
                     self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
                     self._give_up(found, reason)

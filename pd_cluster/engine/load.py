@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from pd_cluster import wire
 from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.exports import Exports
 from pd_cluster.engine.imports import Imports
 from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.engine.pace import Pace
+from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.types import Status
 
 
 def load_of(
-    core: EngineCore, imports: Imports, out_links: OutLinks, in_links: InLinks, pace: Pace, is_draining: bool
+    core: EngineCore,
+    exports: Exports,
+    imports: Imports,
+    out_links: OutLinks,
+    in_links: InLinks,
+    pace: Pace,
+    is_draining: bool,
 ) -> wire.Load:
     scheduler = core.scheduler
     blocks = scheduler.blocks
@@ -40,6 +48,20 @@ def load_of(
         kv_sent_nbytes=out_links.sent_nbytes,
         kv_received_nbytes=in_links.received_nbytes,
         num_dropped_kv_frames=in_links.num_dropped,
+        num_handed_over=exports.num_handed_over,
+        num_failed_handovers=exports.num_failed,
+        num_expired_credits=exports.num_expired_credits,
+        num_expired_holds=exports.num_expired_holds + imports.num_expired,
+        num_leaked_blocks=num_leaked_blocks(scheduler),
         links=out_links.states(),
         is_draining=is_draining,
     )
+
+
+def num_leaked_blocks(scheduler: Scheduler) -> int:
+    """Blocks held by no request, at the least: a block that several requests share counts for each of them.
+
+    Never too many, and exact while there are no requests; `Scheduler.check` would say which, but looks at every block.
+    """
+    named = sum(len(request.block_table) for request in scheduler.requests.values())
+    return max(0, scheduler.blocks.num_held - named)

@@ -175,7 +175,9 @@ class Worker:
             self.exports.on_credit(*self.credits.get_nowait())
 
     def _publish_load(self) -> None:
-        load = load_of(self.core, self.imports, self.out_links, self.in_links, self._pace, self._is_draining)
+        load = load_of(
+            self.core, self.exports, self.imports, self.out_links, self.in_links, self._pace, self._is_draining
+        )
         has_news = (load.links, load.is_draining) != (self.load.links, self.load.is_draining)
         self.load = load
         if has_news:

@@ -1,32 +1,165 @@
-"""GET /metrics, read back with Prometheus' own parser."""
+"""GET /metrics and /load, read back with Prometheus' own parser: known requests, exact differences."""
 
 from __future__ import annotations
 
-from prometheus_client.parser import text_string_to_metric_families
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
 
 from tests.support.cluster import LiveCluster
+from tests.support.metrics import Counts, counts_of, told
+
+PROMPT = [17] * 20
 
 
-def sample(cluster: LiveCluster, name: str, instance_id: str) -> float:
-    text = cluster.client.get(f"{cluster.url}/metrics").text
-    return next(
-        each.value
-        for family in text_string_to_metric_families(text)
-        for each in family.samples
-        if each.name == name and each.labels["instance_id"] == instance_id
-    )
+@contextmanager
+def difference(cluster: LiveCluster, **expected: int) -> Iterator[None]:
+    """What the block does must make this difference to what requests count, and no other: exactly, and soon."""
+    cluster.assert_home()
+    before = counts_of(cluster)
+    yield
+    wanted = Counts({name: number for name, number in expected.items() if number})
+
+    def made() -> bool:
+        found = counts_of(cluster)
+        return found - before == wanted
+
+    try:
+        cluster.wait_until("the counts are as expected", made, timeout_s=10)
+    except AssertionError as error:
+        raise AssertionError(f"{counts_of(cluster) - before} and not {wanted}") from error
 
 
-def test_what_dashboards_query_is_there_and_moves(cluster: LiveCluster) -> None:
-    before = {name: sample(cluster, name, "prefill-0") for name in ("vllm:prefix_cache_hits_total",)}
+def test_what_dashboards_query_of_instances_moves(cluster: LiveCluster) -> None:
+    def sample(name: str, instance_id: str) -> float:
+        return told(cluster)[name, instance_id]
+
+    before = sample("vllm:prefix_cache_hits_total", "prefill-0")
+    finished = sample("pd_cluster:handovers_finished_total", "prefill-0")
     prompt = [17] * 100
     for _ in range(2):
-        cluster.complete(prompt, 2)
+        cluster.complete(prompt, 2, ignore_eos=True)
     cluster.assert_home()
-    hits = sample(cluster, "vllm:prefix_cache_hits_total", "prefill-0") - before["vllm:prefix_cache_hits_total"]
+    hits = sample("vllm:prefix_cache_hits_total", "prefill-0") - before
     assert hits >= 96  # the second time, all blocks of 16 but the last token's
-    assert sample(cluster, "vllm:prefix_cache_queries_total", "prefill-0") >= hits
-    assert sample(cluster, "pd_cluster:kv_received_bytes_total", "decode-0") > 0
-    assert sample(cluster, "pd_cluster:num_cached_blocks", "decode-0") > 0
-    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
-        assert sample(cluster, name, "prefill-0") == 0
+    assert sample("vllm:prefix_cache_queries_total", "prefill-0") >= hits
+    assert sample("vllm:gpu_prefix_cache_hits_total", "prefill-0") == before + hits
+    assert sample("pd_cluster:kv_received_bytes_total", "decode-0") > 0
+    assert sample("pd_cluster:num_cached_blocks", "decode-0") > 0
+    assert sample("pd_cluster:handovers_finished_total", "prefill-0") == finished + 2
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "pd_cluster:leases_held",
+        "pd_cluster:leaked_blocks",
+        "pd_cluster:handovers_failed_total",
+    ):
+        assert sample(name, "prefill-0") == 0, name
+
+
+def test_an_answer_of_known_length(cluster: LiveCluster) -> None:
+    with difference(
+        cluster,
+        prompt_tokens_total=20,
+        generation_tokens_total=8,
+        request_success_length=1,
+        time_to_first_token_seconds=1,
+        inter_token_latency_seconds=7,
+        time_per_output_token_seconds=7,
+        e2e_request_latency_seconds=1,
+        request_queue_time_seconds=1,
+        request_prefill_time_seconds=1,
+        request_decode_time_seconds=1,
+        request_inference_time_seconds=1,
+        request_prompt_tokens=1,
+        request_generation_tokens=1,
+        request_max_num_generation_tokens=1,
+        request_params_n=1,
+        request_params_max_tokens=1,
+        handover_seconds=1,
+    ):
+        sums = told(cluster)
+        cluster.complete(PROMPT, 8, ignore_eos=True)
+    after = told(cluster)
+
+    def took(name: str) -> float:
+        return after[f"vllm:{name}_sum", ""] - sums[f"vllm:{name}_sum", ""]
+
+    assert [took(f"request_{what}_tokens") for what in ("prompt", "generation", "max_num_generation")] == [20, 8, 8]
+    assert (took("request_params_n"), took("request_params_max_tokens")) == (1, 8)
+    parts = [took(f"request_{what}_time_seconds") for what in ("queue", "prefill", "decode")]
+    assert all(part >= 0 for part in parts)
+    assert abs(sum(parts) - took("e2e_request_latency_seconds")) < 1e-4  # each is told in millionths
+    assert abs(parts[0] + parts[1] - took("time_to_first_token_seconds")) < 1e-4
+
+
+def test_sequences_count_by_their_own_ends(cluster: LiveCluster) -> None:
+    """Three of a prompt, which is computed once."""
+    of_one_request = (
+        "time_to_first_token_seconds e2e_request_latency_seconds request_queue_time_seconds handover_seconds "
+        "request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds request_prompt_tokens "
+        "request_max_num_generation_tokens request_params_n request_params_max_tokens"
+    )
+    with difference(
+        cluster,
+        prompt_tokens_total=20,
+        generation_tokens_total=12,
+        request_success_length=3,
+        request_generation_tokens=3,
+        inter_token_latency_seconds=9,
+        time_per_output_token_seconds=9,
+        **dict.fromkeys(of_one_request.split(), 1),
+    ):
+        assert len(cluster.complete_choices(PROMPT, 4, n=3, temperature=1.0, seed=3, ignore_eos=True)) == 3
+
+
+def test_a_stop_string_ends_a_sequence_as_stop(cluster: LiveCluster) -> None:
+    """What the model makes beyond it is not counted."""
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    text = cluster.client.post(f"{cluster.url}/v1/completions", json=body).json()["choices"][0]["text"]
+    cluster.assert_home()
+    before = counts_of(cluster)
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**body, "stop": [text[10:14]]}).json()
+    made = counts_of(cluster) - before
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert made["request_success_stop"] == 1
+    assert made["generation_tokens_total"] == answer["usage"]["completion_tokens"] < 60
+    assert made["request_success_length"] == made["request_success_abort"] == 0
+
+
+def test_who_leaves_counts_as_abort_and_takes_no_time(cluster: LiveCluster) -> None:
+    cluster.assert_home()
+    before = counts_of(cluster)
+    body = {"prompt": PROMPT, "max_tokens": 230, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+        assert next(answer.iter_lines()).startswith("data: {")
+    cluster.wait_until("it has ended", lambda: (counts_of(cluster) - before)["request_success_abort"] == 1)
+    made = counts_of(cluster) - before
+    assert made["prompt_tokens_total"] == 20
+    assert 0 < made["generation_tokens_total"] < 230
+    assert made["time_to_first_token_seconds"] == 1
+    assert not made["e2e_request_latency_seconds"]
+    assert not made["request_generation_tokens"]
+    cluster.assert_home()
+    assert told(cluster)["pd_cluster:open_streams", ""] == 0
+
+
+def test_load_is_the_number_of_requests_in_flight(cluster: LiveCluster) -> None:
+    """One is, from its first byte on; who asks for the load is none."""
+
+    def load() -> object:
+        return cluster.client.get(f"{cluster.url}/load").json()
+
+    assert load() == {"server_load": 0}
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", cluster.launch.port), timeout=30) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode())
+        cluster.wait_until("it is in flight", lambda: load() == {"server_load": 1})
+        connection.sendall(body)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    cluster.wait_until("it is answered", lambda: load() == {"server_load": 0})

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import openai
 import pytest
-from tests.support.scripted_scenarios import FAMILIES, Family
 
 from tests.support.cluster import LiveCluster
+from tests.support.scripted_scenarios import FAMILIES, Family
 
 ASKED = [{"role": "user", "content": "How is the weather?"}]
 WEATHER: dict[str, Any] = {

@@ -18,6 +18,7 @@ from pd_cluster.cluster.launcher import ADMIN_TOKEN
 from pd_cluster.types import SamplingParams
 from tests.support.cluster import LiveCluster, children_of, in_parallel
 from tests.support.engines import assert_same, random_prompt
+from tests.support.metrics import counts_of, told
 from tests.support.reference_beams import assert_same_beams
 from tests.support.steady_stream import SteadyStream
 
@@ -219,6 +220,32 @@ def test_drains_and_roles_under_a_steady_stream(cluster: LiveCluster) -> None:
     cluster.assert_home()
 
 
+def test_every_api_process_tells_the_counts_of_all(cluster: LiveCluster) -> None:
+    """Requests over connections of their own, which the kernel spreads; and one that is in flight at one of them."""
+    cluster.assert_home()
+    before = counts_of(cluster)
+
+    def all_have(num_requests: int) -> bool:
+        """Each of many new connections, that is: each of the processes."""
+        wanted = {"prompt_tokens_total": 3, "generation_tokens_total": 2, "request_success_length": 1}
+        made = [counts_of(cluster) - before for _ in range(12)]
+        return all(each[name] == number * num_requests for each in made for name, number in wanted.items())
+
+    def load() -> set[int]:
+        return {httpx.get(f"{cluster.url}/load", trust_env=False).json()["server_load"] for _ in range(12)}
+
+    body = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+    for _ in range(10):
+        assert httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30, trust_env=False).status_code == 200
+    cluster.wait_until("all tell of 10 requests", lambda: all_have(10))
+    assert told(cluster)["pd_cluster:api_processes_alive", ""] == max(1, len(api_processes(cluster)))
+    cluster.wait_until("nothing is in flight", lambda: load() == {0})
+    with socket.create_connection(("127.0.0.1", cluster.launch.port), timeout=30) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+        cluster.wait_until("all tell of one in flight", lambda: load() == {1})
+    cluster.wait_until("all tell of none", lambda: load() == {0})
+
+
 def test_an_api_process_that_dies_is_started_again(cluster: LiveCluster, model: Path) -> None:
     """Kill -9 in the middle of streams: only its own clients notice, and nothing stays held anywhere."""
     pids = api_processes(cluster)
@@ -228,6 +255,7 @@ def test_an_api_process_that_dies_is_started_again(cluster: LiveCluster, model: 
     prompt = random_prompt(random.Random(26), 30)
     begun = threading.Semaphore(0)
     outputs: list[list[int]] = []
+    before = counts_of(cluster)
 
     def stream() -> None:
         outputs.append(streamed(cluster, prompt, 100, begun))
@@ -245,6 +273,8 @@ def test_an_api_process_that_dies_is_started_again(cluster: LiveCluster, model: 
     cluster.wait_until("two API processes", lambda: len(set(api_processes(cluster)) - {pids[0]}) == 2)
     cluster.wait_until("both serve", lambda: all(serves(cluster) for _ in range(12)))
     cluster.assert_home()
+    for _ in range(12):
+        assert before <= counts_of(cluster), "an API process has forgotten what the one that died had counted"
     kept = cluster.client.get(f"{cluster.admin_url}/requests").json()["requests"]
     assert {request["status"] for request in kept} <= {"finished", "running", "failed"}
     assert len(kept) > 5

@@ -18,6 +18,7 @@ from pd_cluster.api.public_app import public_app
 from pd_cluster.api.service import TextService
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
+from pd_cluster.cluster.stats import RequestStats
 from pd_cluster.config import HttpConfig
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 
@@ -50,7 +51,8 @@ def make_app(folder: Path, http: HttpConfig | None = None, openai: bool = True) 
     make_special_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "")
-    router = cast(Router, SimpleNamespace(membership=SimpleNamespace(instances=[])))
+    nobody = SimpleNamespace(membership=SimpleNamespace(instances=[]), stats=RequestStats(), num_streams=0)
+    router = cast(Router, nobody)
     service = TextService(router, checkpoint, "/models/tiny", list(NAMES), MAX_MODEL_LEN)
     drain = Drain(1.0, lambda: None)
     return public_app(service, [], openai, drain, http or HttpConfig()), drain

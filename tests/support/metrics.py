@@ -1,0 +1,38 @@
+"""What /metrics says, read with Prometheus' own parser."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.cluster import LiveCluster
+
+Counts = Counter[str]
+LABELS = ("instance_id", "finished_reason", "cause", "reason")  # no metric has two of them
+
+
+def told(cluster: LiveCluster) -> dict[tuple[str, str], float]:
+    """(name, instance_id or the other label's value) -> number, without buckets; over a new connection."""
+    answer = httpx.get(f"{cluster.url}/metrics", timeout=30, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "tiny"
+            if not sample.name.endswith("_bucket"):
+                found[sample.name, "".join(sample.labels.get(name, "") for name in LABELS)] = sample.value
+    return found
+
+
+def counts_of(cluster: LiveCluster) -> Counts:
+    """What requests count, by short names: histograms by how many values they have."""
+    found = Counts()
+    for (name, label), value in told(cluster).items():
+        short = name.partition(":")[2]
+        if name == "vllm:request_success_total":
+            found[f"request_success_{label}"] = int(value)
+        elif not label and name.endswith(("_total", "_count")):
+            found[short.removesuffix("_count")] = int(value)
+    return found

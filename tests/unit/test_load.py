@@ -1,0 +1,108 @@
+"""What a worker tells of leases and of blocks that nobody holds."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.config import Timeouts
+from pd_cluster.engine.exports import Exports, ShipLimits
+from pd_cluster.engine.imports import Imports
+from pd_cluster.engine.load import num_leaked_blocks
+from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.types import Leg, Request, SamplingParams, TokenOutput
+
+
+def request_of(leg: Leg, name: str = "r") -> Request:
+    return Request(name, [1] * 8, SamplingParams(max_tokens=4), leg=leg, transfer_id=name, peer="peer")
+
+
+def test_blocks_that_no_request_holds_are_told() -> None:
+    scheduler = Scheduler(BlockPool(16), 4, 4, 64)
+    request, sibling = request_of("hybrid"), request_of("hybrid", "s")
+    scheduler.add(request)
+    scheduler.computed(scheduler.plan())
+    assert (scheduler.blocks.num_held, num_leaked_blocks(scheduler)) == (2, 0)
+    scheduler.requests[sibling.key] = sibling
+    sibling.block_table = request.block_table[:1]
+    scheduler.blocks.share(sibling.block_table)
+    assert num_leaked_blocks(scheduler) == 0
+    scheduler.blocks.take(3)
+    assert num_leaked_blocks(scheduler) == 2  # while one is shared, fewer are told, and never too many
+    for each in (request, sibling):
+        scheduler.running[:] = [r for r in scheduler.running if r is not each]
+        scheduler._give_back(each)
+        del scheduler.requests[each.key]
+    assert num_leaked_blocks(scheduler) == 3
+
+
+class Exporting:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        ports = Mock()
+        ports.link_to.return_value = "c"
+        ports.progress_s.return_value = 0.0
+        ports.limits.return_value = ShipLimits(4, 1 << 20)
+        self.ended: list[str | None] = []
+        scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+        self.exports = Exports(
+            scheduler, ports, lambda request, error: self.ended.append(error), lambda: self.now_s, Timeouts(), 2, 64
+        )
+        self.request = request_of("prefill")
+        scheduler.add(self.request)
+        plan = scheduler.plan()
+        self.exports.admitted(self.request)
+        scheduler.computed(plan)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        exports = self.exports
+        return exports.num_handed_over, exports.num_failed, exports.num_expired_credits, exports.num_expired_holds
+
+    def hand_over(self) -> None:
+        self.exports.on_credit("c", wire.Credit("r", 0))
+        self.exports.computed(self.request, [TokenOutput("r", 0, 0, 0, 5)])
+
+
+def test_a_transfer_that_is_confirmed_counts_as_handed_over() -> None:
+    world = Exporting()
+    world.hand_over()
+    assert world.exports.held.take("c", "r")
+    world.exports.on_handed_over("c", "r")
+    assert (world.ended, world.counts()) == ([None], (1, 0, 0, 0))
+
+
+@pytest.mark.parametrize(("is_credited", "counts"), [(False, (0, 1, 1, 0)), (True, (0, 1, 0, 1))])
+def test_an_expired_lease_counts_by_what_it_waited_for(is_credited: bool, counts: tuple[int, ...]) -> None:
+    world = Exporting()
+    if is_credited:
+        world.hand_over()
+    world.now_s = 1000.0
+    world.exports.expire()
+    assert len(world.ended) == 1
+    assert world.counts() == counts
+
+
+def test_an_aborted_transfer_is_no_failure() -> None:
+    world = Exporting()
+    world.exports.abort(world.request)
+    assert (world.ended, world.counts()) == ([], (0, 0, 0, 0))
+
+
+def test_a_landing_that_stands_still_counts_as_expired() -> None:
+    now_s, ports = [0.0], Mock()
+    ports.progress_s.return_value = 0.0
+    scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+    ended = Mock()
+    imports = Imports(scheduler, ports, ended, Mock(), lambda: now_s[0], Timeouts(), 4, 100)
+    imports.submit(request_of("decode"))
+    imports.on_offer("c", wire.Offer("r", 8))
+    imports.credit()
+    imports.expire()
+    assert imports.num_expired == 0
+    now_s[0] = 1000.0
+    imports.expire()
+    imports.expire()  # it drains now, and is not given up twice
+    assert (imports.num_expired, ended.call_count) == (1, 1)

@@ -1,0 +1,176 @@
+"""docs/metrics.md says what /metrics tells; and what vLLM's dashboards query is there.
+
+`python tests/unit/test_metrics_page.py --fix` rewrites the page.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pd_cluster.api import metric_tables as tables
+from pd_cluster.api.drain import Drain
+from pd_cluster.api.metrics import metrics_of, metrics_routes
+from pd_cluster.cluster.stats import BOUNDS, COUNTERS, Outcome, RequestStats
+from pd_cluster.errors import Unavailable
+from pd_cluster.reports import AllStats, Busy, Stats
+from pd_cluster.wire import LayoutInfo, Load
+from tests.support.router_world import info_of, ready
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+
+TOP = """# Metrics
+
+<!-- written by `python tests/unit/test_metrics_page.py --fix` from pd_cluster/api/metric_tables.py -->
+
+`GET /metrics` at the public port is Prometheus' text format. Names that begin with `vllm:` are those that vLLM's
+dashboards query; each has the label `model_name`. With several API processes (`--api-workers`) every one of them
+answers with the counts of all, also of those that have ended: none shrinks before the scheduler itself starts again.
+They are up to a quarter of a second old then. One that has just begun answers 503 until it has heard of the others.
+
+`GET /load` is `{"server_load": N}`: requests that are being answered now, by all API processes together.
+"""
+OF_INSTANCES = """From its heartbeat, with the label `instance_id`. Counters start again from 0 when their instance
+does. An instance that is not ready is left out."""
+OF_REQUESTS = """Counted by the API processes. `vllm:request_success_total` and `vllm:request_generation_tokens` count
+sequences, as vLLM does, the others requests. What a request took is told when all its sequences have come to their end;
+of one that was aborted or failed it never is, as in vLLM (which counts no `abort` at all). A prompt that an instance
+computed and decoded by itself, as after a replay, has no queue and prefill time."""
+OF_CLUSTER = """Streams and processes: of all API processes. Instances: as the process that answers knows them."""
+
+
+def page() -> str:
+    parts = [
+        TOP,
+        section("Of each instance", OF_INSTANCES, [*tables.INSTANCE_GAUGES, *tables.INSTANCE_COUNTERS]),
+        section("Of requests", OF_REQUESTS, [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS]),
+        section("Of the cluster", OF_CLUSTER, list(tables.CLUSTER_GAUGES)),
+    ]
+    return "\n".join(parts)
+
+
+def section(title: str, text: str, metrics: list[Any]) -> str:
+    rows = [f"| `{shown(each)}` | {kind(each)} | {each.text} |" for each in metrics]
+    return "\n".join([f"## {title}\n", text, "", "| name | kind | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def kind(each: Any) -> str:
+    if each in tables.HISTOGRAMS:
+        return "histogram"
+    return "counter" if each in tables.INSTANCE_COUNTERS or each in tables.REQUEST_COUNTERS else "gauge"
+
+
+def shown(each: Any) -> str:
+    name = each.name + ("_total" if kind(each) == "counter" else "")
+    label = getattr(each, "label", "")
+    return f"{name}{{{label}}}" if label else name
+
+
+def told(stats: Stats | None = None) -> dict[str, dict[tuple[str, ...], float]]:
+    """name -> values of labels but the model, by the labels' names -> number; of a cluster of two."""
+    instance = ready("prefill-0")
+    layout = LayoutInfo(
+        num_layers=2,
+        num_kv_heads=2,
+        k_head_dim=4,
+        v_head_dim=4,
+        block_size=16,
+        dtype="float32",
+        tp_size=1,
+        tp_rank=0,
+    )
+    instance.info = info_of("prefill-0", "prefill", layout=layout, num_blocks=99)
+    instance.load = Load(num_blocks=10, num_held_blocks=5, num_exporting=2, num_landing=1, num_leaked_blocks=4)
+    counts = AllStats(stats or Stats(), Busy(3, 4), 2)
+    text = metrics_of([instance, ready("decode-0")], "tiny", counts, 5).decode()
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "tiny"
+            found.setdefault(sample.name, {})[tuple(sample.labels[name] for name in sorted(sample.labels))] = (
+                sample.value
+            )
+    return found
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python tests/unit/test_metrics_page.py --fix"
+
+
+def test_all_that_is_on_the_page_is_told_and_nothing_else() -> None:
+    named = {line.split("`")[1].partition("{")[0] for line in page().splitlines() if line.startswith("| `")}
+    families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in told()}
+    assert families == named
+
+
+def test_all_that_is_counted_is_told() -> None:
+    rows = [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS]
+    assert {name for row in rows for name in row.numbers.values()} == {*COUNTERS, *BOUNDS}
+
+
+# Of vLLM's example dashboard for Grafana, and older names of the same.
+QUERIED = """
+vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_count vllm:e2e_request_latency_seconds_sum
+vllm:prompt_tokens_total vllm:generation_tokens_total vllm:time_per_output_token_seconds_bucket
+vllm:time_per_output_token_seconds_sum vllm:time_per_output_token_seconds_count vllm:inter_token_latency_seconds_bucket
+vllm:num_requests_running vllm:num_requests_waiting vllm:time_to_first_token_seconds_bucket
+vllm:time_to_first_token_seconds_sum vllm:time_to_first_token_seconds_count vllm:gpu_cache_usage_perc
+vllm:kv_cache_usage_perc vllm:request_prompt_tokens_bucket vllm:request_generation_tokens_bucket
+vllm:request_success_total vllm:request_queue_time_seconds_sum vllm:request_prefill_time_seconds_sum
+vllm:request_decode_time_seconds_sum vllm:request_max_num_generation_tokens_sum vllm:prefix_cache_hits_total
+vllm:prefix_cache_queries_total vllm:gpu_prefix_cache_hits_total vllm:gpu_prefix_cache_queries_total
+vllm:num_preemptions_total vllm:cache_config_info vllm:request_params_n_bucket vllm:request_params_max_tokens_bucket
+"""
+
+
+def test_what_vllms_dashboards_query_is_there_before_the_first_request() -> None:
+    assert set(QUERIED.split()) <= set(told())
+
+
+def test_what_is_told_is_what_was_counted() -> None:
+    stats = RequestStats()
+    stats.replayed("moved")
+    for value in (0.01, 0.02, 0.02, 1000.0):
+        stats.inter_token_s.observe(value)
+    stats.ended(Outcome(["stop", "stop", "length"], [3, 4, 5], 7, 9, 1.0, 2.0, 4.0))
+    found = told(stats.snapshot())
+    assert found["vllm:request_success_total"] == {("stop",): 2, ("length",): 1, ("abort",): 0, ("error",): 0}
+    assert found["pd_cluster:replays_total"] == {("death",): 0, ("fault",): 0, ("moved",): 1}
+    for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
+        buckets = found[f"{name}_bucket"]
+        assert (buckets["0.01",], buckets["0.025",], buckets["80.0",], buckets["+Inf",]) == (1, 3, 3, 4)
+        assert found[f"{name}_sum"][()] == pytest.approx(1000.05)
+        assert found[f"{name}_count"][()] == 4
+    assert found["vllm:request_prompt_tokens_sum"] == {(): 7}
+    assert found["vllm:request_generation_tokens_sum"] == {(): 12}
+
+
+def test_what_is_there_now() -> None:
+    found = told()
+    assert found["pd_cluster:open_streams"] == {(): 5 + 4}
+    assert found["pd_cluster:api_processes_alive"] == {(): 2}
+    assert found["pd_cluster:leases_held"]["prefill-0",] == 3
+    assert found["pd_cluster:leaked_blocks"]["prefill-0",] == 4
+    assert found["vllm:kv_cache_usage_perc"]["prefill-0",] == found["vllm:gpu_cache_usage_perc"]["prefill-0",] == 0.5
+    assert found["vllm:cache_config_info"] == {("16", "float32", "prefill-0", "99"): 1}
+    states = found["pd_cluster:instances"]
+    assert (states["prefill", "ready"], states["decode", "ready"], states["prefill", "draining"]) == (1, 1, 0)
+    assert sum(states.values()) == 2
+
+
+def test_who_does_not_know_the_others_counts_says_so() -> None:
+    """Less than another process has said would look as if the counters had begun anew."""
+    unused = cast(Any, None)
+    routes = metrics_routes(unused, [], "tiny", Drain(1.0, lambda: None), lambda: None)
+    for route in routes.routes:
+        coroutine = cast(Any, route).endpoint(unused)
+        with pytest.raises(Unavailable):
+            coroutine.send(None)
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--fix"]:
+    PAGE.write_text(page(), encoding="utf-8")

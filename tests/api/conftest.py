@@ -1,4 +1,4 @@
-"""One small cluster for all API tests, and OpenAI's own client for it."""
+"""One small cluster for all API tests, OpenAI's own client for it, and one whose model calls tools and reasons."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 
 from pd_cluster.text import Tokenizer
 from tests.support.cluster import LiveCluster
+from tests.support.scripted_scenarios import FAMILIES
 
 MAX_MODEL_LEN = 256
 FLAGS = [f"--max-model-len={MAX_MODEL_LEN}", "--num-blocks=128", "--trust-request-chat-template"]
+SCRIPTED_FLAGS = ["--max-model-len=4096", "--num-blocks=600", "--enable-auto-tool-choice"]
+SCRIPTED_PARSERS = ["--tool-call-parser=hermes", "--reasoning-parser=qwen3"]
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +41,16 @@ def client(cluster: LiveCluster) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def tokenizer(model: Path) -> Tokenizer:
     return Tokenizer(model)
+
+
+@pytest.fixture(scope="session")
+def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Says the scenarios of FAMILIES["qwen3"]."""
+    return FAMILIES["qwen3"].make(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def scripted(scripted_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    flags = [*SCRIPTED_FLAGS, *SCRIPTED_PARSERS]
+    with LiveCluster(tmp_path_factory.mktemp("scripted"), scripted_model, arguments=flags) as running:
+        yield running

@@ -1,0 +1,238 @@
+"""Bodies made to hurt: each is refused within seconds, in OpenAI's shape, while a canary streams on the same cluster.
+
+What test_bad_input.py has is not here again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.canary import Canary
+from tests.support.cluster import LiveCluster
+
+DEADLINE_S = 5.0
+HUGE = 10**9
+MAX_DEPTH = 64
+ROUTES = ["completions", "chat/completions"]
+BODY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
+PROMPTS: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "hello"},
+    "chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
+    epochs = [instance["epoch"] for instance in cluster.instances()]
+    with Canary(cluster).singing():
+        yield
+    cluster.assert_home()
+    assert [instance["epoch"] for instance in cluster.instances()] == epochs
+    for name in cluster.processes:
+        log = cluster.log_file(name).read_text(errors="replace")
+        assert "Traceback" not in log, log[-3000:]
+
+
+def refused(cluster: LiveCluster, route: str, content: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    """The error, which came in time. Its message is short, and on one line."""
+    began_s = time.monotonic()
+    answer = cluster.client.post(f"{cluster.url}/v1/{route}", content=content, headers=headers, timeout=60)
+    took_s = time.monotonic() - began_s
+    assert answer.status_code in (400, 413), answer.text[:300]
+    error: dict[str, Any] = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert 0 < len(error["message"]) < 500
+    assert "\n" not in error["message"]
+    assert took_s < DEADLINE_S
+    return error
+
+
+def with_fields(route: str, text: str = "", **fields: Any) -> bytes:
+    """A good body with these fields; `text` is more JSON of them, for what json.dumps would not write."""
+    body = json.dumps({**BODY, **PROMPTS[route], **fields}).encode()
+    return body if not text else body[:-1] + b", " + text.encode() + b"}"
+
+
+def nested(depth: int, of: str) -> str:
+    opening, closing = {"arrays": ("[", "]"), "objects": ('{"a":', "}")}[of]
+    return opening * depth + ("0" if of == "objects" else "") + closing * depth
+
+
+# ---- numbers and text that are none
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"logit_bias": {"5": NaN}',
+        '"logit_bias": {"5": -Infinity}',
+        '"chat_template_kwargs": {"x": Infinity}',
+        '"guided_json": {"type": "number", "maximum": NaN}',
+        '"unknown": [[[1e400, NaN]]]',
+        '"stop": ["a\\ud800"]',
+        '"guided_choice": ["\\udfff"]',
+        '"guided_regex": "\\udc00a"',
+        '"bad_words": ["\\ud83d"]',
+        '"\\ud800": 1',
+        '"guided_json": {"\\ud800": {}}',
+    ],
+)
+def test_what_is_no_number_and_no_text(cluster: LiveCluster, route: str, text: str) -> None:
+    assert "JSON" in refused(cluster, route, with_fields(route, text))["message"]
+
+
+# ---- depth
+
+
+@pytest.mark.parametrize("of", ["arrays", "objects"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", ["unknown", "guided_json", "response_format", "logit_bias", "stop"])
+def test_100_000_deep(cluster: LiveCluster, route: str, name: str, of: str) -> None:
+    refused(cluster, route, with_fields(route, f'"{name}": {nested(100_000, of)}'))
+
+
+@pytest.mark.parametrize("of", ["arrays", "objects"])
+def test_100_000_deep_in_a_string(cluster: LiveCluster, of: str) -> None:
+    for fields in ({"guided_json": nested(100_000, of)}, {"structured_outputs": {"json": nested(100_000, of)}}):
+        refused(cluster, "completions", with_fields("completions", **fields))
+
+
+@pytest.mark.parametrize("of", ["arrays", "objects"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_one_deeper_than_allowed(cluster: LiveCluster, route: str, of: str) -> None:
+    """The body itself is the first level."""
+    good = with_fields(route, f'"unknown": {nested(MAX_DEPTH - 1, of)}')
+    assert cluster.client.post(f"{cluster.url}/v1/{route}", content=good).status_code == 200
+    refused(cluster, route, with_fields(route, f'"unknown": {nested(MAX_DEPTH, of)}'))
+
+
+# ---- numbers of things
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("n", "best_of", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs"),
+        *("truncate_prompt_tokens", "temperature", "repetition_penalty", "min_p"),
+    ],
+)
+def test_a_thousand_million(cluster: LiveCluster, route: str, name: str) -> None:
+    if name == "temperature":  # any is allowed; the smallest that JSON can say is none
+        assert refused(cluster, route, with_fields(route, **{name: -HUGE}))["param"] == name
+        return
+    others = {"logprobs": True} if name == "top_logprobs" and route != "completions" else {}
+    if name == "top_logprobs" and route == "completions":
+        return  # not a field of this route
+    error = refused(cluster, route, with_fields(route, **others, **{name: HUGE}))
+    assert error["param"] in (name, "logprobs")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_17_stop_strings(cluster: LiveCluster, route: str) -> None:
+    stops = [f"stop {at}" for at in range(17)]
+    assert refused(cluster, route, with_fields(route, stop=stops))["param"] == "stop"
+    answer = cluster.client.post(f"{cluster.url}/v1/{route}", content=with_fields(route, stop=stops[:16]))
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [["a"] * 1025, [[1]] * 1025, [""] * 1025], ids=["texts", "ids", "empty"])
+def test_1025_prompts(cluster: LiveCluster, prompt: Any) -> None:
+    error = refused(cluster, "completions", with_fields("completions", prompt=prompt))
+    assert error["param"] == "prompt"
+    assert "1025" in error["message"]
+
+
+def test_many_prompts_with_many_choices_each(cluster: LiveCluster) -> None:
+    fields = {"prompt": ["a"] * 1024, "n": 128, "temperature": 1}
+    assert refused(cluster, "completions", with_fields("completions", **fields))["param"] in ("n", "prompt")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_hundred_thousand_of_everything(cluster: LiveCluster, route: str) -> None:
+    for name in ("bad_words", "stop", "guided_choice"):
+        many = [f"{at:x}" for at in range(100_000)]
+        assert refused(cluster, route, with_fields(route, **{name: many}))["param"] == name
+
+
+# ---- guides
+
+
+REGEXES = {
+    "too often": "a{1000000000}",
+    "too often, nested": "(((a{1,1000}){1,1000}){1,1000}){1,1000}",
+    "a long one": "(x|y)" * 60_000,
+    "a look behind": "(?<=a)b",
+    "a reference": r"(a+)\1",
+    "unclosed": "(" * 50_000,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "a cycle": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}},
+    "a foreign reference": {"$ref": "http://169.254.169.254/latest/meta-data"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "many alternatives of many": {
+        "allOf": [{"anyOf": [{"required": [f"p{a}{b}"]} for a in range(20)]} for b in range(20)],
+    },
+    "no schema": {"type": "nothing"},
+}
+
+
+@pytest.mark.parametrize("name", REGEXES)
+def test_hostile_regexes(cluster: LiveCluster, name: str) -> None:
+    assert (
+        refused(cluster, "completions", with_fields("completions", guided_regex=REGEXES[name]))["param"]
+        == "guided_regex"
+    )
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_hostile_schemas(cluster: LiveCluster, name: str) -> None:
+    schema = SCHEMAS[name]
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for fields in ({"guided_json": schema}, {"response_format": wanted}):
+        error = refused(cluster, "chat/completions", with_fields("chat/completions", **fields))
+        assert error["param"] in fields
+
+
+# ---- templates and bytes
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages[0].content.format(messages) }}{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_of_a_client_s_own(cluster: LiveCluster, template: str) -> None:
+    """Not without --trust-request-chat-template."""
+    body = with_fields("chat/completions", chat_template=template)
+    assert refused(cluster, "chat/completions", body)["param"] == "chat_template"
+
+
+def test_a_compressed_body_is_not_unpacked(cluster: LiveCluster) -> None:
+    packed = gzip.compress(b'{"prompt": "' + b"x" * (64 << 20) + b'"}')
+    assert "JSON" in refused(cluster, "completions", packed, {"Content-Encoding": "gzip"})["message"]
+
+
+@pytest.mark.parametrize("num_bytes", [(32 << 20) + 1, 10**15])
+def test_a_length_over_the_limit_is_refused_before_the_body(cluster: LiveCluster, num_bytes: int) -> None:
+    """Nothing of the body is sent, or ever will be."""
+    url = urlsplit(cluster.url)
+    assert url.hostname is not None
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {num_bytes}\r\n\r\n"
+    with socket.create_connection((url.hostname, url.port or 80), timeout=DEADLINE_S) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(100).split(b" ")[1] == b"413"

@@ -1,0 +1,223 @@
+"""Requests made from the served OpenAPI document, right and wrong ones, while a canary streams on the same cluster.
+
+Each answer must be one that the document tells of, within a deadline, and never a server's fault; a request that
+the document forbids must be refused. What Schemathesis makes is changed a little, to keep requests cheap and worth
+their time: max_tokens is at most 8, and 1 to 8 where there is none; n and best_of are at most 4; the model is one that
+exists; of a right request's optional fields only a few stay, since most of them exclude each other, and its prompt's
+token ids are in the vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.support.canary import Canary
+from tests.support.cluster import LiveCluster
+from tests.support.only_local import only_local
+
+NUM_CASES = 50
+NUM_CASES_SLOW = 1000
+NUM_THREADS = 8
+DEADLINE_S = 30.0
+MAX_TOKENS = 8
+MAX_SEQUENCES = 4
+MAX_OPTIONAL_FIELDS = 4
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+local = threading.local()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
+    epochs = [instance["epoch"] for instance in cluster.instances()]
+    with only_local():
+        yield
+    cluster.assert_home()
+    assert [instance["epoch"] for instance in cluster.instances()] == epochs
+    for name in cluster.processes:
+        log = cluster.log_file(name).read_text(errors="replace")
+        assert "Traceback" not in log, log[-3000:]
+
+
+@pytest.fixture(scope="module")
+def document(cluster: LiveCluster) -> dict[str, Any]:
+    answer = cluster.client.get(f"{cluster.url}/openapi.json")
+    assert answer.status_code == 200
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@pytest.fixture(scope="module")
+def operations(document: dict[str, Any]) -> list[Any]:
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.output.sanitization.enabled = False  # it takes max_tokens for a secret
+    return [result.ok() for result in schema.get_all_operations()]
+
+
+def test_the_document_is_valid_and_has_the_routes(document: dict[str, Any], operations: list[Any]) -> None:
+    schemathesis.openapi.from_dict(document).validate()
+    labels = {operation.label for operation in operations}
+    assert labels >= {"POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /health"}
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: str(mode.value))
+@pytest.mark.parametrize(
+    "num_cases",
+    [NUM_CASES, pytest.param(NUM_CASES_SLOW, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    ids=["few", "many"],
+)
+def test_every_operation_keeps_to_the_document(
+    cluster: LiveCluster, operations: list[Any], mode: GenerationMode, num_cases: int
+) -> None:
+    with_body = [operation for operation in operations if len(operation.body)]
+    asked = operations if mode.is_positive else with_body  # without a body there is nothing that could be wrong
+    with Canary(cluster).singing() as canary, Calls(cluster.url) as calls:
+        for operation in asked:
+            run(operation, mode, num_cases, calls)
+    assert calls.faults == [], "\n\n".join([f"{len(calls.faults)} faults", *calls.faults[:5]])
+    for operation in asked:
+        statuses = calls.statuses[operation.label]
+        if operation in with_body:
+            assert statuses.total() >= num_cases, (operation.label, statuses)
+        if mode.is_positive:
+            assert any(status < 400 for status in statuses), f"{operation.label}: all refused: {statuses}"
+    assert canary.num_songs >= 3
+
+
+def run(operation: Any, mode: GenerationMode, num_cases: int, calls: Calls) -> None:
+    """Makes the cases here, one after the other, and hands each to the threads that call."""
+
+    @seed(num_cases)
+    @settings(
+        max_examples=num_cases,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), choose=st.randoms(use_true_random=False))
+    def make(case: Case, choose: random.Random) -> None:
+        _make_cheap(case, mode, choose)
+        calls.start(case)
+
+    make()
+
+
+def _make_cheap(case: Case, mode: GenerationMode, choose: random.Random) -> None:
+    """See the top of the file."""
+    if not isinstance(case.body, dict):
+        return
+    body = dict(case.body)
+    if mode.is_positive:
+        required = set(_schema_of(case).get("required", ()))
+        optional = sorted(body.keys() - required)
+        for name in choose.sample(optional, max(0, len(optional) - MAX_OPTIONAL_FIELDS)):
+            del body[name]
+        if isinstance(prompt := body.get("prompt"), list):
+            body["prompt"] = [_known_ids(each) for each in prompt]
+    if isinstance(body.get("model"), str):
+        body["model"] = "tiny"
+    if "prompt" in body or "messages" in body:
+        _bound(body, choose)
+    case.body = body
+
+
+def _known_ids(prompt: Any) -> Any:
+    """Of a list of prompts or of token ids; a text stays."""
+    if isinstance(prompt, list):
+        return [_known_ids(each) for each in prompt]
+    return prompt % 256 if isinstance(prompt, int) else prompt
+
+
+def _bound(body: dict[str, Any], choose: random.Random) -> None:
+    fields = [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+    for name in fields or ["max_tokens"]:
+        value = body.get(name)
+        if value is None or (isinstance(value, int | float) and value > MAX_TOKENS):
+            body[name] = choose.randint(1, MAX_TOKENS)
+    for name in ("n", "best_of"):
+        if isinstance(value := body.get(name), int) and value > MAX_SEQUENCES:
+            body[name] = choose.randint(1, MAX_SEQUENCES)
+
+
+def _schema_of(case: Case) -> dict[str, Any]:
+    (body,) = case.operation.body
+    found: dict[str, Any] = body.optimized_schema
+    return found
+
+
+class Calls:
+    """Sends cases on a few threads and notes what was wrong with each answer."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._pool = ThreadPoolExecutor(NUM_THREADS)
+        self._room = threading.Semaphore(4 * NUM_THREADS)
+        self._futures: list[Future[None]] = []
+        self.faults: list[str] = []
+        self.statuses: dict[str, Counter[int]] = {}
+
+    def __enter__(self) -> Calls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        for future in self._futures:
+            future.result()
+
+    def start(self, case: Case) -> None:
+        assert self._room.acquire(timeout=2 * DEADLINE_S), "calls hang"
+        future = self._pool.submit(self._call, case)
+        future.add_done_callback(lambda _: self._room.release())
+        self._futures.append(future)
+
+    def _call(self, case: Case) -> None:
+        began_s = time.monotonic()
+        try:
+            answer = case.call(base_url=self._url, session=_session(), timeout=DEADLINE_S)
+            case.validate_response(answer, checks=CHECKS)
+        except requests.RequestException as error:
+            self.faults.append(f"{case.as_curl_command()}: {error!r}")
+            return
+        except BaseExceptionGroup as error:
+            self.faults.append(str(error))
+        self.statuses.setdefault(case.operation.label, Counter())[answer.status_code] += 1
+        if time.monotonic() - began_s > DEADLINE_S:
+            self.faults.append(f"{case.as_curl_command()}: took more than {DEADLINE_S:g} s")
+
+
+def _session() -> requests.Session:
+    """One a thread, that goes around no proxy."""
+    if not hasattr(local, "session"):
+        local.session = requests.Session()
+        local.session.trust_env = False
+    found: requests.Session = local.session
+    return found

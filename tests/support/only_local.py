@@ -1,0 +1,57 @@
+"""Whoever of this process connects to anything but this machine is refused, and found out.
+
+Client libraries like to fetch price lists and to report usage. Knows nothing of child processes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+ENVIRONMENT = {  # as a careful user would have it, before any of the libraries is imported
+    "NO_PROXY": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LANGSMITH_TRACING": "false",
+}
+
+
+@contextmanager
+def only_local() -> Iterator[None]:
+    """Sets ENVIRONMENT too. Fails at its end when somebody tried to leave."""
+    attempts: list[str] = []
+    connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
+
+    def refuse(host: object) -> None:
+        name = host.decode() if isinstance(host, bytes) else host
+        if name is not None and name not in LOCAL:
+            attempts.append(str(name))
+            raise OSError(f"{name} is not this machine")
+
+    def local_connect(own: socket.socket, address: Any) -> None:
+        if own.family in (socket.AF_INET, socket.AF_INET6):
+            refuse(address[0])
+        connect(own, address)
+
+    def local_getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse(host)
+        return getaddrinfo(host, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setattr(socket.socket, "connect", local_connect)
+        patch.setattr(socket, "getaddrinfo", local_getaddrinfo)
+        yield
+    assert attempts == [], f"asked for other machines: {attempts}"
+
+
+def child_environment() -> dict[str, str]:
+    return {**os.environ, **ENVIRONMENT}

@@ -1,0 +1,36 @@
+"""Evaluates tasks with lm-evaluation-harness's own API; a program, since the harness sets seeds and logging.
+
+`python -m tests.support.run_lm_eval TASKS ARGUMENTS BATCH_SIZE…`: TASKS is the folder of the tasks' YAML files, and
+ARGUMENTS what local-completions is given, as JSON. Prints JSON: batch size -> task -> what was noted of each question.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+
+
+def main(folder: str, arguments: str, *batch_sizes: str) -> None:
+    tasks = sorted(path.stem for path in Path(folder).glob("*.yaml"))
+    manager = TaskManager(include_path=folder, include_defaults=False)  # its thousands of tasks take seconds to find
+    found: dict[str, Any] = {}
+    for batch_size in batch_sizes:
+        results = lm_eval.simple_evaluate(
+            model="local-completions",
+            model_args=json.loads(arguments),
+            tasks=tasks,
+            task_manager=manager,
+            batch_size=int(batch_size),
+            log_samples=True,
+        )
+        found[batch_size] = results["samples"]
+    print(json.dumps(found, default=str))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

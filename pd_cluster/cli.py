@@ -110,7 +110,9 @@ def serve(
     guided_decoding_backend: Annotated[
         str, REQUESTS(help="auto, guidance or llguidance: names of the one library that is used.")
     ] = "auto",
-    guided_timeout: Annotated[float, REQUESTS(help="Seconds to try a request's schema, regex or grammar.")] = 5.0,
+    guided_timeout: Annotated[
+        float, REQUESTS(help="Seconds to try a request's schema, regex, grammar or template.")
+    ] = 4.0,
     chat_template: Annotated[
         str, REQUESTS(help="File of a chat template, or the template itself; default: the model folder's.")
     ] = "",

@@ -151,7 +151,11 @@ def _generates(request: type[BaseModel], whole: type[BaseModel], chunk: type[Bas
         "The answer. With `stream` it is events, each `data: ` and such a chunk, and `data: [DONE]` after the last; "
         "what goes wrong after the first is an event with an error."
     )
-    ok["content"]["text/event-stream"] = {"schema": _ref(chunk)}
+    # Of one event, as readers of such documents take it.
+    data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": _ref(chunk)}]}
+    ok["content"]["text/event-stream"] = {
+        "schema": {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", **data}}}
+    }
     return parts
 
 

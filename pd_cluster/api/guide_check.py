@@ -38,7 +38,7 @@ class GuideCheck:
     """Tells good guides from bad ones. `num_checked` counts what was not known already."""
 
     def __init__(
-        self, tokenizer_file: Path, vocab_size: int, eos_token_ids: frozenset[int], timeout_s: float = 5.0
+        self, tokenizer_file: Path, vocab_size: int, eos_token_ids: frozenset[int], timeout_s: float = 4.0
     ) -> None:
         settings = CheckSettings(str(tokenizer_file), vocab_size, tuple(sorted(eos_token_ids)))
         self.children = Children(

@@ -20,6 +20,7 @@ from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, PdC
 log = logging.getLogger(__name__)
 
 MAX_BODY_NBYTES = 32 << 20
+MAX_LENGTH_NUM_DIGITS = 18  # of a body's declared length; more are too many, whatever they are
 CLIENT_CLOSED_REQUEST = 499
 BODY_TIMEOUT_S = 60.0
 LOOKING = ["GET", "HEAD"]
@@ -33,6 +34,9 @@ class BodyTooLarge(RequestError):
 
 async def read_body(request: Request) -> bytes:
     """Raises BodyTooLarge before more than the limit is held, RequestError when it does not come in time."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > MAX_LENGTH_NUM_DIGITS or int(declared) > MAX_BODY_NBYTES):
+        raise BodyTooLarge(f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB")
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):

@@ -163,7 +163,8 @@ def max_tokens_of(
         raise RequestError(f"{param}: no tokens", param=param)
     if num_prompt >= limit:
         raise RequestError(
-            f"{param}: {num_prompt} tokens; the model's context is {limit} tokens, prompt and output together",
+            f"{param}: the prompt is too long: {num_prompt} tokens; this model's maximum context length is {limit} "
+            f"tokens, prompt and output together",
             param=param,
             code="context_length_exceeded",
         )
@@ -176,8 +177,8 @@ def max_tokens_of(
         wanted = room if default_max_tokens is None else min(default_max_tokens, room)
     if num_prompt + wanted > limit:
         raise RequestError(
-            f"max_tokens: {num_prompt} prompt tokens and {wanted} output tokens exceed the model's context of "
-            f"{limit} tokens",
+            f"max_tokens: {num_prompt} prompt tokens and {wanted} output tokens are too many; this model's maximum "
+            f"context length is {limit} tokens",
             param="max_tokens",
             code="context_length_exceeded",
         )

@@ -43,8 +43,8 @@ class PromptEncoder:
             )
         if num_chars > most:
             raise RequestError(
-                f"{param}: {num_chars} characters; the model's context is {limit} tokens of at most "
-                f"{longest} characters",
+                f"{param}: the prompt is too long: {num_chars} characters; this model's maximum context length is "
+                f"{limit} tokens, of at most {longest} characters",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -46,7 +46,7 @@ class TextService:
         seed: int | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         max_num_seqs: int = MAX_SEQUENCES,
-        guided_timeout_s: float = 5.0,
+        guided_timeout_s: float = 4.0,
         has_priorities: bool = False,
         chat: ChatConfig = PLAIN_CHATS,
         shows_token_ids: bool = False,

@@ -217,7 +217,7 @@ def test_hostile_schemas(cluster: LiveCluster, name: str) -> None:
     ],
 )
 def test_a_template_of_a_client_s_own(cluster: LiveCluster, template: str) -> None:
-    """Not without --trust-request-chat-template."""
+    """This server renders such templates (--trust-request-chat-template), as long as they behave."""
     body = with_fields("chat/completions", chat_template=template)
     assert refused(cluster, "chat/completions", body)["param"] == "chat_template"
 

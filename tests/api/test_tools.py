@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,6 @@ WEATHER: dict[str, Any] = {
 }
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "parameters": {"const": {"now": True}}}}
 FLAGS = {
-    "qwen3": ["--tool-call-parser=qwen3", "--reasoning-parser=qwen3", "--enable-auto-tool-choice"],
     "llama3": ["--tool-call-parser=llama3_json"],
     "mistral": ["--tool-call-parser=mistral"],
     "deepseek_r1": ["--reasoning-parser=deepseek_r1"],
@@ -48,7 +48,13 @@ class Speaker(NamedTuple):
         shown = {"tools": tools, **variables} if tools else variables
         messages = self.family.ask(self.folder, scenario, ASKED, **shown)
         kwargs = {"extra_body": {"chat_template_kwargs": variables}} if variables else {}
-        return {"model": "m", "messages": messages, "temperature": 0, **({"tools": tools} if tools else {}), **kwargs}
+        return {
+            "model": "tiny",
+            "messages": messages,
+            "temperature": 0,
+            **({"tools": tools} if tools else {}),
+            **kwargs,
+        }
 
     def choice(self, scenario: str, tools: list[Any], **fields: Any) -> Any:
         """After the same was streamed, and said the same."""
@@ -75,13 +81,14 @@ def arguments_of(message: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speaker]:
     name: str = request.param
-    folder = FAMILIES[name].make(tmp_path_factory.mktemp(name))
-    arguments = ["--max-model-len=4096", "--num-blocks=600", *FLAGS[name]]
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        LiveCluster(tmp_path_factory.mktemp("tools"), folder, arguments=arguments, served_model_names=["m"]) as cluster,
-    ):
-        patch.setenv("NO_PROXY", "127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        if name == "qwen3":
+            folder, cluster = request.getfixturevalue("scripted_model"), request.getfixturevalue("scripted")
+        else:
+            folder = FAMILIES[name].make(tmp_path_factory.mktemp(name))
+            arguments = ["--max-model-len=4096", "--num-blocks=600", *FLAGS[name]]
+            cluster = stack.enter_context(LiveCluster(tmp_path_factory.mktemp("tools"), folder, arguments=arguments))
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("NO_PROXY", "127.0.0.1")
         with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             yield Speaker(FAMILIES[name], folder, client, cluster)
 
@@ -152,10 +159,10 @@ def test_the_calls_answer_goes_back_to_the_model(speaker: Speaker) -> None:
         {"role": "tool", "tool_call_id": call.id, "content": '{"sky": "blue"}'},
     ]
     answer = speaker.client.chat.completions.create(
-        model="m", messages=turn, tools=[WEATHER], max_tokens=1, extra_body={"return_token_ids": True}
+        model="tiny", messages=turn, tools=[WEATHER], max_tokens=1, extra_body={"return_token_ids": True}
     )
     shown = speaker.cluster.client.post(
-        f"{speaker.cluster.url}/detokenize", json={"model": "m", "tokens": answer.model_extra["prompt_token_ids"]}
+        f"{speaker.cluster.url}/detokenize", json={"model": "tiny", "tokens": answer.model_extra["prompt_token_ids"]}
     ).json()["prompt"]
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Berlin"}}\n</tool_call>' in shown
     assert '<tool_response>{"sky": "blue"}</tool_response>' in shown

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from pd_cluster.chat_template import NOTHING, ChatTemplate
+from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.checkpoint import read_json
-from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.errors import ModelError
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
@@ -91,35 +91,13 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def detokenizer(
-        self, skip_special_tokens: bool = True, kept: Iterable[str] = (), spaces_between: bool = True
+        self, skip_special_tokens: bool = True, kept: Collection[str] = (), spaces_between: bool = True
     ) -> Detokenizer:
         """`kept` are special tokens that are shown nevertheless; `spaces_between` is about special tokens in a row."""
         if not skip_special_tokens:
             return Detokenizer(self._rust, False, joined=NO_TOKENS if spaces_between else self._added)
-        kept = frozenset(kept)
-        if kept.isdisjoint(self._added[i] for i in self._special_ids):
-            return Detokenizer(self._rust, True)
-        return Detokenizer(self._rust, False, frozenset(i for i in self._special_ids if self._added[i] not in kept))
-
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] = NOTHING,
-        continue_final_message: bool = False,
-    ) -> str:
-        """The prompt that the model's chat template makes. Raises RequestError when it refuses the messages."""
-        if self.template is None:
-            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        return self.template.render(messages, add_generation_prompt, variables, continue_final_message)
-
-    def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] = NOTHING,
-    ) -> list[int]:
-        return self.encode(self.render_chat(messages, add_generation_prompt, variables), add_special_tokens=False)
+        shown = {i for i in self._special_ids if self._added[i] in kept} if kept else None
+        return Detokenizer(self._rust, False, self._special_ids - shown) if shown else Detokenizer(self._rust, True)
 
 
 class Detokenizer:

@@ -6,7 +6,7 @@ import contextlib
 import random
 import reprlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 
 import msgspec
 
@@ -186,7 +186,7 @@ class TextService:
         default_max_tokens: int | None,
         param: str,
         asked: Asked | None,
-        markers: Iterable[str] = (),
+        markers: Collection[str] = (),
         num_prompts: int = 1,
     ) -> Generation:
         """Checks the limits. `markers` are special tokens that are read. Raises RequestError."""
@@ -224,7 +224,7 @@ class TextService:
         )
 
     def _sequences(
-        self, request: GenerationRequest, sampling: SamplingParams, markers: Iterable[str]
+        self, request: GenerationRequest, sampling: SamplingParams, markers: Collection[str]
     ) -> list[Sequence]:
         skips, spaces = request.skip_special_tokens, request.spaces_between_special_tokens is not False
         include, stops = bool(request.include_stop_str_in_output), request.stops()

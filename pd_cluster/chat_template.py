@@ -14,6 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError, meta
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pd_cluster.errors import ModelError, RequestError
@@ -32,7 +35,7 @@ class ChatTemplate:
     def __init__(self, source: str, constants: Mapping[str, Any] = NOTHING) -> None:
         """Raises ModelError for a source that does not compile."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
@@ -92,8 +95,24 @@ def with_both_reasonings(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+class Generation(Extension):
+    """`{% generation %}` marks what the model wrote, for who trains with it; here it is just shown."""
+
+    tags = {"generation"}  # noqa: RUF012 (as the base class has it)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    indent: int | None = None,
+    ensure_ascii: bool = False,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

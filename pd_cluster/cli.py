@@ -108,7 +108,7 @@ def serve(
         ),
     ] = False,
     guided_decoding_backend: Annotated[
-        str, REQUESTS(help="auto, guidance or llguidance: names of the one library that is used.")
+        str, REQUESTS(help="auto, or a library's name as vLLM has them: llguidance does it in any case.")
     ] = "auto",
     guided_timeout: Annotated[
         float, REQUESTS(help="Seconds to try a request's schema, regex, grammar or template.")
@@ -184,8 +184,12 @@ def up(
     restart: Annotated[str, typer.Option(help="on-failure or no: what becomes of a worker that dies.")] = "on-failure",
     arguments: Annotated[list[str] | None, typer.Argument(help="After --: flags for every instance.")] = None,
 ) -> None:
-    """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C."""
+    """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
+
+    USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
+    """
     from pd_cluster.cluster.launcher import Launch, run_until_signal
+    from pd_cluster.cluster.place import use_openai
     from pd_cluster.flags import normalize, split_keys
 
     flags, keys = split_keys(normalize(arguments or []))
@@ -198,6 +202,7 @@ def up(
         served_model_names=served_model_name or [],
         tp_sizes={f"prefill-{i}": prefill_tensor_parallel_size or tensor_parallel_size for i in range(prefill)}
         | {f"decode-{i}": decode_tensor_parallel_size or tensor_parallel_size for i in range(decode)},
+        openai=use_openai(os.environ),
         restart=restart,
         arguments=flags,
         api_keys=keys,

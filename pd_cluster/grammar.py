@@ -25,6 +25,8 @@ Words = NDArray[np.uint32]  # bit t % 32 of word t // 32: token t may follow
 # Between a JSON value's parts, what formatters write: nothing, a space, a new line and its indentation. Where any
 # whitespace may follow any other, a model can go on with it for ever.
 WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
+# Models may write any character as \\uXXXX; without this, only control characters could follow the \\u.
+JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_ERROR_NUM_CHARS = 300
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 DIRECTIVES = ("%ignore", "%import")  # of a grammar; the library's others reach into its insides
@@ -164,7 +166,8 @@ def source_of(guide: Guide, special_tokens: Mapping[str, int] = NO_TOKENS) -> st
 
 def _json_source(schema: str) -> str:
     pattern = json.loads(schema).get("x-guidance", {}).get("whitespace_pattern", WHITESPACE)
-    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": pattern})
+    options: Any = {**JSON_OPTIONS, "whitespace_pattern": pattern}
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
 def without_anchors(pattern: str) -> str:
@@ -210,7 +213,7 @@ def _structural_source(tag: dict[str, Any], special_tokens: Mapping[str, int]) -
 
 
 def _with_whitespace(schema: dict[str, Any]) -> dict[str, Any]:
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return {**schema, "x-guidance": JSON_OPTIONS}
 
 
 def _special_tokens(file: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> dict[str, int]:

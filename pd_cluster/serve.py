@@ -24,7 +24,8 @@ from pd_cluster.options import KEY_VARIABLE, ServeOptions
 from pd_cluster.wire import KVOptions
 from ranktable_tools.hosts import is_loopback
 
-GUIDED_BACKENDS = ("auto", "guidance", "llguidance")  # vLLM calls the library by the first of its two names
+# One library does it, whichever of vLLM's names it is called by.
+GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
 MAX_API_WORKERS = 64
 MOST_LOGPROBS = 1000  # all tokens of a step travel in one message
 

@@ -32,10 +32,10 @@ class Wanted(NamedTuple):
     @classmethod
     def of(cls, request: GenerationRequest) -> Wanted:
         return cls(
-            request.stream,
+            bool(request.stream),
             request.include_usage,
             request.include_usage_so_far,
-            request.return_token_ids,
+            bool(request.return_token_ids),
             request.num_logprobs is not None,
             request.prompt_logprobs is not None,
         )
@@ -81,7 +81,8 @@ class Answer(ABC):
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece, is_whole=True)
         content, reason = self._whole(piece), self._finish_reason(piece)
-        return self._choice(piece.index, content, logprobs, piece.token_ids, reason) | self._prompt_ids(piece.index)
+        choice = self._choice(piece.index, content, logprobs, piece.token_ids, reason)
+        return choice | {"stop_reason": piece.stop_reason} | self._prompt_ids(piece.index)
 
     def _prompt_ids(self, choice: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._generation_of(choice).prompt_token_ids} if self.wanted.token_ids else {}
@@ -130,7 +131,8 @@ class Answer(ABC):
 
     def _last_chunk(self, piece: Piece) -> bytes:
         reason = self._finish_reason(piece)
-        return self._chunk(self._choice(piece.index, self._no_delta(), finish_reason=reason))
+        choice = self._choice(piece.index, self._no_delta(), finish_reason=reason)
+        return self._chunk(choice | {"stop_reason": piece.stop_reason})
 
     def usage_chunk(self) -> bytes:
         return event({**self._head(self.chunk_object), "choices": [], "usage": usage_of(self.generations)})

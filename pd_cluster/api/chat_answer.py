@@ -27,7 +27,7 @@ class ChatAnswer(Answer):
         self._echoed = str(last.content) if goes_on else ""
         self._texts: list[ChoiceText] = []
         if generation.new_reader is not None:
-            shown = request.include_reasoning
+            shown = request.include_reasoning is not False
             self._texts = [ChoiceText(generation, shown) for _ in range(self._num_choices)]
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:

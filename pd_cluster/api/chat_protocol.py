@@ -27,8 +27,10 @@ class ChatMessage(BaseModel):
 
     def to_template(self, index: int) -> dict[str, Any]:
         """As chat templates want it: text parts joined. Raises RequestError for images and the like."""
-        fields = {**(self.model_extra or {}), "role": self.role, "content": self.content}
+        fields = {**(self.model_extra or {}), "role": self.role}
         message = {name: value for name, value in fields.items() if value is not None}
+        # Templates for calls look for None; others take what is there to be a text.
+        message["content"] = self.content if self.content is not None or message.get("tool_calls") else ""
         if isinstance(self.content, list):
             texts = []
             for at, part in enumerate(self.content):
@@ -79,7 +81,7 @@ class ChatFields(BaseModel):
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    add_special_tokens: bool = False
+    add_special_tokens: bool | None = None
     documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     chat_template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_NUM_CHARS)
     chat_template_kwargs: dict[str, Any] | None = None
@@ -97,8 +99,8 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     top_logprobs: Count | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: bool = True
-    echo: bool = False
+    include_reasoning: bool | None = None
+    echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:

@@ -19,7 +19,7 @@ class CompletionAnswer(Answer):
         self, request: CompletionRequest, model: str, service: TextService, generations: list[Generation]
     ) -> None:
         super().__init__(request, model, service, generations)
-        self._echo = request.echo
+        self._echo = bool(request.echo)
         self._echoed = [""] * len(generations)
         if request.echo:
             is_cut = request.truncate_prompt_tokens is not None

@@ -80,8 +80,8 @@ def _for_template(message: dict[str, Any], at: int) -> dict[str, Any]:
     """Calls' arguments as objects, which templates write as they like; reasoning under both names."""
     message = with_both_reasonings(message)
     calls = message.get("tool_calls")
-    if not calls:
-        return message
+    if not calls:  # an empty list, too: templates only ask whether it is there
+        return {name: value for name, value in message.items() if name != "tool_calls"}
     if not isinstance(calls, list):
         raise _wrong_call(at, "", "must be a list")
     return {**message, "tool_calls": [_call(call, at, f"[{index}]") for index, call in enumerate(calls)]}
@@ -91,14 +91,20 @@ def _call(call: Any, at: int, place: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _wrong_call(at, place, 'must be {"id", "type": "function", "function": {"name", "arguments"}}')
-    arguments = function.get("arguments") or "{}"
-    try:
-        decoded = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-    except (msgspec.DecodeError, RecursionError):
-        decoded = None
-    if not isinstance(decoded, dict):
+    arguments = function.get("arguments") or {}
+    if not isinstance(arguments, str | dict):
         raise _wrong_call(at, f"{place}.function.arguments", f"{reprlib.repr(arguments)} is not a JSON object")
+    decoded = _decoded(arguments) if isinstance(arguments, str) else arguments
     return {"type": "function", **call, "function": {**function, "arguments": decoded}}
+
+
+def _decoded(arguments: str) -> Any:
+    """What a model wrote need not be JSON, and is part of the conversation all the same: then as it is."""
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
 
 
 def _wrong_call(at: int, place: str, why: str) -> RequestError:

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from pd_cluster.api.schemas import without_remarks
 from pd_cluster.errors import RequestError
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 
 if TYPE_CHECKING:
     from pd_cluster.api.protocol import GenerationRequest
 
-BACKENDS = ("auto", "guidance", "llguidance")  # vLLM calls the library by the first of its two names
+# One library does it, whichever of vLLM's names it is called by.
+BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
 MAX_SCHEMA_DEPTH = 64
 MAX_WHITESPACE_NUM_CHARS = 256
 OPTIONS = "x-guidance"  # the key under which a schema carries its whitespace; not for clients
@@ -128,7 +130,7 @@ def _json(field: str, value: Any, whitespace: str | None) -> Guide:
     if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise _wrong(field, f"nested more than {MAX_SCHEMA_DEPTH} deep")
     options = {} if whitespace is None else {OPTIONS: {"whitespace_pattern": whitespace}}
-    return Guide("json", _encoded({**schema, **options}))
+    return Guide("json", _encoded({**without_remarks(schema), **options}))
 
 
 def _json_object(field: str, value: Any, whitespace: str | None) -> Guide:

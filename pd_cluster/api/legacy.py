@@ -27,10 +27,10 @@ from pd_cluster.api.limits import check_streamed_texts
 from pd_cluster.api.logprobs import LogprobsFormat
 from pd_cluster.api.parse import parse
 from pd_cluster.api.protocol import GenerateRequest
+from pd_cluster.api.request_names import named
 from pd_cluster.api.sequence import Piece, joined
 from pd_cluster.api.service import TextService
 from pd_cluster.errors import PdClusterError
-from pd_cluster.text import Tokenizer
 
 
 def legacy_routes(service: TextService) -> APIRouter:
@@ -41,7 +41,8 @@ def legacy_routes(service: TextService) -> APIRouter:
         received_s = time.monotonic()
         request = parse(await read_body(http), GenerateRequest)
         generation = await service.completion(request, request.prompt, received_s=received_s)
-        generation.client_id = f"generate-{secrets.token_hex(12)}"
+        name = named(request, http).request_id
+        generation.client_id = f"generate-{name or secrets.token_hex(12)}"
         generation.session = generation.session or session_of(http)
         headers = {"x-request-id": generation.client_id}  # the bodies have no place for it
         is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
@@ -56,7 +57,7 @@ def legacy_routes(service: TextService) -> APIRouter:
         return await json_response(
             lambda: {
                 "text": [prompt + piece.text for piece in pieces],
-                **_logprobs(service.tokenizer, request, generation, pieces),
+                **_besides_text(service, request, generation, pieces),
             },
             large=request.logprobs is not None or request.prompt_logprobs is not None,
             headers=headers,
@@ -68,7 +69,7 @@ def legacy_routes(service: TextService) -> APIRouter:
 async def _frames(
     service: TextService, request: GenerateRequest, generation: Generation, prompt: str
 ) -> AsyncGenerator[bytes, None]:
-    """`{"text": [prompt + output so far, …]}` and a NUL, whenever there is more. The last has the logprobs too."""
+    """`{"text": [prompt + output so far, …]}` and a NUL, whenever there is more. The last has the rest, too."""
     pieces: list[list[Piece]] = [[] for _ in generation.sequences]
     texts = [prompt for _ in generation.sequences]
     begun = False
@@ -80,7 +81,7 @@ async def _frames(
                 frame: dict[str, Any] = {"text": texts}
                 if all(sequence.finish_reason is not None for sequence in generation.sequences):
                     whole = [joined(each) for each in pieces]
-                    frame |= _logprobs(service.tokenizer, request, generation, whole)
+                    frame |= _besides_text(service, request, generation, whole)
                 begun = True
                 yield msgspec.json.encode(frame) + b"\0"
     except PdClusterError as error:
@@ -89,12 +90,16 @@ async def _frames(
         yield msgspec.json.encode(error_body(error)) + b"\0"
 
 
-def _logprobs(
-    tokenizer: Tokenizer, request: GenerateRequest, generation: Generation, pieces: list[Piece]
+def _besides_text(
+    service: TextService, request: GenerateRequest, generation: Generation, pieces: list[Piece]
 ) -> dict[str, Any]:
     """What was asked for, in the shapes of /v1/completions: an entry a text, and one for the prompt."""
-    form = LogprobsFormat(tokenizer, bool(request.return_tokens_as_token_ids))
+    as_ids = request.return_tokens_as_token_ids
+    form = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
     found: dict[str, Any] = {}
+    if request.return_token_ids:
+        found["token_ids"] = [piece.token_ids for piece in pieces]
+        found["prompt_token_ids"] = generation.prompt_token_ids
     if request.logprobs is not None:
         found["logprobs"] = [form.completion(piece.logprobs) for piece in pieces]
     if request.prompt_logprobs is not None:

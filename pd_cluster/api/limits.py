@@ -174,7 +174,7 @@ def max_tokens_of(
         raise RequestError(f"max_tokens: {wanted}; must be at least 1 (0 only with echo)", param="max_tokens")
     if wanted is None:
         room = limit - num_prompt
-        wanted = room if default_max_tokens is None else min(default_max_tokens, room)
+        wanted = room if default_max_tokens is None or request.wants_all_room else min(default_max_tokens, room)
     if num_prompt + wanted > limit:
         raise RequestError(
             f"max_tokens: {num_prompt} prompt tokens and {wanted} output tokens are too many; this model's maximum "

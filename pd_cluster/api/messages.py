@@ -38,7 +38,11 @@ class ChoiceText:
         for call in calls:
             del call["index"]
         content = message.pop("content", None if calls else "")
-        return {"content": content, **message, **({"tool_calls": calls} if calls else {})}
+        unknown = {
+            "reasoning": None,
+            "reasoning_content": None,
+        }  # clients look for them without asking whether they are
+        return {"content": content, **unknown, **message, **({"tool_calls": calls} if calls else {})}
 
     def _delta(self, parts: list[Part]) -> dict[str, Any]:
         content = "".join(part.text for part in parts if isinstance(part, Content))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import AsyncGenerator
-from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -29,11 +27,10 @@ from pd_cluster.api.http import (
     unless_disconnected,
 )
 from pd_cluster.api.parse import parse
-from pd_cluster.api.protocol import REQUEST_ID, CompletionRequest, GenerationRequest
+from pd_cluster.api.protocol import CompletionRequest
+from pd_cluster.api.request_names import named
 from pd_cluster.api.service import TextService
 from pd_cluster.errors import PdClusterError
-
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
 def openai_routes(service: TextService) -> APIRouter:
@@ -44,7 +41,7 @@ def openai_routes(service: TextService) -> APIRouter:
         received_s = time.monotonic()
         request = parse(await read_body(http), ChatCompletionRequest)
         name = service.check_model(request.model)
-        generation = await service.chat(_named(request, http), received_s)
+        generation = await service.chat(named(request, http), received_s)
         return await _answer(http, service, ChatAnswer(request, name, service, generation))
 
     @routes.post("/v1/completions")
@@ -52,18 +49,10 @@ def openai_routes(service: TextService) -> APIRouter:
         received_s = time.monotonic()
         request = parse(await read_body(http), CompletionRequest)
         name = service.check_model(request.model)
-        generations = await service.completions(_named(request, http), received_s)
+        generations = await service.completions(named(request, http), received_s)
         return await _answer(http, service, CompletionAnswer(request, name, service, generations))
 
     return routes
-
-
-def _named(request: RequestT, http: Request) -> RequestT:
-    """The header X-Request-Id names a request that has no name of its own."""
-    name = http.headers.get("x-request-id", "")
-    if request.request_id is None and re.fullmatch(REQUEST_ID, name):
-        request.request_id = name
-    return request
 
 
 async def _answer(http: Request, service: TextService, answer: Answer) -> Response:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.api.guide_fields import guide_of
-from pd_cluster.api.protocol import CHAT_ONLY, MIN_TEMPERATURE, NOT_YET, GenerationRequest
+from pd_cluster.api.protocol import CHAT_ONLY, MIN_TEMPERATURE, NOT_YET, GenerateRequest, GenerationRequest
 from pd_cluster.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
     _refuse(data, NOT_YET, "is not supported yet by this server")
-    if not issubclass(kind, ChatCompletionRequest):
+    if not issubclass(kind, ChatFields):
         _refuse(data, CHAT_ONLY, "is for chats; use /v1/chat/completions")
     try:
         request = kind.model_validate(data)
@@ -74,6 +74,11 @@ def _check_together(request: GenerationRequest) -> None:
         raise RequestError(
             f"prompt_logprobs: {request.prompt_logprobs} is not available with stream; leave out one of the two",
             param="prompt_logprobs",
+        )
+    if isinstance(request, GenerateRequest) and request.stream_options is not None:
+        raise RequestError(
+            "stream_options: this API tells no usage; leave it out, or use a server with USE_OPENAI=1",
+            param="stream_options",
         )
     if request.truncate_prompt_tokens == 0:
         raise RequestError(

@@ -27,6 +27,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_NUM_CHARS = 256
 MAX_SALT_NUM_CHARS = 256
 MAX_LOGIT_BIAS = 100.0
+DRAWN_SEED = -1  # as if none was given, as in vLLM
 MIN_TEMPERATURE = 1e-5  # below, it is greedy, as in vLLM
 INT32_MAX = 2**31 - 1
 
@@ -67,8 +68,8 @@ Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: so far, in every chunk; only beside include_usage
+    include_usage: bool | None = True  # as vLLM has it: who asks for options wants the usage
+    continuous_usage_stats: bool | None = False  # vLLM's: so far, in every chunk; only beside include_usage
 
 
 class GenerationRequest(BaseModel):
@@ -104,15 +105,15 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -123,11 +124,16 @@ class GenerationRequest(BaseModel):
     guided_whitespace_pattern: str | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def wants_all_room(self) -> bool:
+        """A null is not the same as nothing here: it asks for all tokens that the context has room for, as in vLLM."""
+        return self.max_tokens is None and "max_tokens" in self.model_fields_set
 
     @property
     def num_choices(self) -> int:
@@ -180,9 +186,9 @@ class GenerationRequest(BaseModel):
             top_k=int(choose(self.top_k, "top_k", -1)),
             top_p=float(choose(self.top_p, "top_p", 1.0)),
             min_p=float(choose(self.min_p, "min_p", 0.0)),
-            seed=self.seed if self.seed is not None else seed,
+            seed=seed if self.seed in (None, DRAWN_SEED) else int(self.seed or 0),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             presence_penalty=float(self.presence_penalty or 0.0),
             frequency_penalty=float(self.frequency_penalty or 0.0),
             repetition_penalty=float(choose(self.repetition_penalty, "repetition_penalty", 1.0)),
@@ -208,11 +214,12 @@ class GenerationRequest(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def include_usage_so_far(self) -> bool:
-        return self.stream_options is not None and self.include_usage and self.stream_options.continuous_usage_stats
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
 
 _PROMPTS = Field(fail_fast=True, json_schema_extra={"maxItems": MAX_PROMPTS})  # checked with words of its own
@@ -220,8 +227,8 @@ _PROMPTS = Field(fail_fast=True, json_schema_extra={"maxItems": MAX_PROMPTS})  #
 
 class CompletionRequest(GenerationRequest):
     prompt: str | TokenIds | Annotated[list[str], _PROMPTS] | Annotated[list[TokenIds], _PROMPTS]
-    echo: bool = False
-    add_special_tokens: bool = True
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: Count | None = None
 
     def prompts(self) -> list[str | list[int]]:

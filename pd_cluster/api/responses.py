@@ -83,6 +83,7 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -125,6 +126,7 @@ class ChatChunkChoice(BaseModel):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
 
@@ -152,6 +154,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = OF_PROMPT
@@ -171,6 +174,7 @@ class CompletionChunkChoice(BaseModel):
     text: str = Field(description="What is new.")
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
 
@@ -187,11 +191,13 @@ class CompletionChunk(BaseModel):
 
 
 class Generated(BaseModel):
-    """In a stream each frame has the whole text so far, and the last one the logprobs."""
+    """In a stream each frame has the whole text so far, and the last one the logprobs and ids."""
 
     text: list[str] = Field(description="Of each sequence: the prompt and what the model wrote after it.")
     logprobs: list[CompletionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = OF_PROMPT
+    token_ids: list[list[int]] | None = Field(default=None, description="Of each sequence, without the prompt.")
+    prompt_token_ids: list[int] | None = None
 
 
 class Model(BaseModel):

@@ -27,6 +27,7 @@ class Piece(msgspec.Struct, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs]  # of these tokens, when they were asked for
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
 
 
 @dataclass(slots=True)
@@ -41,7 +42,9 @@ class Sequence:
     num_tokens: int = 0
     num_chars: int = 0  # of text, whether shown or held back
     cumulative_logprob: float = 0.0
+    stop_token_ids: frozenset[int] = frozenset()  # that are told as a stop_reason
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     token_ids: list[int] = field(default_factory=list)  # since the last piece
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -60,15 +63,17 @@ class Sequence:
         self.num_chars += len(text)
         # As with end-of-sequence tokens: the first that may end the answer is the one after min_tokens.
         text = self.stops.add(text, may_match=self.num_tokens > self.min_tokens)
+        if token.finish_reason == "stop" and token.token_id in self.stop_token_ids:
+            self.stop_reason = token.token_id
         if self.stops.matched is not None:
-            self.finish_reason = "stop"
+            self.finish_reason, self.stop_reason = "stop", self.stops.matched
         elif token.finish_reason is not None:
             text += self.stops.finish()
         return text
 
     def piece(self, text: str, index: int) -> Piece:
         """What came since the last piece, with this text, as that choice's."""
-        piece = Piece(index, text, self.token_ids, self.logprobs, self.finish_reason)
+        piece = Piece(index, text, self.token_ids, self.logprobs, self.finish_reason, self.stop_reason)
         self.token_ids, self.logprobs = [], []
         return piece
 
@@ -85,4 +90,5 @@ def joined(pieces: list[Piece]) -> Piece:
         [token_id for piece in pieces for token_id in piece.token_ids],
         [entry for piece in pieces for entry in piece.logprobs],
         pieces[-1].finish_reason,
+        pieces[-1].stop_reason,
     )

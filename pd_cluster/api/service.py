@@ -137,7 +137,7 @@ class TextService:
             self._encoder.check(num_chars, may_be_cut, "messages")
 
         text = await self._chats.render(request, shows_tools, check)
-        return await self._encoder.encode(text, request.add_special_tokens, may_be_cut, "messages")
+        return await self._encoder.encode(text, bool(request.add_special_tokens), may_be_cut, "messages")
 
     def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
         """The prompt's end as a reader wants it; an answer that goes on may have begun its reasoning long before."""
@@ -152,7 +152,8 @@ class TextService:
         prompts = request.prompts()
         found = []
         for at, prompt in enumerate(prompts):
-            generation = await self.completion(request, prompt, request.add_special_tokens, received_s, len(prompts))
+            special = request.add_special_tokens is not False
+            generation = await self.completion(request, prompt, special, received_s, len(prompts))
             generation.first_choice = at * generation.num_choices
             found.append(generation)
         return found
@@ -216,7 +217,7 @@ class TextService:
             sampling,
             sequences,
             request.num_choices,
-            every_token=request.return_token_ids,
+            every_token=bool(request.return_token_ids),
             is_prompt_only=wanted == 0,
             cache_salt=request.cache_salt or "",
             session=request.prompt_cache_key or "",
@@ -226,8 +227,9 @@ class TextService:
     def _sequences(
         self, request: GenerationRequest, sampling: SamplingParams, markers: Collection[str]
     ) -> list[Sequence]:
-        skips, spaces = request.skip_special_tokens, request.spaces_between_special_tokens is not False
+        skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
         include, stops = bool(request.include_stop_str_in_output), request.stops()
+        told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self._limits.eos_token_ids)
         return [
             Sequence(
                 index,
@@ -235,6 +237,7 @@ class TextService:
                 StopStrings(stops, include),
                 sampling.min_tokens,
                 shows_stop_token=include or not skips,
+                stop_token_ids=told,
             )
             for index in range(sampling.n)
         ]

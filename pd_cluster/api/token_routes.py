@@ -27,15 +27,15 @@ class TokenizeCompletionRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     model: str | None = None
     prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class TokenizeChatRequest(ChatFields):
     """A conversation as /v1/chat/completions takes it."""
 
     model: str | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):
@@ -65,7 +65,9 @@ def token_routes(service: TextService) -> APIRouter:
         else:
             request = parse(body, TokenizeCompletionRequest)
             service.check_model(request.model)
-            token_ids = await service.token_ids(request.prompt, request.add_special_tokens, may_be_cut=True)
+            token_ids = await service.token_ids(
+                request.prompt, request.add_special_tokens is not False, may_be_cut=True
+            )
 
         def answer() -> dict[str, Any]:
             strs = [_text(service, token_id) for token_id in token_ids] if request.return_token_strs else None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pd_cluster.api.chat_protocol import ChatCompletionRequest, NamedTool
 from pd_cluster.api.guide_fields import MAX_SCHEMA_DEPTH, is_deeper
+from pd_cluster.api.schemas import without_remarks
 from pd_cluster.errors import RequestError
 from pd_cluster.parsers.reply import Tool, ToolChoice
 
@@ -62,5 +63,5 @@ def _tools(request: ChatCompletionRequest) -> list[Tool]:
             raise RequestError(
                 f"tools[{at}].function.parameters: nested more than {MAX_SCHEMA_DEPTH} deep", param="tools"
             )
-        found[function.name] = Tool(function.name, parameters, bool(function.strict))
+        found[function.name] = Tool(function.name, without_remarks(parameters), bool(function.strict))
     return list(found.values())

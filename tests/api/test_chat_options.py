@@ -126,3 +126,27 @@ def test_text_parts_are_joined(client: openai.OpenAI) -> None:
         for content in (parts, "a\nb")
     )
     assert one == two
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ended_an_answer(cluster: LiveCluster, tokenizer: Tokenizer, stream: bool) -> None:
+    """The stop string or stop token; neither the end of sequence nor a full answer is one."""
+    whole = cluster.client.post(
+        f"{cluster.url}/v1/completions",
+        json={"prompt": "hello", "temperature": 0, "max_tokens": 8, "return_token_ids": True},
+    ).json()["choices"][0]
+
+    def reason(**fields: Any) -> Any:
+        body = {"prompt": "hello", "temperature": 0, "max_tokens": 8, "stream": stream, **fields}
+        text = cluster.client.post(f"{cluster.url}/v1/completions", json=body).text
+        last = text if not stream else text.splitlines()[-4].removeprefix("data: ")
+        choice = json.loads(last)["choices"][0]
+        return choice["finish_reason"], choice["stop_reason"]
+
+    assert whole["stop_reason"] is None
+    assert reason() == ("length", None)
+    token_id = whole["token_ids"][3]
+    assert reason(stop_token_ids=[token_id]) == ("stop", token_id)
+    stop = whole["text"][2:4]
+    assert reason(stop=["never", stop]) == ("stop", stop)
+    assert reason(logit_bias={"258": 100}) == ("stop", None)  # <eos>

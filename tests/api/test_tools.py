@@ -206,6 +206,23 @@ def test_a_strict_function_is_called_as_its_schema_says(speaker: Speaker) -> Non
 
 
 @qwen3
+def test_any_character_may_be_escaped_where_a_schema_is_kept_to(speaker: Speaker) -> None:
+    function = {"name": "get_weather", "parameters": {"type": "object"}, "strict": True}
+    choice = speaker.choice("two calls", [{"type": "function", "function": function}])
+    assert arguments_of(choice.message)[1] == {"city": "Paris, Île-de-France", "days": 3}
+
+
+@qwen3
+def test_a_prompt_with_tools_is_counted(speaker: Speaker) -> None:
+    body = {"messages": ASKED, "tools": [WEATHER], "return_token_strs": True}
+    counted = speaker.cluster.client.post(f"{speaker.cluster.url}/tokenize", json=body).json()
+    answer = speaker.client.chat.completions.create(model="tiny", messages=ASKED, tools=[WEATHER], max_tokens=1)
+    assert answer.usage is not None
+    assert counted["count"] == answer.usage.prompt_tokens
+    assert "get_weather" in "".join(counted["token_strs"])
+
+
+@qwen3
 def test_openais_helpers_parse_calls(speaker: Speaker) -> None:
     """As its documentation has it: a function made of a pydantic model, and `parse`."""
     from pydantic import BaseModel

@@ -21,6 +21,8 @@ MARKUP = (
 SOURCES = {
     "as it is": MARKUP.replace("%s", ""),
     "trimmed": MARKUP.replace("%s", " | trim"),
+    "marked": MARKUP.replace("%s", "").replace("</{{", "{% generation %}!{% endgeneration %}</{{"),
+    "compact": MARKUP.replace("%s", "").replace("tool | tojson(indent=2)", "tool | tojson(separators=(',', ':'))"),
     "open": "{% for message in messages %}{{ message.content }}{% if not loop.last %}\n{% endif %}{% endfor %}",
 }
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": ["<ä>", None]}}}

@@ -118,8 +118,15 @@ def test_choices_of_a_chat(post: Post, script: Script) -> None:
             "message": {"role": "assistant", "content": "abe"},
             "logprobs": None,
             "finish_reason": "length",
+            "stop_reason": None,
         },
-        {"index": 1, "message": {"role": "assistant", "content": "c"}, "logprobs": None, "finish_reason": "stop"},
+        {
+            "index": 1,
+            "message": {"role": "assistant", "content": "c"},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": D,
+        },
     ]
     num_prompt = len("<|user|>hi<|assistant|>")
     assert data["usage"] == {

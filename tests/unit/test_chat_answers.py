@@ -28,6 +28,7 @@ TEMPLATE = (
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("look", "wait")]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "ä"}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
+NO_REASONING = {"reasoning": None, "reasoning_content": None}
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 Service = Callable[..., tuple[TextService, Playback]]
@@ -71,7 +72,7 @@ def answers(service: TextService, **fields: Any) -> list[dict[str, Any]]:
 
 def plain(choice: dict[str, Any]) -> dict[str, Any]:
     """Without what differs from one answer to the next."""
-    message = dict(choice["message"])
+    message = {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
     calls = [call["function"] for call in message.pop("tool_calls", [])]
     logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
     return {**message, "calls": calls, "reason": choice["finish_reason"], "num_logprobs": len(logprobs)}
@@ -138,14 +139,14 @@ def test_no_calls_unless_there_are_tools(make: Service) -> None:
 def test_reasoning_is_left_out_when_nobody_wants_it(make: Service) -> None:
     service, _ = make(THOUGHT + "So")
     (choice,) = answers(service, include_reasoning=False, n=1)
-    assert choice["message"] == {"role": "assistant", "content": "So"}
+    assert choice["message"] == {"role": "assistant", "content": "So", **NO_REASONING}
 
 
 @pytest.mark.parametrize("text", ["plain", "<think", "a <think>b</think>", ""])
 def test_content_alone(make: Service, text: str) -> None:
     service, _ = make(text or "<eos>")
     (choice,) = answers(service, n=1)
-    assert choice["message"] == {"role": "assistant", "content": text}
+    assert choice["message"] == {"role": "assistant", "content": text, **NO_REASONING}
 
 
 def test_thinking_that_was_switched_off(make: Service) -> None:

@@ -79,14 +79,29 @@ def test_calls_arguments_come_as_objects() -> None:
 
 @pytest.mark.parametrize(
     "calls",
-    [3, ["x"], [{}], [{"function": {}}], [{**CALL, "function": {"name": "f", "arguments": "{"}}]]
-    + [[{**CALL, "function": {"name": "f", "arguments": arguments}}] for arguments in ("[1]", 3, "1" * 5000)],
+    [3, ["x"], [{}], [{"function": {}}]]
+    + [[{**CALL, "function": {"name": "f", "arguments": arguments}}] for arguments in ([1], 3, True)],
 )
 def test_calls_that_are_none(calls: Any) -> None:
     error = refused({"role": "assistant", "tool_calls": calls})
     assert error.param == "messages"
     assert str(error).startswith("messages[0].tool_calls")
     assert len(str(error)) < 200
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "1", '{"a": 1}]'])
+def test_arguments_that_are_none_stay_as_the_model_wrote_them(arguments: str) -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    text = rendered(HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, add_generation_prompt=False)
+    assert text == f"^[user]hello[assistant]f={json.dumps(arguments)}"
+
+
+def test_no_calls_are_no_field() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ 'calls' if 'tool_calls' in m }}{{ m.content is none }}{% endfor %}"
+    )
+    assert rendered({"role": "assistant", "content": "a", "tool_calls": []}, template=template) == "False"
+    assert rendered({"role": "assistant", "tool_calls": [CALL]}, template=template) == "callsTrue"
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

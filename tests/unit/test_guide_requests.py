@@ -99,7 +99,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"guided_regex": "a" * (MAX_GUIDE_NUM_CHARS + 1)}, "guided_regex", "at most 262144"),
         ({"guided_choice": []}, "guided_choice", "not empty"),
         ({"guided_choice": ["v" * 10] * 3 + [str(i) for i in range(100_000)]}, "guided_choice", "at most 262144"),
-        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "auto, guidance, llguidance"),
+        ({"guided_decoding_backend": "other"}, "guided_decoding_backend", "auto, guidance, llguidance"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex constrains the output too"),
         ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "response_format", "guided_json"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "structured_outputs.regex"),
@@ -254,3 +254,19 @@ def test_hostile_guides_have_a_verdict_in_time() -> None:
         assert await verdict(check, Guide("regex", "a+")) == ""
 
     with_check(use)
+
+
+def test_formats_that_constrain_nothing_are_left_out() -> None:
+    secret = {"type": "string", "format": "password"}
+    schema = {
+        "type": "object",
+        "properties": {"format": secret, "at": {"type": "string", "format": "date"}},
+        "$defs": {"a": {"anyOf": [secret, {"items": {"format": "binary"}}], "const": {"format": "path"}}},
+    }
+    found = asked(guided_json=schema)
+    assert found is not None
+    assert json.loads(found.guide.text) == {
+        "type": "object",
+        "properties": {"format": {"type": "string"}, "at": {"type": "string", "format": "date"}},
+        "$defs": {"a": {"anyOf": [{"type": "string"}, {"items": {}}], "const": {"format": "path"}}},
+    }

@@ -56,7 +56,12 @@ def refused(body: bytes, kind: type[GenerationRequest] = CompletionRequest) -> R
 @kinds
 def test_the_least_that_is_a_request(kind: type[GenerationRequest]) -> None:
     request = parsed(kind)
-    assert (request.max_tokens, request.stream, request.stops(), request.include_usage) == (None, False, [], False)
+    assert (request.max_tokens, bool(request.stream), request.stops(), request.include_usage) == (
+        None,
+        False,
+        [],
+        False,
+    )
     assert request.sampling(16, 5, {}) == SamplingParams(max_tokens=16, seed=5)
 
 
@@ -164,7 +169,7 @@ WRONG: list[tuple[str, Any]] = [
     ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
     ("ignore_eos", "yes"),
     ("ignore_eos", 1),
-    ("skip_special_tokens", None),
+    ("skip_special_tokens", 0),
     ("stream", "true"),
     ("stream_options", 1),
     ("stream_options", {"include_usage": "yes"}),
@@ -276,13 +281,6 @@ def test_a_refusal_has_field_and_value() -> None:
     assert str(refused(b'{"prompt": "a", "min_p": 1.5}')) == "min_p: 1.5: Input should be less than or equal to 1"
     assert len(str(refused(json.dumps({"prompt": "a", "logit_bias": {"x" * 9999: 1}}).encode()))) < 150
     assert len(str(refused(json.dumps({"prompt": "a", "logit_bias": {"x" * 9999: "y" * 9999}}).encode()))) < 150
-
-
-@kinds
-@pytest.mark.parametrize("name", set(GenerationRequest.model_fields) - {"ignore_eos", "skip_special_tokens", "stream"})
-def test_null_is_as_if_not_given(kind: type[GenerationRequest], name: str) -> None:
-    if name != "return_token_ids":
-        assert parsed(kind, **{name: None}).sampling(16, 5, {}) == SamplingParams(max_tokens=16, seed=5)
 
 
 # ---- what does not go together
@@ -531,9 +529,42 @@ def test_text_parts_are_joined_and_other_keys_kept() -> None:
     assert message.to_template(0) == {"role": "user", "content": "a\nb", "name": "x"}
 
 
-def test_a_message_without_content_has_none() -> None:
-    (message,) = parsed(ChatCompletionRequest, messages=[{"role": "assistant", "content": None}]).messages
-    assert message.to_template(0) == {"role": "assistant"}
+@pytest.mark.parametrize("given", [{"content": None}, {}])
+def test_a_message_without_content(given: dict[str, Any]) -> None:
+    """None where there are calls, as templates look for it; else a text without anything in it."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    for more, content in ({}, ""), ({"tool_calls": []}, ""), ({"tool_calls": calls}, None):
+        (message,) = parsed(ChatCompletionRequest, messages=[{"role": "assistant", **given, **more}]).messages
+        assert message.to_template(0) == {"role": "assistant", "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in MINIMAL for name in kind.model_fields if name not in MINIMAL[kind]]
+)
+def test_null_is_as_if_not_given(kind: type[GenerationRequest], name: str) -> None:
+    """But for the one that is told apart."""
+    plain, null = parsed(kind), parsed(kind, **{name: None})
+    assert getattr(null, name) in (None, getattr(plain, name))
+    assert null.sampling(16, 5, {}) == plain.sampling(16, 5, {})
+    assert (null.wants_all_room, plain.wants_all_room) == (name == "max_tokens", False)
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert [parsed(CompletionRequest, seed=seed).sampling(1, 5, {}).seed for seed in (-1, None, 0, 7, -2)] == [
+        *(5, 5, 0),
+        *(7, -2),
+    ]
+
+
+def test_options_of_a_stream() -> None:
+    def wanted(**options: Any) -> tuple[bool, bool]:
+        request = parsed(CompletionRequest, stream=True, stream_options=options)
+        return request.include_usage, request.include_usage_so_far
+
+    assert wanted() == (True, False)
+    assert wanted(include_usage=None) == wanted(include_usage=False, continuous_usage_stats=True) == (False, False)
+    assert wanted(continuous_usage_stats=True) == (True, True)
+    assert refused(b'{"prompt": "a", "stream_options": {}}', GenerateRequest).param == "stream_options"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from pd_cluster.errors import ModelError, RequestError
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # What an expression of a template may raise on messages that it was not written for.
 TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+MAX_ERROR_NUM_CHARS = 300  # a template writes them itself
 REASONING = ("reasoning", "reasoning_content")  # of a message: templates know one name or the other
 # Fields of a request that are variables of the template as well, and so may not come twice.
 OWN = ("messages", "add_generation_prompt", "tools", "documents")
@@ -44,7 +45,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (TemplateError, *TEMPLATE_FAULTS) as error:
-            raise ModelError(f"the chat template does not compile: {error}") from None
+            why = str(error)[:MAX_ERROR_NUM_CHARS]
+            raise ModelError(f"the chat template does not compile: {why}") from None
         self.source = source
         self._constants = constants
 
@@ -68,7 +70,8 @@ class ChatTemplate:
         try:
             text = str(self._template.render({**defaults, **self._constants, **variables, **own}))
         except (TemplateError, *TEMPLATE_FAULTS) as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+            why = str(error)[:MAX_ERROR_NUM_CHARS]
+            raise RequestError(f"the chat template refuses these messages: {why}", param="messages") from None
         return _cut_at(text, mark) if mark else text
 
 

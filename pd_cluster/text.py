@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -167,12 +168,15 @@ class StopStrings:
     """Cuts a stream of text before the first stop string, holding back what could still become one.
 
     First is the one that is complete first, of several that end together the longest: then the answer does not
-    depend on how the text was cut into pieces.
+    depend on how the text was cut into pieces. Each character costs a step for each stop string, whatever they are
+    (Knuth, Morris and Pratt's search).
     """
 
     def __init__(self, stops: list[str], include: bool = False) -> None:
         """`include` keeps the stop string itself."""
-        self._stops = stops
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._fallbacks = [_fallback(stop) for stop in self._stops]
+        self._nums_matched = [0 for _ in stops]  # characters at the text's end that the stop string begins with
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -186,14 +190,14 @@ class StopStrings:
             return ""
         if not self._stops:
             return text
+        for at, char in enumerate(text):
+            found = self._step(char)
+            if found is not None and may_match:
+                self.matched = found
+                whole, self._held = self._held + text[: at + 1], ""
+                return whole if self._include else whole[: len(whole) - len(found)]
         self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0] if may_match else []
-        if found:
-            at, self.matched = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
-            certain = self._held[: at + len(self.matched) if self._include else at]
-            self._held = ""
-            return certain
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        keep = max(self._nums_matched)
         certain = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return certain
@@ -203,13 +207,31 @@ class StopStrings:
         rest, self._held = self._held, ""
         return rest
 
+    def _step(self, char: str) -> str | None:
+        """The longest stop string that ends with this character."""
+        found = None
+        for which, stop in enumerate(self._stops):
+            num_matched, fallback = self._nums_matched[which], self._fallbacks[which]
+            while num_matched and stop[num_matched] != char:
+                num_matched = fallback[num_matched]
+            num_matched += stop[num_matched] == char
+            if num_matched == len(stop):
+                found = found or stop
+                num_matched = fallback[num_matched]
+            self._nums_matched[which] = num_matched
+        return found
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+
+@lru_cache(maxsize=1024)  # of a request's many sequences, each has the same
+def _fallback(stop: str) -> list[int]:
+    """For each length of a beginning of it: the longest shorter one that this ends with."""
+    found = [0, 0]
+    for char in stop[1:]:
+        length = found[-1]
+        while length and stop[length] != char:
+            length = found[length]
+        found.append(length + (stop[length] == char))
+    return found
 
 
 def _bytes_of_characters() -> dict[str, bytes]:

@@ -138,7 +138,7 @@ class Answer(ABC):
         return event({**self._head(self.chunk_object), "choices": [], "usage": usage_of(self.generations)})
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        so_far = usage_of(self.generations) if self.wanted.usage_so_far else None
+        so_far = self._generation_of(choice["index"]).usage if self.wanted.usage_so_far else None
         usage = {"usage": so_far} if self.wanted.usage else {}
         return event({**self._head(self.chunk_object), "choices": [choice], **usage})
 

@@ -23,8 +23,7 @@ class ChatAnswer(Answer):
         super().__init__(request, model, service, [generation])
         last = request.messages[-1]
         self._role = service.response_role if request.opens_answer else last.role
-        goes_on = request.echo and last.role == self._role and isinstance(last.content, str)
-        self._echoed = str(last.content) if goes_on else ""
+        self._echoed = last.text if request.echo and last.role == self._role else ""
         self._texts: list[ChoiceText] = []
         if generation.new_reader is not None:
             shown = request.include_reasoning is not False

@@ -17,7 +17,7 @@ from pd_cluster.api.template_child import Rendered, RenderJob
 from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.errors import RequestError
 
-LONG_NUM_CHARS = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
+LONG_NBYTES = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
 
 
 class ChatPrompts:
@@ -48,7 +48,7 @@ class ChatPrompts:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         conversation = conversation_of(request, self._template.variables, shows_tools)
         check(conversation.num_chars)
-        if conversation.num_chars <= LONG_NUM_CHARS:
+        if conversation.nbytes <= LONG_NBYTES:
             return conversation.render(self._template)
         return await asyncio.to_thread(conversation.render, self._template)
 

@@ -25,6 +25,11 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
 
+    @property
+    def text(self) -> str:
+        """What parts of text it has; as the template gets it, when `to_template` does not refuse the others."""
+        return self.content if isinstance(self.content, str) else self.to_template(0).get("content") or ""
+
     def to_template(self, index: int) -> dict[str, Any]:
         """As chat templates want it: text parts joined. Raises RequestError for images and the like."""
         fields = {**(self.model_extra or {}), "role": self.role}

@@ -18,7 +18,9 @@ from pd_cluster.errors import PdClusterError, Unavailable
 
 log = logging.getLogger(__name__)
 
-MAX_CHILDREN = 2  # one job that takes long does not keep all others waiting
+MAX_CHILDREN = 2  # that check quickly, at a time
+MAX_SLOW = 2  # that go on beside them
+QUICK_S = 0.5
 START_TIMEOUT_S = 60.0  # to import, and to read a tokenizer
 MAX_LINE_NBYTES = 64 << 20
 
@@ -38,7 +40,9 @@ class Broke(PdClusterError):
 class Children:
     """`name` is what they check, in messages. `started` judges a new child's first line, and may raise.
 
-    `num_killed` counts those that took too long or broke.
+    Most jobs are quick. One that is not leaves its place to others after QUICK_S, and goes on beside them if not too
+    many do so already; so slow jobs do not keep quick ones waiting. `num_killed` counts children that took too long,
+    had no place to go on, or broke.
     """
 
     def __init__(
@@ -49,7 +53,8 @@ class Children:
         self._timeout_s = timeout_s
         self._name = name
         self._started = started
-        self._free = asyncio.Semaphore(MAX_CHILDREN)
+        self._quick = asyncio.Semaphore(MAX_CHILDREN)
+        self._num_slow = 0
         self._idle: list[_Child] = []
         self.num_killed = 0
 
@@ -57,44 +62,65 @@ class Children:
         """The answer's line. Raises TookTooLong, Broke, Unavailable when none was free in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._free.acquire()
+                await self._quick.acquire()
         except TimeoutError:
             raise Unavailable(f"no {self._name} could be checked for {self._timeout_s:g} s; try again") from None
+        place = _Place(self._quick)
         try:
-            return await self._try(job)
+            return await self._try(job, place)
         finally:
-            self._free.release()
+            place.leave()
 
     async def close(self) -> None:
         while self._idle:
             await self._idle.pop().kill()
 
-    async def _try(self, job: bytes) -> bytes:
+    async def _try(self, job: bytes, place: _Place) -> bytes:
         """A child that was there already may have been broken before: then a new one tells."""
         child = self._idle.pop() if self._idle else None
         if child is not None:
             with contextlib.suppress(ConnectionError, EOFError):
-                return await self._ask(child, job)
+                return await self._ask(child, job, place)
         child = await self._start()
         try:
-            return await self._ask(child, job)
+            return await self._ask(child, job, place)
         except (ConnectionError, EOFError):
             raise Broke(f"the process that checks a {self._name} ended") from None
 
-    async def _ask(self, child: _Child, job: bytes) -> bytes:
+    async def _ask(self, child: _Child, job: bytes, place: _Place) -> bytes:
         """The child is idle after it, or dead. Raises EOFError or ConnectionError when it broke."""
         answer = b""
+        task = asyncio.ensure_future(child.exchange(job))
         try:
-            answer = await asyncio.wait_for(child.exchange(job), self._timeout_s)
-        except TimeoutError:
-            raise TookTooLong(f"not ready after {self._timeout_s:g} s") from None
+            done, _ = await asyncio.wait({task}, timeout=min(QUICK_S, self._timeout_s))
+            if not done:
+                answer = await self._go_on(task, place)
+            else:
+                answer = task.result()
         finally:
+            task.cancel()
             if not answer:
                 self.num_killed += 1
                 await child.kill()
-            else:
+            elif len(self._idle) < MAX_CHILDREN:
                 self._idle.append(child)
+            else:
+                await child.kill()
         return answer
+
+    async def _go_on(self, task: asyncio.Future[bytes], place: _Place) -> bytes:
+        """Until the whole time is over, in nobody's way. Raises TookTooLong, Unavailable."""
+        if self._num_slow >= MAX_SLOW:
+            raise Unavailable(f"{MAX_SLOW} slow {self._name}s are being checked; try again")
+        self._num_slow += 1
+        place.leave()
+        try:
+            await asyncio.wait({task}, timeout=max(0.0, self._timeout_s - QUICK_S))
+        finally:
+            self._num_slow -= 1
+        if not task.done():
+            raise TookTooLong(f"not ready after {self._timeout_s:g} s")
+        return task.result()
 
     async def _start(self) -> _Child:
         """Ready for jobs."""
@@ -120,6 +146,18 @@ class Children:
             if not is_ready:
                 await child.kill()
         return child
+
+
+class _Place:
+    """Among those who check quickly; left once."""
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places: asyncio.Semaphore | None = places
+
+    def leave(self) -> None:
+        if self._places is not None:
+            self._places.release()
+            self._places = None
 
 
 class _Child:

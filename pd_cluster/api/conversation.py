@@ -28,6 +28,11 @@ class Conversation(msgspec.Struct, frozen=True):
         """At the least, of the prompt."""
         return sum(len(content) for m in self.messages if isinstance(content := m.get("content"), str))
 
+    @property
+    def nbytes(self) -> int:
+        """Of all that a template may have to write."""
+        return len(msgspec.json.encode(self)) if self.variables else self.num_chars
+
     def render(self, template: ChatTemplate) -> str:
         """Raises RequestError."""
         return template.render(self.messages, self.add_generation_prompt, self.variables, self.continue_final_message)

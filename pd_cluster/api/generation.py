@@ -8,12 +8,17 @@ from typing import Any
 
 from pd_cluster.api.sequence import Piece, Sequence
 from pd_cluster.cluster.stream import Stream
+from pd_cluster.errors import GenerationError
 from pd_cluster.parsers.reply import ReplyReader
 from pd_cluster.types import Logprobs, PromptOutput, SamplingParams
 
 
 def _stop_nothing(index: int) -> None:
     """Until a request is on its way there is nothing to stop."""
+
+
+def _fail_nothing(error: GenerationError) -> None:
+    """Likewise."""
 
 
 def _no_calls() -> str:
@@ -40,6 +45,7 @@ class Generation:
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)
     stop: Callable[[int], None] = _stop_nothing
+    fail: Callable[[GenerationError], None] = _fail_nothing
     client_id: str = ""  # what the answer calls itself
     received_s: float | None = None
 
@@ -64,6 +70,7 @@ class Generation:
     def routed(self, stream: Stream) -> None:
         self.served_by = [stream.prefill.name, stream.decode.name]
         self.stop = stream.stop
+        self.fail = stream.inbox.put
 
     def prompted(self, prompt: PromptOutput) -> None:
         self.prompt = prompt

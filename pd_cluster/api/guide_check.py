@@ -54,7 +54,8 @@ class GuideCheck:
         error = self._verdicts.get(key)
         if error is None:
             error = await self._new_verdict(key, guide)
-        self._verdicts.move_to_end(key)
+        else:
+            self._verdicts.move_to_end(key)
         if error:
             raise GuideError(error)
 
@@ -71,14 +72,12 @@ class GuideCheck:
         if task is None:
             if len(self._running) >= MAX_WAITING:
                 raise Unavailable(f"{len(self._running)} guides are being checked; try again")
-            task = self._running[key] = asyncio.create_task(self._checked(guide))
+            task = self._running[key] = asyncio.create_task(self._checked(key, guide))
             task.add_done_callback(lambda _: self._running.pop(key))
-        error = self._verdicts[key] = await asyncio.shield(task)
-        while len(self._verdicts) > MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
-        return error
+        return await asyncio.shield(task)
 
-    async def _checked(self, guide: Guide) -> str:
+    async def _checked(self, key: bytes, guide: Guide) -> str:
+        """What ran out of time or memory may have been held up by others: such a verdict is not kept."""
         self.num_checked += 1
         try:
             answer = await self.children.ask(msgspec.json.encode(guide))
@@ -86,7 +85,10 @@ class GuideCheck:
             return f"it is {error} (--guided-timeout); make it simpler"
         except Broke:
             return "it takes too much memory, or is nested too deeply; make it simpler"
-        return msgspec.json.decode(answer, type=CheckAnswer).error
+        found = self._verdicts[key] = msgspec.json.decode(answer, type=CheckAnswer).error
+        while len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return found
 
 
 def _started(line: bytes) -> None:

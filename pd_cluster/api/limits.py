@@ -18,6 +18,7 @@ from pd_cluster.types import SamplingParams
 
 DEFAULT_MAX_LOGPROBS = 20
 MAX_LOGPROB_ENTRIES = 1_000_000  # in one answer; each takes about half a kilobyte while the answer is made
+MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # of prompts: written at once, while other streams wait
 OUTPUT_TOKENS_COUNTED = 16_384  # of a sequence: one alone may always be as long as the context
 MAX_STREAMED_NBYTES = 256 << 20  # of /generate with several texts, whose frames repeat all of them
 
@@ -108,6 +109,14 @@ def _check_size(request: GenerationRequest, sampling: SamplingParams, num_prompt
     if sampling.logprobs is not None:
         num_entries += min(sampling.max_tokens, OUTPUT_TOKENS_COUNTED) * (sampling.logprobs + 1) * sampling.n
     num_entries *= num_prompts
+    if request.stream and sampling.prompt_logprobs is not None:  # they are echoed
+        num_told = num_prompt_tokens * (sampling.prompt_logprobs + 1) * request.num_choices
+        if num_told > MAX_STREAMED_LOGPROB_ENTRIES:
+            raise RequestError(
+                f"logprobs: a stream that begins with {num_told} of the prompt's is too much at once, at most "
+                f"{MAX_STREAMED_LOGPROB_ENTRIES} are given; leave out stream, or ask for fewer",
+                param="logprobs",
+            )
     if num_entries > MAX_LOGPROB_ENTRIES:
         raise RequestError(
             f"logprobs: the answer could have {num_entries} of them, at most {MAX_LOGPROB_ENTRIES} are given; ask for "

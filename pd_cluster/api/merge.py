@@ -4,49 +4,82 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+SETTLE_S = 1.0  # for the others to end, once one has failed
+NUM_A_TURN = 16  # that begin before others have their turn
 MAX_WAITING = 1024  # items that nobody has taken; then the generators wait
 
 
-def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all, in the order in which they come. The first error ends all of them, and so does closing this."""
-    return streams[0] if len(streams) == 1 else _merged(streams)
+def _tell_nobody(error: BaseException) -> None:
+    """For who needs not know."""
 
 
-async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+def merged(
+    streams: Sequence[AsyncGenerator[T, None]], failed: Callable[[BaseException], None] = _tell_nobody
+) -> AsyncGenerator[T, None]:
+    """Items of all, in the order in which they come. Closing this closes all.
+
+    The first error ends all of them: `failed` hears of it first, and may have the others end by themselves.
+    """
+    return streams[0] if len(streams) == 1 else _merged(streams, failed)
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[T, None]], failed: Callable[[BaseException], None]
+) -> AsyncGenerator[T, None]:
     items: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue(MAX_WAITING)
-    tasks = [asyncio.ensure_future(_pump(stream, items)) for stream in streams]
-    num_running = len(tasks)
+    tasks: list[asyncio.Future[None]] = []
+    num_running = len(streams)
     try:
+        for at, stream in enumerate(streams):
+            tasks.append(asyncio.ensure_future(_pump(stream, items)))
+            if at % NUM_A_TURN == NUM_A_TURN - 1:
+                await asyncio.sleep(0)
         while num_running:
             item = await items.get()
             if isinstance(item, BaseException):
+                failed(item)
+                await asyncio.wait(tasks, timeout=SETTLE_S)
                 raise item
             if item is None:
                 num_running -= 1
             else:
                 yield item[0]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
 
 
-async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results. The first error ends all of them."""
+async def together(
+    works: Sequence[Coroutine[Any, Any, T]], failed: Callable[[BaseException], None] = _tell_nobody
+) -> list[T]:
+    """All results. The first error ends all of them, as with `merged`."""
     if len(works) == 1:
         return [await works[0]]
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks: list[asyncio.Future[T]] = []
     try:
+        for at, work in enumerate(works):
+            tasks.append(asyncio.ensure_future(work))
+            if at % NUM_A_TURN == NUM_A_TURN - 1:
+                await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
+    except Exception as error:
+        failed(error)
+        await asyncio.wait(tasks, timeout=SETTLE_S)
+        raise
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for work in works[len(tasks) :]:
+            work.close()
+        await _end(tasks)
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _pump(stream: AsyncGenerator[T, None], items: asyncio.Queue[tuple[T] | BaseException | None]) -> None:

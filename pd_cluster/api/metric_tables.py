@@ -142,7 +142,7 @@ REQUEST_COUNTERS = (
     ),
     OfRequests(
         "pd_cluster:requests_refused",
-        "Requests that nothing was done for: 429, a goal would be missed (slo); 503, no instances (unavailable).",
+        "Prompts that nothing was done for: 429, a goal would be missed (slo); 503, no instances (unavailable).",
         {why: f"refused_{why}" for why in ("slo", "unavailable")},
         "reason",
     ),

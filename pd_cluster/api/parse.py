@@ -17,8 +17,10 @@ from pd_cluster.errors import RequestError
 log = logging.getLogger(__name__)
 
 MAX_CONTAINERS = 50_000  # arrays and objects in a body: millions of them hold the interpreter for seconds
+MAX_STRINGS = 400_000
+MAX_VALUES = 1_000_000  # and so many token ids
 MAX_DEPTH = 64  # of arrays and objects in one another
-_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{]}'))
+_NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{]},'))
 _AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _logged_fields: set[str] = set()
 
@@ -75,6 +77,8 @@ def _check_together(request: GenerationRequest) -> None:
             f"prompt_logprobs: {request.prompt_logprobs} is not available with stream; leave out one of the two",
             param="prompt_logprobs",
         )
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options: only beside stream: true; leave it out", param="stream_options")
     if isinstance(request, GenerateRequest) and request.stream_options is not None:
         raise RequestError(
             "stream_options: this API tells no usage; leave it out, or use a server with USE_OPENAI=1",
@@ -136,10 +140,7 @@ def _kin(value: Any) -> tuple[type, ...]:
 
 def decoded(body: bytes) -> Any:
     """What is in a JSON body, that is neither too much nor too deep. Raises RequestError."""
-    brackets = _brackets(body)
-    num_containers = brackets.count(b"[")
-    if num_containers > MAX_CONTAINERS:
-        raise RequestError(f"the body has {num_containers} arrays and objects; at most {MAX_CONTAINERS} are allowed")
+    brackets = _structure(body)
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -155,11 +156,23 @@ def decoded(body: bytes) -> Any:
     return data
 
 
-def _brackets(body: bytes) -> bytes:
-    """All brackets and braces outside of strings, as brackets, in a few passes: nothing is decoded yet."""
+def _structure(body: bytes) -> bytes:
+    """All brackets and braces outside of strings, as brackets, in a few passes: nothing is decoded yet.
+
+    Raises RequestError where there is more than anybody needs.
+    """
     marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
+    _check_most(marks.count(b'"') // 2, MAX_STRINGS, "strings")
     outside = b"".join(marks.replace(b'""', b"").split(b'"')[::2])
-    return outside.translate(_AS_BRACKETS)
+    _check_most(outside.count(b",") + 1, MAX_VALUES, "values")
+    brackets = outside.translate(_AS_BRACKETS, b",")
+    _check_most(brackets.count(b"["), MAX_CONTAINERS, "arrays and objects")
+    return brackets
+
+
+def _check_most(number: int, most: int, what: str) -> None:
+    if number > most:
+        raise RequestError(f"the body has {number} {what}; at most {most} are allowed")
 
 
 def _log_unknown(request: BaseModel) -> None:

@@ -19,12 +19,16 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._limit = limit
 
-    async def encode(self, text: str, special: bool, may_be_cut: bool, param: str) -> list[int]:
+    async def encode(self, texts: list[str], special: bool, may_be_cut: bool, param: str) -> list[list[int]]:
         """Raises RequestError, before any work, for a text that cannot fit the context."""
-        self.check(len(text), may_be_cut, param)
-        if len(text) <= SHORT_NUM_CHARS:
-            return self._tokenizer.encode(text, special)
-        return await asyncio.to_thread(self._tokenizer.encode, text, special)
+        for text in texts:
+            self.check(len(text), may_be_cut, param)
+        if sum(map(len, texts)) <= SHORT_NUM_CHARS:
+            return self._encode(texts, special)
+        return await asyncio.to_thread(self._encode, texts, special)
+
+    def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
+        return [self._tokenizer.encode(text, special) for text in texts]
 
     async def bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         if sum(map(len, words)) <= SHORT_NUM_CHARS:

@@ -17,6 +17,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.types import SamplingParams
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_NUM_CHARS = 1024
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
@@ -69,7 +70,9 @@ Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = True  # as vLLM has it: who asks for options wants the usage
-    continuous_usage_stats: bool | None = False  # vLLM's: so far, in every chunk; only beside include_usage
+    continuous_usage_stats: bool | None = (
+        False  # vLLM's: in every chunk, of its prompt so far; only beside include_usage
+    )
 
 
 class GenerationRequest(BaseModel):
@@ -136,6 +139,10 @@ class GenerationRequest(BaseModel):
         return self.max_tokens is None and "max_tokens" in self.model_fields_set
 
     @property
+    def own_seed(self) -> int | None:
+        return None if self.seed == DRAWN_SEED else self.seed
+
+    @property
     def num_choices(self) -> int:
         return self.n or 1
 
@@ -163,6 +170,10 @@ class GenerationRequest(BaseModel):
         stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         if len(stops) > MAX_STOP_STRINGS:
             raise RequestError(f"stop: {len(stops)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+        if (longest := max(map(len, stops), default=0)) > MAX_STOP_NUM_CHARS:
+            raise RequestError(
+                f"stop: a string of {longest} characters, at most {MAX_STOP_NUM_CHARS} are allowed", param="stop"
+            )
         if "" in stops:
             raise RequestError("stop: an empty string would stop everything", param="stop")
         return stops
@@ -186,7 +197,7 @@ class GenerationRequest(BaseModel):
             top_k=int(choose(self.top_k, "top_k", -1)),
             top_p=float(choose(self.top_p, "top_p", 1.0)),
             min_p=float(choose(self.min_p, "min_p", 0.0)),
-            seed=seed if self.seed in (None, DRAWN_SEED) else int(self.seed or 0),
+            seed=seed if self.own_seed is None else self.own_seed,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             presence_penalty=float(self.presence_penalty or 0.0),

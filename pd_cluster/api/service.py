@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import random
 import reprlib
-import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
 from pd_cluster.api.chat_prompt import ChatPrompts
 from pd_cluster.api.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.api.generation import Generation
-from pd_cluster.api.guide_check import GuideCheck
 from pd_cluster.api.guide_fields import Asked, guide_of
-from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits, max_tokens_of, truncated
+from pd_cluster.api.intake import Intake
+from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits
 from pd_cluster.api.merge import merged, together
-from pd_cluster.api.prompt_encoder import PromptEncoder
 from pd_cluster.api.protocol import MAX_SEQUENCES, CompletionRequest, GenerationRequest
-from pd_cluster.api.sequence import Piece, Sequence, joined
+from pd_cluster.api.sequence import Piece, joined
 from pd_cluster.api.tool_fields import tools_of
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
 from pd_cluster.config import ChatConfig
-from pd_cluster.errors import GuideError, ModelNotFound, RequestError
+from pd_cluster.errors import GenerationError, ModelNotFound
 from pd_cluster.parsers.reply import ReplyFormat
-from pd_cluster.text import StopStrings, Tokenizer
-from pd_cluster.types import SamplingParams, TokenOutput
+from pd_cluster.text import Tokenizer
+from pd_cluster.types import TokenOutput
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
 MESSAGE_NUM_CHARS = 8  # what a template adds to each further message, at the least
 PLAIN_CHATS = ChatConfig()
+NUM_PROMPTS_A_TURN = 16  # of a long list, between which others have their turn
 NUM_END_TOKENS = 16  # of a prompt, that tell whether an answer begins with reasoning
 
 
@@ -54,27 +53,20 @@ class TextService:
         """`shows_token_ids`: logprobs name tokens by their ids where a request does not say. Raises ConfigError."""
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.path, chat.template)
-        self._encoder = PromptEncoder(self.tokenizer, lambda: self.max_model_len)
         self.response_role = chat.response_role
         self.shows_token_ids = shows_token_ids
         self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser)
         self.model = model
-        self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.served_model_names = served_model_names or [model]
         self._max_model_len = max_model_len
-        self._has_priorities = has_priorities
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
-        self._limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
-        self.guides = GuideCheck(
-            checkpoint.path / "tokenizer.json", vocab_size, checkpoint.eos_token_ids, guided_timeout_s
+        limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
+        self._intake = Intake(
+            self.tokenizer, checkpoint, limits, lambda: self.max_model_len, seed, guided_timeout_s, has_priorities
         )
         self._chats = ChatPrompts.make(
             self.tokenizer.template, self.tokenizer.special_tokens, chat.trusts_request_templates, guided_timeout_s
         )
-        known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        self._sampling_defaults = {
-            k: v for k, v in checkpoint.generation_config.items() if k in known and v is not None
-        }
 
     @property
     def max_model_len(self) -> int:
@@ -84,7 +76,7 @@ class TextService:
 
     @property
     def vocab_size(self) -> int:
-        return self._limits.vocab_size
+        return self._intake.limits.vocab_size
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ModelNotFound."""
@@ -102,7 +94,7 @@ class TextService:
         return self.tokenizer.template is not None and "tools" in self.tokenizer.template.variables
 
     async def close(self) -> None:
-        await self.guides.close()
+        await self._intake.guides.close()
         await self._chats.close()
 
     async def chat(self, request: ChatCompletionRequest, received_s: float | None = None) -> Generation:
@@ -114,9 +106,10 @@ class TextService:
         guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
         field = "tools" if asked.tools or answer is None else answer.field
         reads = asked.choice != "none" or bool(form.reasoning_parser)
-        generation = await self._generation(
-            request, token_ids, None, "messages", Asked(field, guide) if guide else None, form.markers if reads else ()
+        shared = await self._intake.shared(
+            request, Asked(field, guide) if guide is not None else None, form.markers if reads else ()
         )
+        generation = self._intake.generation(request, token_ids, None, "messages", shared)
         if reads:
             generation.new_reader = lambda: form.reader(asked.choice, end, asked.most_calls)
             generation.new_call_id = form.call_id
@@ -134,126 +127,52 @@ class TextService:
 
         def check(num_chars: int) -> None:
             num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
-            self._encoder.check(num_chars, may_be_cut, "messages")
+            self._intake.encoder.check(num_chars, may_be_cut, "messages")
 
         text = await self._chats.render(request, shows_tools, check)
-        return await self._encoder.encode(text, bool(request.add_special_tokens), may_be_cut, "messages")
+        (found,) = await self._intake.encoder.encode([text], bool(request.add_special_tokens), may_be_cut, "messages")
+        return found
 
     def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
         """The prompt's end as a reader wants it; an answer that goes on may have begun its reasoning long before."""
         text = self.tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
-        content = request.messages[-1].content
-        if not request.continue_final_message or not isinstance(content, str):
+        if not request.continue_final_message:
             return text
+        content = request.messages[-1].text
         return "<think>" if content.rfind("<think>") > content.rfind("</think>") else "</think>"
 
     async def completions(self, request: CompletionRequest, received_s: float | None = None) -> list[Generation]:
         """One for each prompt. Raises RequestError."""
-        prompts = request.prompts()
+        prompts, special = request.prompts(), request.add_special_tokens is not False
+        shared = await self._intake.shared(request, guide_of(request), num_prompts=len(prompts))
         found = []
-        for at, prompt in enumerate(prompts):
-            special = request.add_special_tokens is not False
-            generation = await self.completion(request, prompt, special, received_s, len(prompts))
+        for at, token_ids in enumerate(await self._intake.token_ids(request, prompts, special)):
+            generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
             generation.first_choice = at * generation.num_choices
+            generation.received_s = received_s
             found.append(generation)
+            if at % NUM_PROMPTS_A_TURN == 0:
+                await asyncio.sleep(0)
         return found
 
     async def completion(
-        self,
-        request: GenerationRequest,
-        prompt: str | list[int],
-        special: bool = True,
-        received_s: float | None = None,
-        num_prompts: int = 1,
+        self, request: GenerationRequest, prompt: str | list[int], special: bool = True, received_s: float | None = None
     ) -> Generation:
-        """`num_prompts` that the answer has room for. Raises RequestError."""
-        token_ids = await self.token_ids(prompt, special, request.truncate_prompt_tokens is not None)
-        generation = await self._generation(
-            request, token_ids, DEFAULT_MAX_TOKENS, "prompt", guide_of(request), num_prompts=num_prompts
-        )
+        """Raises RequestError."""
+        shared = await self._intake.shared(request, guide_of(request))
+        (token_ids,) = await self._intake.token_ids(request, [prompt], special)
+        generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s
         return generation
 
-    async def token_ids(self, prompt: str | list[int], special: bool = True, may_be_cut: bool = False) -> list[int]:
+    async def token_ids(self, prompt: str, special: bool = True, may_be_cut: bool = False) -> list[int]:
         """A prompt's. Raises RequestError."""
-        if not isinstance(prompt, str):
-            return prompt
-        return await self._encoder.encode(prompt, special, may_be_cut, "prompt")
-
-    async def _generation(
-        self,
-        request: GenerationRequest,
-        token_ids: list[int],
-        default_max_tokens: int | None,
-        param: str,
-        asked: Asked | None,
-        markers: Collection[str] = (),
-        num_prompts: int = 1,
-    ) -> Generation:
-        """Checks the limits. `markers` are special tokens that are read. Raises RequestError."""
-        limit = self.max_model_len
-        token_ids = truncated(request, token_ids, limit, default_max_tokens or 1)
-        wanted = max_tokens_of(request, len(token_ids), limit, default_max_tokens, param)
-        if min(token_ids) < 0 or max(token_ids) >= self._limits.vocab_size:
-            raise RequestError(f"{param}: token ids must be in 0 to {self._limits.vocab_size - 1}", param=param)
-        sampling = request.sampling(wanted, self._seeds.getrandbits(63), self._sampling_defaults)
-        sampling = msgspec.structs.replace(
-            sampling,
-            bad_words=await self._encoder.bad_words(request.bad_words or []),
-            guide=asked.guide if asked is not None else None,
-        )
-        sampling = self._limits.check(request, sampling, len(token_ids), num_prompts)
-        if request.priority and not self._has_priorities:
-            raise RequestError(
-                f"priority: {request.priority}; this server takes requests as they come (--scheduling-policy fcfs)",
-                param="priority",
-            )
-        await self._check_guide(asked)
-        sequences = self._sequences(request, sampling, markers)
-        if wanted == 0:  # the engine gives at least one token, which nobody is shown
-            sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
-        return Generation(
-            token_ids,
-            sampling,
-            sequences,
-            request.num_choices,
-            every_token=bool(request.return_token_ids),
-            is_prompt_only=wanted == 0,
-            cache_salt=request.cache_salt or "",
-            session=request.prompt_cache_key or "",
-            priority=request.priority or 0,
-        )
-
-    def _sequences(
-        self, request: GenerationRequest, sampling: SamplingParams, markers: Collection[str]
-    ) -> list[Sequence]:
-        skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
-        include, stops = bool(request.include_stop_str_in_output), request.stops()
-        told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self._limits.eos_token_ids)
-        return [
-            Sequence(
-                index,
-                self.tokenizer.detokenizer(skips, markers, spaces),
-                StopStrings(stops, include),
-                sampling.min_tokens,
-                shows_stop_token=include or not skips,
-                stop_token_ids=told,
-            )
-            for index in range(sampling.n)
-        ]
-
-    async def _check_guide(self, asked: Asked | None) -> None:
-        """Before anybody else sees it. Raises RequestError that names the field, Unavailable."""
-        if asked is None:
-            return
-        try:
-            await self.guides.check(asked.guide)
-        except GuideError as error:
-            raise RequestError(f"{asked.field}: {error}", param=asked.field.partition(".")[0]) from None
+        (found,) = await self._intake.encoder.encode([prompt], special, may_be_cut, "prompt")
+        return found
 
     def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
         """Of all prompts of a request, as they come. The first error ends all, and so does closing it."""
-        return merged([self.stream(generation) for generation in generations])
+        return merged([self.stream(generation) for generation in generations], lambda error: _fail(generations, error))
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
         """A piece whenever a sequence has text, and one with its finish_reason as its last. Closing it aborts."""
@@ -274,7 +193,8 @@ class TextService:
 
     async def complete(self, generations: list[Generation]) -> list[Piece]:
         """Everything at once: a piece for each choice. Of more sequences than choices, the best."""
-        whole = await together([self._complete(generation) for generation in generations])
+        works = [self._complete(generation) for generation in generations]
+        whole = await together(works, lambda error: _fail(generations, error))
         return [piece for pieces in whole for piece in pieces]
 
     async def _complete(self, generation: Generation) -> list[Piece]:
@@ -307,3 +227,9 @@ class TextService:
             return
         async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
             await anext(tokens)
+
+
+def _fail(generations: list[Generation], error: BaseException) -> None:
+    """What one prompt of a request failed of ends the others: it is not the client who left them."""
+    for generation in generations:
+        generation.fail(GenerationError(f"another prompt of the request failed: {error}"))

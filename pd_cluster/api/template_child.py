@@ -44,6 +44,9 @@ def render(job: RenderJob, constants: dict[str, str]) -> Rendered:
     try:
         template = ChatTemplate(job.source, constants)
         text = job.conversation.render(template) if job.conversation is not None else ""
+        text.encode()
+    except UnicodeEncodeError:
+        return Rendered(error="chat_template: it writes half a character (a lone surrogate)", param="chat_template")
     except ModelError as error:
         return Rendered(error=f"chat_template: {error}", param="chat_template")
     except RequestError as error:

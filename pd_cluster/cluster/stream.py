@@ -20,6 +20,7 @@ from pd_cluster.types import FinishReason, PromptOutput, Resumed, SamplingParams
 
 MAX_UNREAD_TOKENS = 4096  # of a request, that its reader has not taken; where it has many sequences, so many steps
 MAX_UNREAD_STEPS = 256
+MAX_IN_A_ROW = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,12 @@ class Setback:
 class Inbox:
     """What one reader waits for, in order. Does less than asyncio.Queue, in less time and memory; mostly one item."""
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_items", "_num_in_a_row", "_waiter")
 
     def __init__(self) -> None:
         self._items: list[TokenOutput | Exception | Setback | None] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._num_in_a_row = 0  # items that were there when they were asked for
 
     def __len__(self) -> int:
         return len(self._items)
@@ -72,7 +74,13 @@ class Inbox:
                 waiter.set_result(None)
 
     async def get(self) -> TokenOutput | Exception | Setback | None:
+        if self._items:
+            self._num_in_a_row += 1
+            if self._num_in_a_row >= MAX_IN_A_ROW:  # whoever reads that much lets others have their turn
+                self._num_in_a_row = 0
+                await asyncio.sleep(0)
         while not self._items:
+            self._num_in_a_row = 0
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return self._items.pop(0)

@@ -74,6 +74,12 @@ def test_an_echo_of_the_message_that_goes_on(cluster: LiveCluster) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == echoed["content"]
 
 
+def test_an_echo_of_parts(cluster: LiveCluster) -> None:
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}]}
+    found = post(cluster, HELLO, parts, echo=True, continue_final_message=True).json()["choices"][0]["message"]
+    assert found["content"].startswith("Once\nupon")
+
+
 def test_an_answer_has_the_role_of_what_it_continues(cluster: LiveCluster) -> None:
     fields = {"continue_final_message": True}
     assert post(cluster, HELLO, **fields).json()["choices"][0]["message"]["role"] == "user"

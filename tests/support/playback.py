@@ -20,6 +20,7 @@ class Playback:
         self.logprobs: dict[int, float] = {}  # sequence -> logprob of each of its tokens
         self.told: PromptOutput | None = None
         self.stopped: set[int] = set()
+        self.failed: list[Exception] = []
         self.last_reason: FinishReason = "length"
         self.requests: list[SamplingParams] = []
         self.salts: list[str] = []
@@ -30,7 +31,8 @@ class Playback:
         self.requests.append(sampling)
         self.salts.append(cache_salt)
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]
-        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stopped.add))
+        inbox = SimpleNamespace(put=self.failed.append)
+        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stopped.add, inbox=inbox))
         if self.told is not None:
             prompted(self.told)
         try:

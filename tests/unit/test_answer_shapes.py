@@ -42,7 +42,11 @@ class Script:
     ) -> AsyncIterator[TokenOutput]:
         stopped: set[int] = set()
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]
-        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=stopped.add))
+        routed(
+            SimpleNamespace(
+                prefill=instances[0], decode=instances[1], stop=stopped.add, inbox=SimpleNamespace(put=None)
+            )
+        )
         prompted(self.prompt)
         positions = [0] * sampling.n
         for index, token_id, reason, logprobs in self.lines:

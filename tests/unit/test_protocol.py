@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pd_cluster.api import parse as parsing
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.parse import MAX_CONTAINERS, MAX_DEPTH, parse
+from pd_cluster.api.parse import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, parse
 from pd_cluster.api.protocol import (
     CHAT_ONLY,
     MAX_BAD_WORD_NUM_CHARS,
@@ -101,14 +101,28 @@ def test_deep_nesting_is_one_error(depth: int, name: str) -> None:
 def test_a_crowd_of_containers_is_refused_undecoded(element: bytes) -> None:
     """Decoding 32 MiB of these holds the interpreter for 5 seconds, and a worker's death is noticed after 1."""
     started_s = time.process_time()
-    error = refused(b'{"prompt": "a", "x": [' + b",".join([element] * 2_000_000) + b"]}")
-    assert f"at most {MAX_CONTAINERS} are allowed" in str(error)
+    for count in (60_000, 2_000_000):
+        error = refused(b'{"prompt": "a", "x": [' + b",".join([element] * count) + b"]}")
+        assert "are allowed" in str(error)
+    assert f"at most {MAX_CONTAINERS} are allowed" in str(
+        refused(b'{"prompt": "a", "x": [' + b",".join([element] * (MAX_CONTAINERS + 1)) + b"]}")
+    )
     assert time.process_time() - started_s < 1.0
 
 
-def test_one_wrong_item_among_millions_is_found_at_once() -> None:
+@pytest.mark.parametrize(("element", "most", "what"), [(b'"a"', MAX_STRINGS, "strings"), (b"1", MAX_VALUES, "values")])
+def test_more_than_anybody_needs_is_refused_undecoded(element: bytes, most: int, what: str) -> None:
+    """Strings of brackets and commas count as one each."""
+    error = refused(b'{"prompt": "a", "x": [' + b",".join([element] * (most + 5)) + b"]}")
+    assert f"{what}; at most {most} are allowed" in str(error)
+    text = b'"' + b'[,{\\"' * most + b'"'
+    parse(b'{"prompt": ' + text + b"}", CompletionRequest)
+    parse(b'{"prompt": "a", "x": [' + b",".join([element] * (most - 10)) + b"]}", CompletionRequest)
+
+
+def test_one_wrong_item_among_many_is_found_at_once() -> None:
     """Collecting an error for every item took 25 seconds for 4 MB."""
-    body = b"1," * 2_000_000
+    body = b"1," * (MAX_VALUES - 10)
     started_s = time.process_time()
     assert refused(b'{"prompt": [' + body + b'"a"]}').param == "prompt"
     assert refused(b'{"messages": [' + body + b"1]}", ChatCompletionRequest).param == "messages"
@@ -138,7 +152,7 @@ def num_containers(value: object) -> int:
 @settings(max_examples=300, deadline=None)
 @given(json_values)
 def test_containers_are_counted_as_brute_force_does(value: object) -> None:
-    assert parsing._brackets(json.dumps(value).encode()).count(b"[") == num_containers(value)
+    assert parsing._structure(json.dumps(value).encode()).count(b"[") == num_containers(value)
 
 
 WRONG: list[tuple[str, Any]] = [
@@ -547,6 +561,20 @@ def test_null_is_as_if_not_given(kind: type[GenerationRequest], name: str) -> No
     assert getattr(null, name) in (None, getattr(plain, name))
     assert null.sampling(16, 5, {}) == plain.sampling(16, 5, {})
     assert (null.wants_all_room, plain.wants_all_room) == (name == "max_tokens", False)
+
+
+def test_options_of_a_stream_are_for_streams() -> None:
+    for kind in (b'"prompt": "a"', b'"prompt": "a", "stream": false'):
+        assert refused(b'{"stream_options": {"include_usage": false}, ' + kind + b"}").param == "stream_options"
+
+
+@pytest.mark.parametrize("length", [1024, 1025])
+def test_the_longest_stop_string(length: int) -> None:
+    body = json.dumps({"prompt": "a", "stop": ["b", "x" * length]}).encode()
+    if length <= 1024:
+        assert parse(body, CompletionRequest).stops()[1] == "x" * length
+    else:
+        assert "1025 characters" in str(refused(body))
 
 
 def test_a_seed_of_minus_one_is_none() -> None:

@@ -204,7 +204,7 @@ def test_leaving_early_closes_the_request(make: Services) -> None:
 def test_seeds_of_requests_without_one_come_from_the_servers(make: Services) -> None:
     def seeds(seed: int) -> list[int]:
         service, _ = make()
-        service._seeds = random.Random(seed)
+        service._intake._seeds = random.Random(seed)
         return [completion(service, [1]).sampling.seed for _ in range(3)]
 
     assert seeds(5) == seeds(5) != seeds(6)
@@ -436,14 +436,14 @@ def test_a_greedy_default_of_the_model_counts(make: Services) -> None:
 
 def test_no_more_logprobs_than_tokens(make: Services, tmp_path: Path) -> None:
     service, _ = make()
-    service._limits = service._limits._replace(max_logprobs=5000)
+    service._intake.limits = service._intake.limits._replace(max_logprobs=5000)
     sampling = completion(service, "a", logprobs=4000, prompt_logprobs=4000).sampling
     assert (sampling.logprobs, sampling.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
 
 
 def test_answers_that_would_fill_the_memory_are_refused(make: Services) -> None:
     service, _ = make()
-    service._limits = service._limits._replace(max_logprobs=5000, vocab_size=10**6)
+    service._intake.limits = service._intake.limits._replace(max_logprobs=5000, vocab_size=10**6)
     assert completion(service, "a", n=128, temperature=1, max_tokens=10, logprobs=20).sampling.n == 128
     for fields in ({"n": 128, "max_tokens": 10, "logprobs": 2000}, {"n": 128, "prompt_logprobs": 5000}):
         with pytest.raises(RequestError, match=r"^logprobs: the answer could have \d+ of them, at most 1000000"):
@@ -465,7 +465,7 @@ def test_priorities_need_a_server_that_has_them(make: Services) -> None:
     with pytest.raises(RequestError, match="priority: 3; this server takes requests as they come") as caught:
         completion(service, [1], priority=3)
     assert caught.value.param == "priority"
-    service._has_priorities = True
+    service._intake._has_priorities = True
     assert completion(service, [1], priority=3).priority == 3
 
 

@@ -1,0 +1,148 @@
+"""From parsed requests to generations: token ids, sampling, limits. Knows nothing of chats, of routers or of HTTP."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import msgspec
+
+from pd_cluster.api.generation import Generation
+from pd_cluster.api.guide_check import GuideCheck
+from pd_cluster.api.guide_fields import Asked
+from pd_cluster.api.limits import Limits, max_tokens_of, truncated
+from pd_cluster.api.prompt_encoder import PromptEncoder
+from pd_cluster.api.protocol import GenerationRequest
+from pd_cluster.api.sequence import Sequence
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.errors import GuideError, RequestError
+from pd_cluster.text import StopStrings, Tokenizer
+from pd_cluster.types import SamplingParams
+
+MAX_GUIDES_NUM_CHARS = 1 << 20  # of a guide and all prompts that it goes with, each with its own copy
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model may have of its own
+
+
+class Shared(NamedTuple):
+    """What all prompts of a request have in common. The sampling lacks max_tokens and seed."""
+
+    sampling: SamplingParams
+    markers: Collection[str]
+    num_prompts: int
+
+
+class Intake:
+    """`limit` tells how many tokens the context has by now."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        checkpoint: Checkpoint,
+        limits: Limits,
+        limit: Callable[[], int],
+        seed: int | None,
+        guided_timeout_s: float,
+        has_priorities: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._has_priorities = has_priorities
+        self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
+        own = checkpoint.generation_config
+        self._sampling_defaults = {name: own[name] for name in DEFAULTS if own.get(name) is not None}
+        self.limits = limits
+        self.encoder = PromptEncoder(tokenizer, limit)
+        file = checkpoint.path / "tokenizer.json"
+        self.guides = GuideCheck(file, limits.vocab_size, limits.eos_token_ids, guided_timeout_s)
+
+    async def token_ids(
+        self, request: GenerationRequest, prompts: list[str | list[int]], special: bool
+    ) -> list[list[int]]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        may_be_cut = request.truncate_prompt_tokens is not None
+        encoded = iter(await self.encoder.encode(texts, special, may_be_cut, "prompt"))
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    async def shared(
+        self, request: GenerationRequest, asked: Asked | None, markers: Collection[str] = (), num_prompts: int = 1
+    ) -> Shared:
+        """`markers` are special tokens that are read. Raises RequestError."""
+        if asked is not None and len(asked.guide.text) * num_prompts > MAX_GUIDES_NUM_CHARS:
+            raise RequestError(
+                f"{asked.field}: {len(asked.guide.text)} characters for each of {num_prompts} prompts are too many; "
+                f"send fewer prompts in a request",
+                param=asked.field.partition(".")[0],
+            )
+        if request.priority and not self._has_priorities:
+            raise RequestError(
+                f"priority: {request.priority}; this server takes requests as they come (--scheduling-policy fcfs)",
+                param="priority",
+            )
+        sampling = msgspec.structs.replace(
+            request.sampling(0, 0, self._sampling_defaults),
+            bad_words=await self.encoder.bad_words(request.bad_words or []),
+            guide=asked.guide if asked is not None else None,
+        )
+        await self._check_guide(asked)
+        return Shared(sampling, markers, num_prompts)
+
+    def generation(
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        default_max_tokens: int | None,
+        param: str,
+        shared: Shared,
+    ) -> Generation:
+        """Checks the limits. Raises RequestError."""
+        limit = self._limit()
+        token_ids = truncated(request, token_ids, limit, default_max_tokens or 1)
+        wanted = max_tokens_of(request, len(token_ids), limit, default_max_tokens, param)
+        if min(token_ids) < 0 or max(token_ids) >= self.limits.vocab_size:
+            raise RequestError(f"{param}: token ids must be in 0 to {self.limits.vocab_size - 1}", param=param)
+        seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
+        sampling = msgspec.structs.replace(shared.sampling, max_tokens=wanted, seed=seed)
+        sampling = self.limits.check(request, sampling, len(token_ids), shared.num_prompts)
+        sequences = self._sequences(request, sampling, shared.markers)
+        if wanted == 0:  # the engine gives at least one token, which nobody is shown
+            sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
+        return Generation(
+            token_ids,
+            sampling,
+            sequences,
+            request.num_choices,
+            every_token=bool(request.return_token_ids),
+            is_prompt_only=wanted == 0,
+            cache_salt=request.cache_salt or "",
+            session=request.prompt_cache_key or "",
+            priority=request.priority or 0,
+        )
+
+    def _sequences(
+        self, request: GenerationRequest, sampling: SamplingParams, markers: Collection[str]
+    ) -> list[Sequence]:
+        skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
+        include, stops = bool(request.include_stop_str_in_output), request.stops()
+        told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids)
+        return [
+            Sequence(
+                index,
+                self._tokenizer.detokenizer(skips, markers, spaces),
+                StopStrings(stops, include),
+                sampling.min_tokens,
+                shows_stop_token=include or not skips,
+                stop_token_ids=told,
+            )
+            for index in range(sampling.n)
+        ]
+
+    async def _check_guide(self, asked: Asked | None) -> None:
+        """Before anybody else sees it. Raises RequestError that names the field, Unavailable."""
+        if asked is None:
+            return
+        try:
+            await self.guides.check(asked.guide)
+        except GuideError as error:
+            raise RequestError(f"{asked.field}: {error}", param=asked.field.partition(".")[0]) from None

@@ -64,6 +64,7 @@ class Answer(ABC):
         self._created = int(time.time())
         self._model = model
         self._opened = [False for _ in generations]
+        self._prompts_told: dict[int, dict[str, Any]] = {}  # first choice -> its prompt's logprobs, as others have them
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # choice -> its chunk before and after the text
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -179,5 +180,8 @@ class Answer(ABC):
     def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
         if not self.wanted.prompt_logprobs:
             return {}
-        found = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
-        return {"prompt_logprobs": found}
+        first = generation.first_choice
+        if first not in self._prompts_told:
+            found = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
+            self._prompts_told[first] = {"prompt_logprobs": found}
+        return self._prompts_told[first]

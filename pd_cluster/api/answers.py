@@ -64,6 +64,7 @@ class Answer(ABC):
         self._created = int(time.time())
         self._model = model
         self._opened = [False for _ in generations]
+        self._told_prompt_ids: set[int] = set()  # choices
         self._prompts_told: dict[int, dict[str, Any]] = {}  # first choice -> its prompt's logprobs, as others have them
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # choice -> its chunk before and after the text
 
@@ -84,6 +85,13 @@ class Answer(ABC):
         content, reason = self._whole(piece), self._finish_reason(piece)
         choice = self._choice(piece.index, content, logprobs, piece.token_ids, reason)
         return choice | {"stop_reason": piece.stop_reason} | self._prompt_ids(piece.index)
+
+    def _first_prompt_ids(self, choice: int) -> dict[str, Any]:
+        """For a choice's first chunk."""
+        if not self.wanted.token_ids or choice in self._told_prompt_ids:
+            return {}
+        self._told_prompt_ids.add(choice)
+        return self._prompt_ids(choice)
 
     def _prompt_ids(self, choice: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._generation_of(choice).prompt_token_ids} if self.wanted.token_ids else {}
@@ -128,7 +136,8 @@ class Answer(ABC):
 
     def _full_chunk(self, piece: Piece, content: dict[str, Any]) -> bytes:
         logprobs = self._logprobs(piece) if piece.logprobs else None
-        return self._chunk(self._choice(piece.index, content, logprobs, piece.token_ids))
+        ids = self._first_prompt_ids(piece.index)
+        return self._chunk(self._choice(piece.index, content, logprobs, piece.token_ids) | ids)
 
     def _last_chunk(self, piece: Piece) -> bytes:
         reason = self._finish_reason(piece)

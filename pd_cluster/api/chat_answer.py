@@ -34,7 +34,7 @@ class ChatAnswer(Answer):
         return answer | self._prompt_ids(0)
 
     def _opening(self, choice: int) -> bytes:
-        ids = self._prompt_ids(choice)
+        ids = self._first_prompt_ids(choice)
         opening = self._chunk(self._choice(choice, {"delta": {"role": self._role, "content": ""}}) | ids)
         return opening + (self._chunk(self._choice(choice, self._delta(self._echoed))) if self._echoed else b"")
 

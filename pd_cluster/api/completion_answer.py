@@ -30,9 +30,10 @@ class CompletionAnswer(Answer):
         self._of_prompts: dict[int, list[TokenLogprobs]] = {}  # prompt -> its own logprobs, as they are echoed
 
     def _opening(self, choice: int) -> bytes:
-        echoed, ids = self._echoed_in(choice), self._prompt_ids(choice)
-        if not echoed and not ids:
+        echoed = self._echoed_in(choice)
+        if not echoed:
             return b""
+        ids = self._first_prompt_ids(choice)
         logprobs = self._format.completion(self._prompt(choice)) if self.wanted.logprobs and self._echo else None
         return self._chunk(self._choice(choice, {"text": echoed}, logprobs) | ids)
 

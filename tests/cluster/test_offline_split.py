@@ -1,0 +1,98 @@
+"""Worker processes of a Python program: they answer as one process does, and end with it, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.api.protocol import CompletionRequest
+from pd_cluster.api.sequence import Piece
+from pd_cluster.config import EngineConfig
+from pd_cluster.errors import ConfigError
+from pd_cluster.offline.session import Offline, OfflineConfig
+from tests.support.checkpoints import reference_greedy
+from tests.support.cluster import children_of
+
+SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
+PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def split(model: Path) -> Iterator[Offline]:
+    engine = EngineConfig(model=str(model), num_blocks=64, max_model_len=256)
+    with Offline(OfflineConfig(engine=engine, prefill=1, decode=1)) as made:
+        yield made
+
+
+async def pieces_of(offline: Offline, prompts: list[list[int]], **fields: object) -> list[Piece]:
+    request = CompletionRequest.model_validate({"prompt": prompts, "temperature": 0, "max_tokens": 8, **fields})
+    return await offline.service.complete(await offline.service.completions(request))
+
+
+def test_greedy_and_seeded_are_those_of_one_process(split: Offline, model: Path) -> None:
+    found = split.run(pieces_of(split, PROMPTS))
+    assert [piece.token_ids for piece in found] == [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
+    engine = EngineConfig(model=str(model), num_blocks=64, max_model_len=256)
+    with Offline(OfflineConfig(engine=engine)) as one:
+        fields = {"temperature": 1.0, "seed": 3, "n": 2, "presence_penalty": 0.5}
+        assert split.run(pieces_of(split, PROMPTS, **fields)) == one.run(pieces_of(one, PROMPTS, **fields))
+
+
+def test_a_lost_worker_is_an_error_or_nothing_at_all(split: Offline, model: Path) -> None:
+    """Last of this cluster's tests: its prefill process is gone after it, and decode does both."""
+    prefill, _ = (pid for pid in children_of(os.getpid()) if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    running = split.start(pieces_of(split, PROMPTS, max_tokens=100, ignore_eos=True))
+    os.kill(prefill, signal.SIGKILL)
+    assert [len(piece.token_ids) for piece in running.result(60)] == [100] * 3
+    found = split.run(pieces_of(split, PROMPTS))
+    assert [piece.token_ids for piece in found] == [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
+
+
+def test_a_process_that_cannot_start_is_told(model: Path) -> None:
+    engine = EngineConfig(model=str(model), num_blocks=64)
+    with pytest.raises(ConfigError, match=r"could not start.*--no-such-flag"):
+        Offline(OfflineConfig(engine=engine, prefill=1, decode=1, arguments=("--no-such-flag",)))
+
+
+@pytest.mark.parametrize("how", ["end", "close", "exception", "interrupt", "kill"])
+def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:
+    """A script without a main guard: nothing of it runs again in the processes that it starts."""
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+    command = [sys.executable, str(SCRIPT), str(model), "1", how]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, done.stderr
+    pids = [int(pid) for pid in lines[0].split()]
+    assert len(pids) == 4  # two parents, a rank process each
+    expected = {"exception": 1, "kill": -signal.SIGKILL, "interrupt": -signal.SIGINT}.get(how, 0)
+    assert done.returncode in (expected, 130 if how == "interrupt" else expected), done.stderr
+    assert ("KeyboardInterrupt" in done.stderr) == (how == "interrupt")
+    asyncio.run(until_gone(pids))
+
+
+async def until_gone(pids: list[int]) -> None:
+    deadline_s = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() and _runs(pid) for pid in pids):
+        assert time.monotonic() < deadline_s, "processes are left"
+        await asyncio.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Not one that has ended and waits for somebody to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,145 @@
+"""An engine in this process: what it says, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.api.protocol import CompletionRequest
+from pd_cluster.api.sequence import Piece
+from pd_cluster.config import EngineConfig
+from pd_cluster.errors import Closed, ConfigError, GenerationError, ModelError, PdClusterError, RequestError
+from pd_cluster.offline.session import Offline, OfflineConfig
+from tests.support.checkpoints import reference_greedy
+
+PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def offline(model: Path) -> Iterator[Offline]:
+    with Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64, max_model_len=256))) as made:
+        yield made
+
+
+async def pieces_of(offline: Offline, prompt: Any, **fields: Any) -> list[Piece]:
+    request = CompletionRequest(prompt=prompt, **{"temperature": 0, "max_tokens": 8, **fields})
+    return await offline.service.complete(await offline.service.completions(request))
+
+
+async def stream_of(offline: Offline, prompt: Any, **fields: Any) -> AsyncGenerator[Piece, None]:
+    request = CompletionRequest(prompt=prompt, return_token_ids=True, **{"temperature": 0, "max_tokens": 8, **fields})
+    async for piece in offline.service.pieces(await offline.service.completions(request)):
+        yield piece
+
+
+def test_greedy_is_the_references(offline: Offline, model: Path) -> None:
+    found = offline.run(pieces_of(offline, PROMPTS))
+    assert [piece.token_ids for piece in found] == [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
+
+
+def test_a_stream_is_the_same(offline: Offline) -> None:
+    (whole,) = offline.run(pieces_of(offline, [PROMPTS[0]]))
+    pieces = list(offline.iterate(stream_of(offline, PROMPTS[0])))
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == whole.token_ids
+    assert len(pieces) > 1
+
+
+def test_a_stream_that_is_left_holds_nothing(offline: Offline) -> None:
+    for _ in offline.iterate(stream_of(offline, PROMPTS[1], max_tokens=200, ignore_eos=True)):
+        break
+    offline.run(until_home(offline))
+
+
+async def until_home(offline: Offline) -> None:
+    async with asyncio.timeout(20):
+        while offline.service.router.num_streams:
+            await asyncio.sleep(0.01)
+    (piece,) = await pieces_of(offline, [1, 2, 3], max_tokens=250)  # the whole pool but a few blocks is free again
+    assert piece.finish_reason in ("length", "stop")
+
+
+def test_from_many_threads_at_once(offline: Offline, model: Path) -> None:
+    found: dict[int, list[int]] = {}
+
+    def ask(at: int) -> None:
+        (piece,) = offline.run(pieces_of(offline, [[at + 5, 6, 7]]))
+        found[at] = piece.token_ids
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {at: reference_greedy(model, [at + 5, 6, 7], 8) for at in range(8)}
+
+
+def test_from_an_event_loop_of_ones_own(offline: Offline) -> None:
+    async def ask() -> list[Piece]:
+        return await asyncio.wrap_future(offline.start(pieces_of(offline, [PROMPTS[0]])))
+
+    assert asyncio.run(ask()) == offline.run(pieces_of(offline, [PROMPTS[0]]))
+
+
+def test_a_wrong_request_is_refused_and_others_go_on(offline: Offline) -> None:
+    with pytest.raises(RequestError, match="too long"):
+        offline.run(pieces_of(offline, [[1] * 300]))
+    assert offline.run(pieces_of(offline, PROMPTS))
+
+
+def test_its_own_loop_cannot_wait_for_itself(offline: Offline) -> None:
+    async def ask() -> None:
+        offline.run(pieces_of(offline, PROMPTS))
+
+    with pytest.raises(RuntimeError, match="would wait for itself"):
+        offline.run(ask())
+
+
+def test_after_its_end(model: Path) -> None:
+    made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64)))
+    made.run(pieces_of(made, PROMPTS))
+    running = made.start(pieces_of(made, PROMPTS, max_tokens=200, ignore_eos=True))
+    made.close()
+    made.close()
+    with pytest.raises((PdClusterError, asyncio.CancelledError)):
+        running.result(30)
+    with pytest.raises(Closed):
+        made.run(pieces_of(made, PROMPTS))
+    assert not [each for each in threading.enumerate() if each.name in ("engine", "pd-cluster") and each.is_alive()][2:]
+
+
+def test_an_engine_that_fails_ends_what_it_had(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pd_cluster.engine.core import EngineCore
+
+    with Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64))) as made:
+        made.run(pieces_of(made, PROMPTS))
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(EngineCore, "run", fail)
+        with pytest.raises(GenerationError, match="out of luck"):
+            made.run(pieces_of(made, PROMPTS[:1]))
+        with pytest.raises(PdClusterError, match="out of luck"):
+            made.run(pieces_of(made, PROMPTS[:1]))
+
+
+def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:
+    engine = EngineConfig(model=str(model))
+    with pytest.raises(ConfigError, match="prefill 1, decode 0"):
+        Offline(OfflineConfig(engine=engine, prefill=1))
+    with pytest.raises(ModelError):
+        Offline(OfflineConfig(engine=EngineConfig(model=str(tmp_path))))
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
+        Offline(OfflineConfig(engine=EngineConfig(model=str(model), tensor_parallel_size=2)))
+    with pytest.raises(ConfigError):
+        Offline(OfflineConfig(engine=EngineConfig(model=str(model), max_model_len=10**6)))

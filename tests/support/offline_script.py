@@ -1,0 +1,40 @@
+"""A user's script, without `if __name__ == "__main__"`: python offline_script.py MODEL NUM_PREFILL HOW_IT_ENDS.
+
+Says which processes it has, one line, then ends in the way that it is told.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from pd_cluster.api.protocol import CompletionRequest
+from pd_cluster.config import EngineConfig
+from pd_cluster.offline.session import Offline, OfflineConfig
+from tests.support.cluster import children_of
+
+model, number, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+offline = Offline(OfflineConfig(engine=EngineConfig(model=model, num_blocks=64), prefill=number, decode=number))
+
+
+async def answer(max_tokens: int) -> str:
+    request = CompletionRequest(prompt="hello", max_tokens=max_tokens, ignore_eos=True, temperature=0)
+    (piece,) = await offline.service.complete(await offline.service.completions(request))
+    return piece.text
+
+
+text = offline.run(answer(4))
+parents = children_of(os.getpid())
+print(*parents, *(pid for parent in parents for pid in children_of(parent)), flush=True)
+if how == "exception":
+    raise ValueError("of the user's own")
+if how == "interrupt":
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    offline.run(answer(400))
+if how == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "close":
+    offline.close()
+    offline.close()
+    time.sleep(0)

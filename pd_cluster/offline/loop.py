@@ -28,9 +28,7 @@ class LoopThread:
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Its result, later. Raises Closed."""
-        if self._is_closed:
-            work.close()
-            raise Closed("this engine is closed; make a new one")
+        self._check_open(work)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -38,6 +36,7 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("called from the engine's own event loop, which would wait for itself; await instead")
+        self._check_open(work)
         ended = threading.Event()
         future = self.start(_signalled(work, ended))
         try:
@@ -48,6 +47,11 @@ class LoopThread:
             if not future.done():
                 future.cancel()
                 ended.wait(END_TIMEOUT_S)
+
+    def _check_open(self, work: Coroutine[Any, Any, Any]) -> None:
+        if self._is_closed:
+            work.close()
+            raise Closed("this engine is closed; make a new one")
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Its items, each computed while the caller waits for it or before."""

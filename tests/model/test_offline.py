@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_after_its_end(model: Path) -> None:
     running = made.start(pieces_of(made, PROMPTS, max_tokens=200, ignore_eos=True))
     made.close()
     made.close()
-    with pytest.raises((PdClusterError, asyncio.CancelledError)):
+    with pytest.raises((PdClusterError, CancelledError)):
         running.result(30)
     with pytest.raises(Closed):
         made.run(pieces_of(made, PROMPTS))

@@ -227,7 +227,9 @@ def free_port_pair() -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Of all of its threads."""
+    lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for children in lists for child in children.split()]
 
 
 def in_parallel(jobs: Sequence[Callable[[], None]], concurrency: int, timeout_s: float = 240.0) -> list[BaseException]:

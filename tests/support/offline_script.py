@@ -31,7 +31,8 @@ if how == "exception":
 if how == "interrupt":
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    offline.run(answer(400))
+    while True:
+        offline.run(answer(400))
 if how == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "close":

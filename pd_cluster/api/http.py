@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from pd_cluster.api.status import status_of
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, PdClusterError, RequestError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -77,16 +78,8 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    status, headers = 500, {}
-    if isinstance(error, RequestError):
-        status = error.status
-    elif isinstance(error, Unavailable):
-        status, headers = 503, {"Retry-After": str(error.retry_after_s)}
-    elif isinstance(error, Overloaded):
-        status, headers = 429, {"Retry-After": str(error.retry_after_s)}
-    elif isinstance(error, DeadlineExceeded):
-        status = 504
-    return JSONResponse(error_body(error), status, headers)
+    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable | Overloaded) else {}
+    return JSONResponse(error_body(error), status_of(error), headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -29,7 +29,11 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 
 def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     """Raises RequestError that names the field, for anything that is not a good request."""
-    data = decoded(body)
+    return checked(decoded(body), kind)
+
+
+def checked(data: Any, kind: type[RequestT]) -> RequestT:
+    """The same of what is decoded already."""
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
     _refuse(data, NOT_YET, "is not supported yet by this server")

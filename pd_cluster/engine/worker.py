@@ -124,8 +124,9 @@ class Worker:
         self.imports.credit()
         plan = self.core.plan()
         for request in plan.admitted:
-            if request.leg == "prefill":
+            if request.leg != "decode" and not request.output_token_ids:
                 self._notes.admitted(request)
+            if request.leg == "prefill":
                 self.exports.admitted(request)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
         hands_over = self.exports.computing(plan.chunks)

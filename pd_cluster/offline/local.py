@@ -56,6 +56,7 @@ class LocalEngine:
     async def start(self) -> None:
         """Until requests can be served. Raises ModelError and the like."""
         self._thread.start()
+        self.router.timelines.heard(NAME, self.router.timelines.now_s())  # it is the same clock
         self._roster.arrive(await asyncio.wrap_future(self._loaded))
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.types import FinishReason, Logprobs, PromptOutput, SamplingParams, TokenOutput
 
 
@@ -15,6 +16,7 @@ class Playback:
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self.membership = SimpleNamespace(instances=[])
+        self.timelines = Timelines()
         self.num_read = 0
         self.was_closed = False
         self.logprobs: dict[int, float] = {}  # sequence -> logprob of each of its tokens

@@ -36,6 +36,7 @@ LAYERS: list[tuple[str, ...]] = [
         "quickstart",
         "check",
         "cli",
+        "offline",
     ),
 ]
 # A place is a module or package of pd_cluster; bench.peers are the programs of child processes.
@@ -45,13 +46,14 @@ ONLY_IN = {
     "starlette": ("api",),
     "uvicorn": ("api",),
     "transformers": ("model", "bench.peers"),
-    "torch": ("kv", "transport", "model", "engine", "device", "bench.peers"),
+    "torch": ("kv", "transport", "model", "engine", "device", "offline.local", "bench.peers"),
     "zmq": ("mailbox", "sockets"),
     "llguidance": ("grammar",),
     "jinja2": ("chat_template",),
     "tokenizers": ("text", "bench.peers"),
     "typer": ("cli", "instances", "quickstart", "bench.commands"),
     "matplotlib": ("trace.png",),
+    "tqdm": ("offline.progress",),
 }
 TORCH_FREE = [
     "pd_cluster.api.guide_child",

@@ -439,7 +439,7 @@ def test_events_go_with_tokens() -> None:
     world = World()
     world.submit("r", [1, 2, 3], sampling(n=1))
     world.run()
-    assert told(world) == ["submitted", "finished"]
+    assert told(world) == ["submitted", "admitted", "finished"]
     assert [outputs.now_s for _, outputs in world.post.messages] == pytest.approx([0.2 * at for at in range(8)])
     assert all(outputs.tokens for _, outputs in world.post.messages)
 
@@ -465,11 +465,11 @@ def test_every_scheduler_is_told() -> None:
     world.submit("r", [1, 2, 3], sampling(n=1))
     world.run()
     world.step()
-    assert told(world) == told(world, "other-conn") == ["submitted", "finished"]
+    assert told(world) == told(world, "other-conn") == ["submitted", "admitted", "finished"]
     world.inbox.put(Closed("other-conn", "other@1", "gone"))
     world.submit("s", [1, 2, 3], sampling(n=1))
     world.run()
-    assert len(told(world, "other-conn")) == 2
+    assert len(told(world, "other-conn")) == 3
 
 
 def test_a_leg_that_is_refused_or_late_has_failed() -> None:
@@ -479,7 +479,7 @@ def test_a_leg_that_is_refused_or_late_has_failed() -> None:
     world.run()
     events = [(event.transfer_id, event.what) for _, outputs in world.post.messages for event in outputs.events]
     assert [what for name, what in events if name == "long"] == ["submitted", "failed"]
-    assert [what for name, what in events if name == "late"] == ["submitted", "failed"]
+    assert [what for name, what in events if name == "late"] == ["submitted", "admitted", "failed"]
 
 
 def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,202 @@
+"""A request's life, from an Ask to a RequestOutput. Runs on the service's event loop.
+
+Nothing that happens to one request is raised: it is told in its output, and the others are whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.generation import Generation
+from pd_cluster.api.logprobs import LogprobsFormat
+from pd_cluster.api.merge import together
+from pd_cluster.api.messages import ChoiceText
+from pd_cluster.api.protocol import CompletionRequest
+from pd_cluster.api.sequence import Piece
+from pd_cluster.api.service import TextService
+from pd_cluster.api.status import status_of
+from pd_cluster.errors import PdClusterError, RequestError
+from pd_cluster.offline.asks import Ask
+from pd_cluster.offline.outputs import (
+    CompletionOutput,
+    Logprob,
+    Outputs,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
+from pd_cluster.types import Logprobs
+
+MAX_RUNNING = 512  # requests at a time; more would only wait in the engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The same instant by two clocks."""
+
+    wall_s: float = field(default_factory=time.time)
+    monotonic_s: float = field(default_factory=time.monotonic)
+
+    def wall(self, monotonic_s: float | None) -> float | None:
+        return None if monotonic_s is None else self.wall_s + monotonic_s - self.monotonic_s
+
+
+async def answers(
+    service: TextService, asks: list[Ask], tell: Callable[[RequestOutput], None] = lambda output: None
+) -> list[RequestOutput]:
+    """In the order of the asks; `tell` hears of each as it ends."""
+    found: dict[int, RequestOutput] = {}
+    waiting = iter(enumerate(asks))
+
+    async def work() -> None:
+        for at, ask in waiting:
+            found[at] = await answer(service, ask)
+            tell(found[at])
+
+    await together([work() for _ in range(min(MAX_RUNNING, len(asks)))])
+    outputs = [found[at] for at in range(len(asks))]
+    failed = [output for output in outputs if output.error_msg is not None]
+    if failed:
+        log.warning("%d of %d requests failed: %s", len(failed), len(asks), failed[0].error_msg)
+    return outputs
+
+
+async def answer(service: TextService, ask: Ask) -> RequestOutput:
+    arrival, generation = Arrival(), None
+    try:
+        generation = await _begun(service, ask)
+        generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
+        pieces = await service.complete([generation])
+    except PdClusterError as error:
+        return _failed(ask, error, generation, arrival)
+    return RequestOutput(
+        request_id=ask.request_id,
+        prompt=_prompt_text(service, ask, generation),
+        prompt_token_ids=generation.prompt_token_ids,
+        outputs=Outputs(_output(service, ask, generation, piece) for piece in pieces),
+        metrics=_metrics(service, ask, arrival),
+        num_cached_tokens=generation.prompt.num_cached_tokens if generation.prompt is not None else 0,
+        prompt_logprobs=_prompt_logprobs(service, generation),
+    )
+
+
+# ---- how it begins
+
+
+async def _begun(service: TextService, ask: Ask) -> Generation:
+    """An answer that is to be longer than the context has room for ends where that does. Raises PdClusterError."""
+    request = ask.request
+    if ask.most_together is not None:
+        short = request.model_copy(update={"max_tokens": 1, "min_tokens": None})
+        num_prompt = len((await _generation(service, ask, short)).prompt_token_ids)
+        room = ask.most_together - num_prompt
+        if room < 1:
+            raise RequestError(
+                f"max_tokens: {ask.most_together} for prompt and output together leave nothing behind {num_prompt} "
+                f"prompt tokens; give more",
+                param="max_tokens",
+            )
+        request = request.model_copy(update={"max_tokens": room})
+    try:
+        return await _generation(service, ask, request)
+    except RequestError as error:
+        if (error.param, error.code) != ("max_tokens", "context_length_exceeded"):
+            raise
+    return await _generation(service, ask, request.model_copy(update={"max_tokens": None}))
+
+
+async def _generation(service: TextService, ask: Ask, request: CompletionRequest | ChatCompletionRequest) -> Generation:
+    if isinstance(request, ChatCompletionRequest):
+        return await service.chat(request)
+    assert ask.prompt is not None
+    return await service.completion(request, ask.prompt)
+
+
+# ---- how it ends
+
+
+def _failed(ask: Ask, error: PdClusterError, generation: Generation | None, arrival: Arrival) -> RequestOutput:
+    prompt = ask.prompt
+    known = generation.prompt_token_ids if generation is not None else prompt if isinstance(prompt, list) else []
+    return RequestOutput(
+        request_id=ask.request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=known,
+        outputs=Outputs([CompletionOutput(finish_reason="error")]),
+        metrics=RequestMetrics(arrival_time=arrival.wall_s, finished_time=time.time()),
+        error_code=status_of(error),
+        error_msg=str(error),
+    )
+
+
+def _prompt_text(service: TextService, ask: Ask, generation: Generation) -> str | None:
+    if ask.prompt is None:  # the template's text is not kept; its tokens are
+        return service.tokenizer.decode(generation.prompt_token_ids, skip_special_tokens=False)
+    return ask.prompt if isinstance(ask.prompt, str) else None
+
+
+def _output(service: TextService, ask: Ask, generation: Generation, piece: Piece) -> CompletionOutput:
+    told = piece.logprobs if ask.request.num_logprobs is not None else None
+    output = CompletionOutput(
+        index=piece.index,
+        text=piece.text if ask.shows_text else "",
+        token_ids=piece.token_ids,
+        finish_reason=piece.finish_reason,
+        stop_reason=piece.stop_reason,
+    )
+    if told is not None:
+        output.cumulative_logprob = sum(e.logprobs.logprob for e in told if e.logprobs is not None)
+        shown = _token_logprobs(service, [e.token_id for e in told], [e.logprobs for e in told])
+        output.logprobs = [each for each in shown if each is not None]
+    if generation.new_reader is not None:
+        text = ChoiceText(generation, shows_reasoning=True)
+        message = text.message(piece.text)
+        output.text = message["content"] or ""
+        output.reasoning_content = message["reasoning_content"]
+        output.tool_calls = message.get("tool_calls", [])
+        if text.ends_in_calls and piece.finish_reason == "stop":
+            output.finish_reason = "tool_calls"
+    return output
+
+
+def _prompt_logprobs(service: TextService, generation: Generation) -> list[TokenLogprobs | None] | None:
+    if generation.sampling.prompt_logprobs is None:
+        return None
+    return _token_logprobs(service, generation.prompt_token_ids, generation.prompt_logprobs)
+
+
+def _token_logprobs(
+    service: TextService, token_ids: list[int], found: list[Logprobs | None]
+) -> list[TokenLogprobs | None]:
+    shown = LogprobsFormat(service.tokenizer).prompt(token_ids, found)
+    return [None if each is None else {int(i): Logprob(**value) for i, value in each.items()} for each in shown]
+
+
+def _metrics(service: TextService, ask: Ask, arrival: Arrival) -> RequestMetrics:
+    """What the request's timeline says; of the last 1,000 requests there is one."""
+    now_s = time.monotonic()
+    metrics = RequestMetrics(
+        arrival_time=arrival.wall_s,
+        finished_time=arrival.wall(now_s),
+        model_execute_time=now_s - arrival.monotonic_s,
+    )
+    timeline = service.router.timelines.find(ask.request_id)
+    if timeline is None:
+        return metrics
+    first_s = next((at_s for at_s, what in timeline.own if what == "first token"), None)
+    if first_s is None:
+        return metrics
+    metrics.first_token_time = first_s - arrival.monotonic_s
+    admitted_s = timeline.admitted_s(first_s)
+    if admitted_s is not None:
+        begun_s = min(max(admitted_s, arrival.monotonic_s), first_s)  # another process's clock is known roughly
+        metrics.inference_start_time = arrival.wall(begun_s)
+        metrics.time_in_queue = begun_s - arrival.monotonic_s
+        metrics.model_forward_time = now_s - begun_s
+    return metrics

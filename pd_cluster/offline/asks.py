@@ -1,0 +1,112 @@
+"""From prompts or conversations and their parameters to the API's own requests, all of them before any work.
+
+What is wrong with a request whatever the model is, is raised here, in the API's words. What only the model and its
+limits tell is found out when a request begins (answers.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.parse import checked
+from pd_cluster.api.protocol import CompletionRequest
+from pd_cluster.api.tool_fields import tools_of
+from pd_cluster.errors import RequestError
+from pd_cluster.offline.prompts import Prompt
+from pd_cluster.offline.sampling import SamplingParams, plain
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """`prompt` is None for a conversation. `most_together`: tokens of prompt and output, where these are limited."""
+
+    request_id: str
+    request: CompletionRequest | ChatCompletionRequest
+    prompt: Prompt | None
+    most_together: int | None = None
+    shows_text: bool = True
+
+
+def asks_for_prompts(
+    prompts: list[Prompt],
+    params: list[SamplingParams],
+    guided: dict[str, Any],
+    new_seed: Callable[[], int],
+    has_text: bool = True,
+) -> list[Ask]:
+    """`guided` goes with each of them. Raises RequestError."""
+    if not has_text:
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                raise RequestError(
+                    "prompts: text, with skip_tokenizer_init; give prompt_token_ids, or leave skip_tokenizer_init out",
+                    param="prompts",
+                )
+    parsed: dict[int, CompletionRequest] = {}  # id of parameters -> what they mean: many prompts have the same
+    asks = []
+    for prompt, each in zip(prompts, params, strict=True):
+        request = parsed.get(id(each))
+        if request is None:
+            _check_together(each)
+            fields = _with_guide(each.fields(), guided)
+            request = parsed[id(each)] = checked({"prompt": "", **fields}, CompletionRequest)
+        own = request if request.own_seed is not None else request.model_copy(update={"seed": new_seed()})
+        asks.append(Ask(f"cmpl-{secrets.token_hex(12)}", own, prompt, _most_together(each), has_text))
+    return asks
+
+
+def asks_for_chats(
+    conversations: list[list[dict[str, Any]]],
+    params: list[SamplingParams],
+    template: dict[str, Any],
+    new_seed: Callable[[], int],
+    has_tool_parser: bool,
+) -> list[Ask]:
+    """`template`: the other fields of a chat, the same for all. Raises RequestError."""
+    shared = {name: plain(name, value) for name, value in template.items() if value is not None}
+    asks = []
+    for messages, each in zip(conversations, params, strict=True):
+        _check_together(each)
+        fields = _for_chat(each.fields())
+        request = checked({"messages": plain("messages", messages), **fields, **shared}, ChatCompletionRequest)
+        for at, message in enumerate(request.messages):
+            message.to_template(at)
+        tools_of(request, has_tool_parser)
+        if request.own_seed is None:
+            request = request.model_copy(update={"seed": new_seed()})
+        asks.append(Ask(f"chatcmpl-{secrets.token_hex(12)}", request, None, _most_together(each)))
+    return asks
+
+
+def _for_chat(fields: dict[str, Any]) -> dict[str, Any]:
+    """A chat's `logprobs` is a switch beside their number. What the number may be is a completion's to say."""
+    checked({"prompt": "", **fields}, CompletionRequest)
+    if (number := fields.pop("logprobs", None)) is not None:
+        fields |= {"logprobs": True, "top_logprobs": number}
+    return fields
+
+
+def _with_guide(fields: dict[str, Any], guided: dict[str, Any]) -> dict[str, Any]:
+    for name in guided:
+        if name in fields:
+            raise RequestError(
+                f"guided_options_request: sampling_params has {name} too; give one of the two",
+                param="guided_options_request",
+            )
+    return fields | guided
+
+
+def _check_together(params: SamplingParams) -> None:
+    if params.max_tokens_includes_prompt and not isinstance(params.max_tokens, int):
+        raise RequestError(
+            "max_tokens_includes_prompt: needs max_tokens, which it is about", param="max_tokens_includes_prompt"
+        )
+
+
+def _most_together(params: SamplingParams) -> int | None:
+    includes = params.max_tokens_includes_prompt and isinstance(params.max_tokens, int)
+    return params.max_tokens if includes and isinstance(params.max_tokens, int) else None

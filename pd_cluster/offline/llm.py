@@ -1,0 +1,200 @@
+"""`LLM`: generate and chat from Python, in the names and shapes of TACO-LLM, FastDeploy and vLLM.
+
+It stands on the same text service as the HTTP API, so parameters mean the same in both, and are checked by the same
+code. There is no `entrypoints.llm` or `engine.sampling_params` as FastDeploy has them: `from pd_cluster import LLM,
+SamplingParams` is the one place.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from pd_cluster.errors import RequestError
+from pd_cluster.offline.answers import answers
+from pd_cluster.offline.arguments import config_of, in_python_names
+from pd_cluster.offline.asks import Ask, asks_for_chats, asks_for_prompts
+from pd_cluster.offline.outputs import RequestOutput
+from pd_cluster.offline.progress import Progress
+from pd_cluster.offline.prompts import paired, read_conversations, read_prompts, refuse
+from pd_cluster.offline.sampling import SamplingParams, guided_fields
+from pd_cluster.offline.session import Offline
+
+log = logging.getLogger(__name__)
+
+NO_LORA, NO_ADAPTERS = "LoRA adapters are not supported", "prompt adapters are not supported"
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """A model, its tokenizer and the memory for its KV cache, in this process or in worker processes.
+
+    `prefill` and `decode` are numbers of worker processes: prompts are computed by the first, and what follows by the
+    second. Without them the engine runs in this process. Usable in `with`; `close` gives everything back.
+
+    Every other argument is one of TACO-LLM's, of FastDeploy's, or a flag of `pd-cluster serve` by its Python name
+    (docs/flags.md): honoured, accepted with one warning where it cannot matter here, or refused with the reason. Worth
+    knowing:
+
+    - `dtype` "auto" is float32 on the CPU, where 16 bits are emulated and slow. TACO-LLM's document makes float16 of a
+      float32 checkpoint: that is not done here, and a warning says so. "float16" and "bfloat16" are honoured.
+    - `gpu_memory_utilization` 0.9, the default, asks for nothing: the pool then has a size that suits the CPU, whose
+      memory is not the engine's alone. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
+    - `seed` is what seeds of requests without their own are drawn from, in the order of the input, so that the same
+      script gives the same output; None draws new ones each time.
+    - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. The folder needs its
+      tokenizer.json all the same, which stop strings and guides stand on.
+    - `tokenizer` may only be the model's own, `tensor_parallel_size` above 1 needs `prefill` and `decode`.
+
+    Raises ConfigError or ModelError, in one line that names the argument.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int | None = 0,
+        gpu_memory_utilization: float = 0.9,
+        swap_space: float = 4,
+        cpu_offload_gb: float = 0,
+        enforce_eager: bool | None = None,
+        max_context_len_to_capture: int | None = None,
+        max_seq_len_to_capture: int = 8192,
+        disable_custom_all_reduce: bool = False,
+        disable_async_output_proc: bool = False,
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        given = {
+            "model": model,
+            "tokenizer": tokenizer,
+            "tokenizer_mode": tokenizer_mode,
+            "trust_remote_code": trust_remote_code,
+            "tensor_parallel_size": tensor_parallel_size,
+            "dtype": dtype,
+            "quantization": quantization,
+            "revision": revision,
+            "tokenizer_revision": tokenizer_revision,
+            "seed": seed,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "swap_space": swap_space,
+            "cpu_offload_gb": cpu_offload_gb,
+            "enforce_eager": enforce_eager,
+            "max_context_len_to_capture": max_context_len_to_capture,
+            "max_seq_len_to_capture": max_seq_len_to_capture,
+            "disable_custom_all_reduce": disable_custom_all_reduce,
+            "disable_async_output_proc": disable_async_output_proc,
+        }
+        config = config_of(given | kwargs, prefill, decode)
+        self._has_text = not skip_tokenizer_init
+        self._has_tool_parser = bool(config.chat.tool_parser)
+        self._seeds: random.Random = random.SystemRandom() if seed is None else random.Random(seed)
+        with in_python_names():
+            self._offline = Offline(config)
+        for instance in self._offline.service.router.membership.instances:
+            if (info := instance.info) is not None and info.layout is not None:
+                size = info.layout.block_size
+                log.info("%s: %d KV cache blocks of %d tokens", instance.name, info.num_blocks, size)
+        own = self._offline.checkpoint.config
+        if dtype == "auto" and (own.get("dtype") or own.get("torch_dtype") or "float32") == "float32":
+            log.warning('dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that')
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: Params | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        prompt_adapter_request: None = None,
+        guided_options_request: Any = None,
+        *,
+        inputs: Any = None,
+    ) -> list[RequestOutput]:
+        """Continues prompts, adding nothing to them. One output for each, in their order.
+
+        `prompts`, or `inputs`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of one
+        of these; `prompt_token_ids`: one list, or several. `sampling_params`: one for all, or one for each.
+        `guided_options_request`: what all of them must look like, as a dict or an object with guided_json and so on.
+
+        Raises RequestError, before any work, for what is wrong whatever the model is: the shape of the input, a value
+        of a parameter, an argument that is not supported. What only the model tells (a prompt that is too long, a guide
+        that cannot be followed) or what goes wrong later is told by that one output's `error_code` and `error_msg`.
+        """
+        refuse({"lora_request": lora_request}, NO_LORA)
+        refuse({"prompt_adapter_request": prompt_adapter_request}, NO_ADAPTERS)
+        if inputs is not None:
+            refuse({"prompts": prompts}, "inputs are given too")
+            prompts = inputs
+        read = read_prompts(prompts, prompt_token_ids)
+        params = paired(sampling_params, len(read))
+        guided = guided_options_request
+        guide = {} if guided is None else guided_fields("guided_options_request", guided)
+        return self._answered(asks_for_prompts(read, params, guide, self._new_seed, self._has_text), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        *,
+        tool_choice: str | dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several. Raises as `generate` does.
+
+        `chat_template` is a template's source; None means the model's own. `chat_template_kwargs` are its variables,
+        such as {"enable_thinking": False}. `tools` need LLM(…, tool_call_parser=…), or a `tool_choice`.
+        """
+        refuse({"lora_request": lora_request}, NO_LORA)
+        if not self._has_text:
+            raise RequestError("messages: skip_tokenizer_init leaves no way to read them; leave it out", "messages")
+        conversations = read_conversations(messages)
+        template = {
+            "chat_template": chat_template,
+            "add_generation_prompt": False if continue_final_message else add_generation_prompt,
+            "continue_final_message": continue_final_message or None,
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        params = paired(sampling_params, len(conversations))
+        asks = asks_for_chats(conversations, params, template, self._new_seed, self._has_tool_parser)
+        return self._answered(asks, use_tqdm)
+
+    def close(self) -> None:
+        """Ends the engine; once is enough."""
+        self._offline.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answered(self, asks: list[Ask], shows_progress: bool) -> list[RequestOutput]:
+        with Progress(len(asks), shows_progress) as progress:
+            return self._offline.run(answers(self._offline.service, asks, progress.add))
+
+    def _new_seed(self) -> int:
+        return self._seeds.getrandbits(63)

@@ -1,0 +1,139 @@
+"""The shapes in which prompts, conversations and parameters come, as one list each. Knows nothing of what they mean.
+
+Every refusal is a RequestError, and comes before any work.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pd_cluster.errors import RequestError
+from pd_cluster.offline.sampling import SamplingParams
+
+Prompt = str | list[int]
+MULTIMODAL = ("multimodal_data", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
+KINDS = "a string, a list of token ids, a dict, or a list of one of these"
+
+
+def read_prompts(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
+    """Both names that `generate` has for them."""
+    if (prompts is None) == (prompt_token_ids is None):
+        what = "nothing to continue" if prompts is None else "prompt_token_ids are given too"
+        raise RequestError(f"prompts: {what}; give prompts, or prompt_token_ids", param="prompts")
+    name, given = ("prompts", prompts) if prompts is not None else ("prompt_token_ids", prompt_token_ids)
+    if isinstance(given, str | Mapping):
+        return [_prompt(name, given)]
+    several = _listed(name, given)
+    if not several:
+        raise RequestError(f"{name}: empty; give {KINDS}", param=name)
+    if _is_id(several[0]):
+        return [_token_ids(name, several)]
+    kinds = {_kind(each) for each in several}
+    if len(kinds) > 1:
+        raise RequestError(f"{name}: {' and '.join(sorted(kinds))} in one list; give {KINDS}", param=name)
+    return [_prompt(f"{name}[{at}]", each) for at, each in enumerate(several)]
+
+
+def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One, or a list of them."""
+    several = _listed("messages", messages)
+    if not several:
+        raise RequestError("messages: empty; give a conversation, or a list of them", param="messages")
+    if all(isinstance(each, Mapping) for each in several):
+        return [several]
+    if not all(isinstance(each, list | tuple) for each in several):
+        raise RequestError(
+            f"messages: {' and '.join(sorted({_kind(each) for each in several}))} in one list; give a list of "
+            f"messages, or a list of such lists",
+            param="messages",
+        )
+    return [list(each) for each in several]
+
+
+def paired(params: Any, num_prompts: int) -> list[SamplingParams]:
+    """One for each prompt."""
+    name = "sampling_params"
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    several = _listed(name, params)
+    for at, each in enumerate(several):
+        if not isinstance(each, SamplingParams):
+            raise RequestError(f"{name}[{at}]: {type(each).__name__}; must be SamplingParams", param=name)
+    if len(several) != num_prompts:
+        raise RequestError(
+            f"{name}: {len(several)} for {num_prompts} prompts; give one for all, or one for each", param=name
+        )
+    return several
+
+
+def refuse(given: Mapping[str, Any], why: str) -> None:
+    """Raises RequestError for one that is not None."""
+    for name, value in given.items():
+        if value is not None:
+            raise RequestError(f"{name}: {reprlib.repr(value)}: {why}; leave it out", param=name)
+
+
+def _prompt(name: str, given: Any) -> Prompt:
+    if isinstance(given, Mapping):
+        return _from_mapping(name, given)
+    return given if isinstance(given, str) else _token_ids(name, given)
+
+
+def _from_mapping(name: str, given: Mapping[str, Any]) -> Prompt:
+    for key in MULTIMODAL:
+        if given.get(key):
+            raise RequestError(f"{name}.{key}: images, audio and video are not supported; leave it out", param=key)
+    known = ("prompt", "prompt_token_ids")
+    for key in given:
+        if key not in (*known, *MULTIMODAL):
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+            raise RequestError(f"{name}.{reprlib.repr(key)[1:-1]}: not known{hint}", param="prompts")
+    found = [key for key in known if given.get(key) is not None]
+    if len(found) != 1:
+        raise RequestError(f"{name}: must have one of {' and '.join(known)}", param="prompts")
+    value = given[found[0]]
+    if isinstance(value, str) and found == ["prompt"]:
+        return value
+    return _token_ids(f"{name}.{found[0]}", value)
+
+
+def _token_ids(name: str, given: Any) -> list[int]:
+    ids = _listed(name, given)
+    if all(type(each) is int for each in ids):
+        return ids
+    for at, each in enumerate(ids):
+        if not _is_id(each):
+            raise RequestError(
+                f"{name}[{at}]: {reprlib.repr(each)} is not a token id", param=name.partition("[")[0].partition(".")[0]
+            )
+    return [operator.index(each) for each in ids]
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    """A list, a tuple, or what has `tolist`, such as an array."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise RequestError(
+            f"{name}: {type(given).__name__}; must be a list", param=name.partition("[")[0].partition(".")[0]
+        )
+    return list(given)
+
+
+def _is_id(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return "strings"
+    if isinstance(value, Mapping):
+        return "dicts"
+    return "lists" if isinstance(value, Sequence) or hasattr(value, "tolist") else f"{type(value).__name__}s"

@@ -1,0 +1,171 @@
+"""How an answer is sampled, as vLLM's and FastDeploy's users write it, and the API's fields that this means.
+
+Checks nothing by itself: the same code judges these fields as judges a request over HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pd_cluster.errors import RequestError
+
+# vLLM's and FastDeploy's names that the API knows nothing of -> why they are refused
+NOT_HERE = {"reasoning_max_tokens": "reasoning is not counted by itself; use max_tokens"}
+GUIDES = ("json", "regex", "choice", "grammar")
+
+
+@dataclass(slots=True, kw_only=True)
+class GuidedDecodingParams:
+    """vLLM's: what the text must look like. `json` is a schema (a dict, a string, or a pydantic model)."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    backend: str | None = None
+    whitespace_pattern: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """By the API's names."""
+        found = {f"guided_{name}": getattr(self, name) for name in GUIDES}
+        found["guided_decoding_backend"] = self.backend
+        found["guided_whitespace_pattern"] = self.whitespace_pattern
+        return found | ({"response_format": {"type": "json_object"}} if self.json_object else {})
+
+
+@dataclass(slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The same under vLLM's name of today."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """vLLM's and FastDeploy's parameters. What is not given is as it is over HTTP: the model's own default, or none.
+
+    `max_tokens` counts tokens of the output, as vLLM and the API have it; FastDeploy's document counts the prompt too,
+    and so does this one with `max_tokens_includes_prompt=True`. Either way an answer ends where the context does
+    (`max_model_len`), and a larger number is no error. Not given, it is 16 for `generate` and all the context's room
+    for `chat`, as over HTTP; None is all the room in both.
+
+    A value is checked when it is used, before any work, and a wrong one raises RequestError with the parameter's name.
+    """
+
+    n: int | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    max_tokens_includes_prompt: bool = False
+    min_tokens: int | None = None
+    reasoning_max_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    logprobs: int | None = None  # most likely tokens that are told with each one
+    prompt_logprobs: int | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    logits_processors: list[Any] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    guided_decoding: GuidedDecodingParams | dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Those of a completion request. Raises RequestError for what cannot be one's at all."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del given["max_tokens_includes_prompt"]
+        guided = given.pop("guided_decoding")
+        if guided is not None:
+            given |= guided_fields("guided_decoding", guided)
+        found = {name: value for name, value in given.items() if value is not None and value is not msgspec.UNSET}
+        if self.max_tokens is None:
+            found["max_tokens"] = None
+        for name, why in NOT_HERE.items():
+            if name in found:
+                raise RequestError(f"{name}: {reprlib.repr(found[name])} is not supported: {why}", param=name)
+        if isinstance(self.structured_outputs, StructuredOutputsParams):
+            found["structured_outputs"] = dataclasses.asdict(self.structured_outputs)
+        return {name: plain(name, value) for name, value in found.items()}
+
+
+def guided_fields(name: str, given: Any) -> dict[str, Any]:
+    """The API's fields of GuidedDecodingParams, or of vLLM's older mappings and objects with `guided_json` and so on.
+
+    Raises RequestError for what is neither.
+    """
+    if isinstance(given, GuidedDecodingParams):
+        return given.fields()
+    if not isinstance(given, dict):
+        given = {key: value for key in OPTIONS if (value := getattr(given, key, None)) is not None}
+    known = {field.name for field in dataclasses.fields(GuidedDecodingParams)}
+    options = {OPTIONS.get(key, key): value for key, value in given.items()}
+    if not options or not known.issuperset(options):
+        unknown = [key for key in given if OPTIONS.get(key, key) not in known]
+        what = f"{reprlib.repr(unknown[0])} is not known" if unknown else "asks for nothing"
+        raise RequestError(f"{name}: {what}; known are {', '.join(sorted(known))}", param=name)
+    return {key: value for key, value in GuidedDecodingParams(**options).fields().items() if value is not None}
+
+
+OPTIONS = {f"guided_{name}": name for name in (*GUIDES, "json_object", "whitespace_pattern")} | {
+    "guided_decoding_backend": "backend"
+}
+
+
+def plain(name: str, value: Any) -> Any:
+    """As it comes out of JSON: lists for tuples and arrays, strings for keys. Raises RequestError."""
+    if name in ("logits_processors", "extra_args"):  # refused whatever they hold
+        return value
+    try:
+        return _plain(value)
+    except (TypeError, RecursionError):
+        raise RequestError(f"{name}: {reprlib.repr(value)} is not a value that JSON could have", param=name) from None
+
+
+def _plain(value: Any) -> Any:
+    """Also numpy's and torch's numbers and arrays, and for a pydantic model its schema. Raises TypeError."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    if hasattr(value, "model_json_schema"):
+        return value.model_json_schema()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError

@@ -1,0 +1,75 @@
+"""`LLM` over a router that plays back tokens, in place of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from pd_cluster import LLM
+from pd_cluster.api.service import TextService
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.cluster.router import Router
+from pd_cluster.offline.session import OfflineConfig
+from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.playback import Playback
+
+T = TypeVar("T")
+LIMIT = 1000
+
+
+class FakeOffline:
+    """Has what `LLM` needs of an Offline; `service.router` is the Playback."""
+
+    def __init__(self, config: OfflineConfig, folder: Path, text: str, dtype: str) -> None:
+        self.config = config
+        self.is_closed = False
+        self.router = Playback(make_tokenizer().encode(text).ids)
+        self.checkpoint = Checkpoint(
+            folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID, "dtype": dtype}, {}, identity=""
+        )
+        limit = config.engine.max_model_len or LIMIT
+        self.service = TextService(
+            cast(Router, self.router),
+            self.checkpoint,
+            config.engine.model,
+            [],
+            limit,
+            config.engine.seed,
+            config.max_logprobs,
+            chat=config.chat,
+        )
+        self._runner = asyncio.Runner()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(work)
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._runner.run(self.service.close())
+            self._runner.close()
+
+
+MakeLLM = Callable[..., tuple[LLM, FakeOffline]]
+
+
+def make_fake_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[MakeLLM, list[FakeOffline]]:
+    """`make(text, **arguments)`: an LLM that says that text, and what stands behind it. And all of the latter."""
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    made: list[FakeOffline] = []
+
+    def make(text: str = "", dtype_on_disk: str = "bfloat16", **arguments: Any) -> tuple[LLM, FakeOffline]:
+        def offline(config: OfflineConfig) -> FakeOffline:
+            made.append(FakeOffline(config, folder, text, dtype_on_disk))
+            return made[-1]
+
+        monkeypatch.setattr("pd_cluster.offline.llm.Offline", offline)
+        llm = LLM(**{"model": str(folder), **arguments})
+        return llm, made[-1]
+
+    return make, made

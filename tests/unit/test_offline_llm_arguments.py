@@ -1,0 +1,267 @@
+"""`LLM`'s own arguments: every one of both documents and of `serve` is honoured, without effect aloud, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster import LLM
+from pd_cluster.checkpoint import SHIPPED_MODEL
+from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.offline.arguments import HONOURED, SERVER, WORKERS, config_of
+from pd_cluster.options import ServeOptions
+from tests.support.offline import MakeLLM, make_fake_llm
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLLM]:
+    build, made = make_fake_llm(tmp_path, monkeypatch)
+    yield build
+    for offline in made:
+        offline.close()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_signature_is_the_documents() -> None:
+    """003's names, order and defaults; what follows them can only be named."""
+    parameters = inspect.signature(LLM).parameters
+    documented = {
+        "model": inspect.Parameter.empty,
+        "tokenizer": None,
+        "tokenizer_mode": "auto",
+        "skip_tokenizer_init": False,
+        "trust_remote_code": False,
+        "tensor_parallel_size": 1,
+        "dtype": "auto",
+        "quantization": None,
+        "revision": None,
+        "tokenizer_revision": None,
+        "seed": 0,
+        "gpu_memory_utilization": 0.9,
+        "swap_space": 4,
+        "cpu_offload_gb": 0,
+        "enforce_eager": None,
+        "max_context_len_to_capture": None,
+        "max_seq_len_to_capture": 8192,
+        "disable_custom_all_reduce": False,
+        "disable_async_output_proc": False,
+    }
+    positional = [each for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert {each.name: each.default for each in positional} == documented
+    assert [each.name for each in positional] == list(documented)
+
+
+def test_every_flag_of_serve_has_its_place() -> None:
+    flags = [field.name for field in dataclasses.fields(ServeOptions)]
+    assert sorted([*HONOURED, *WORKERS, *SERVER]) == sorted(flags)
+
+
+def test_the_defaults_are_those_of_serve_and_ask_for_nothing(make: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
+    _, offline = make()
+    engine = offline.config.engine
+    assert (engine.tensor_parallel_size, engine.dtype, engine.seed, engine.swap_space_gib) == (1, "auto", 0, 4.0)
+    assert engine.gpu_memory_utilization is None, "the share of a GPU is not asked of a CPU"
+    assert (engine.block_size, engine.max_num_seqs, engine.enable_prefix_caching) == (16, 256, True)
+    assert (offline.config.prefill, offline.config.decode, offline.config.max_logprobs) == (0, 0, 20)
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("max_model_len", 77, "max_model_len"),
+        ("dtype", "float16", "dtype"),
+        ("dtype", "bfloat16", "dtype"),
+        ("dtype", "float32", "dtype"),
+        ("seed", 5, "seed"),
+        ("gpu_memory_utilization", 0.25, "gpu_memory_utilization"),
+        ("swap_space", 1.5, "swap_space_gib"),
+        ("swap_space", 0, "swap_space_gib"),
+        ("block_size", 64, "block_size"),
+        ("num_blocks", 640, "num_blocks"),
+        ("num_gpu_blocks_override", 640, "num_blocks"),
+        ("kv_cache_memory", 0.5, "kv_cache_memory_gib"),
+        ("kv_cache_memory_gib", 0.5, "kv_cache_memory_gib"),
+        ("max_num_seqs", 31, "max_num_seqs"),
+        ("max_num_batched_tokens", 512, "max_num_batched_tokens"),
+        ("enable_prefix_caching", False, "enable_prefix_caching"),
+        ("preemption_mode", "swap", "preemption_mode"),
+        ("growth_tokens", 9, "growth_tokens"),
+        ("device", "cpu", "device"),
+    ],
+)
+def test_an_argument_of_the_engine_reaches_it(
+    make: MakeLLM, caplog: pytest.LogCaptureFixture, name: str, value: Any, field: str
+) -> None:
+    _, offline = make(**{name: value})
+    assert getattr(offline.config.engine, field) == value
+    assert warnings_of(caplog) == []
+
+
+def test_arguments_of_chats_reach_the_text_service(make: MakeLLM) -> None:
+    _, offline = make(
+        chat_template="{{ messages[0].content }}", tool_call_parser="hermes", enable_auto_tool_choice=True
+    )
+    assert (offline.config.chat.template, offline.config.chat.tool_parser) == ("{{ messages[0].content }}", "hermes")
+    assert offline.config.chat.trusts_request_templates, "who writes the script may write templates"
+    for name in ("reasoning_parser", "resoning_parser"):
+        assert make(**{name: "qwen3"})[1].config.chat.reasoning_parser == "qwen3"
+    assert make(max_logprobs=7)[1].config.max_logprobs == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warning"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code has no effect: code from a model folder is never run"),
+        ({"enforce_eager": False}, "enforce_eager False has no effect: the CPU always runs eagerly"),
+        ({"max_context_len_to_capture": 10}, "max_context_len_to_capture has no effect: the CPU captures no graphs"),
+        ({"max_seq_len_to_capture": 10}, "max_seq_len_to_capture has no effect: the CPU captures no graphs"),
+        ({"disable_custom_all_reduce": True}, "disable_custom_all_reduce has no effect: there is no custom all-reduce"),
+        ({"disable_async_output_proc": True}, "disable_async_output_proc has no effect: there is no such switch"),
+        ({"port": 9001}, "port has no effect: nothing is served offline"),
+        ({"metrics_port": 9001}, "metrics_port has no effect: nothing is served offline"),
+        ({"request_timeout": 1.0}, "request_timeout has no effect: nothing is served offline"),
+        ({"kv_transport": "dist"}, "kv_transport has no effect: the engine runs in this process (prefill, decode)"),
+        ({"use_cudagraph": True}, "use_cudagraph has no effect: the CPU captures no graphs"),
+        ({"enable_chunked_prefill": True}, "enable_chunked_prefill has no effect: prefill is always chunked"),
+    ],
+)
+def test_what_cannot_matter_here_is_said_once(
+    make: MakeLLM, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], warning: str
+) -> None:
+    make(**arguments)
+    assert warnings_of(caplog) == [warning]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"enforce_eager": True},
+        {"trust_remote_code": False},
+        {"tokenizer_mode": "auto"},
+        {"cpu_offload_gb": 0},
+        {"quantization": None},
+        {"enable_mm": False},
+        {"limit_mm_per_prompt": {}},
+        {"enable_lora": False},
+        {"kv_cache_ratio": None},
+        {"data_parallel_size": 1},
+    ],
+)
+def test_what_asks_for_nothing_goes_without_a_word(
+    make: MakeLLM, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any]
+) -> None:
+    make(**arguments)
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"tokenizer_mode": "slow"}, "tokenizer_mode 'slow': not supported (tokenizers are always fast); leave it out"),
+        ({"tokenizer_mode": "fast"}, "tokenizer_mode 'fast': not supported (tokenizers are always fast); leave it out"),
+        ({"quantization": "awq"}, "quantization 'awq': quantized weights are not supported yet; leave it out"),
+        ({"quantization": "gptq"}, "quantization 'gptq': quantized weights are not supported yet; leave it out"),
+        ({"quantization": "fp8"}, "quantization 'fp8': quantized weights are not supported yet; leave it out"),
+        ({"revision": "main"}, "revision 'main': give model the folder of the revision; leave it out"),
+        (
+            {"tokenizer_revision": "main"},
+            "tokenizer_revision 'main': the tokenizer comes from the model folder; leave it out",
+        ),
+        ({"cpu_offload_gb": 2}, "cpu_offload_gb 2: weights are not offloaded; leave it out"),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size 2: an engine in this process has one device; give prefill=1, decode=1 as well for "
+            "worker processes with 2 ranks each",
+        ),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size 0: must be at least 1"),
+        ({"dtype": "int4"}, "dtype 'int4': expected one of auto, float32, float16, bfloat16, float, half"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: must be in 0 to 1"),
+        ({"gpu_memory_utilization": -0.1}, "gpu_memory_utilization -0.1: must be in 0 to 1"),
+        ({"swap_space": -1}, "swap_space -1: must be a number of GiB"),
+        ({"max_num_seqs": "many"}, "max_num_seqs 'many': expected `int`, got `str`"),
+        ({"max_num_seqs": 0}, "max_num_seqs 0: must be at least 1"),
+        ({"max_logprobs": 5000}, "max_logprobs 5000: must be in 0 to 1000"),
+        ({"enable_mm": True}, "enable_mm True: images, audio and video are not supported; leave it out"),
+        (
+            {"limit_mm_per_prompt": {"image": 100}},
+            "limit_mm_per_prompt {'image': 100}: images, audio and video are not supported; leave it out",
+        ),
+        (
+            {"kv_cache_ratio": 0.6},
+            "kv_cache_ratio 0.6: blocks are not divided between prompts and answers: every request may have any of "
+            "them; leave it out",
+        ),
+        ({"reasoning_parser": "ernie-45-vl"}, "reasoning_parser ernie-45-vl: not known; known are deepseek_r1, qwen3"),
+        ({"enable_reasoning": True}, "enable_reasoning: needs reasoning_parser NAME, which says what"),
+        ({"enable_lora": True}, "enable_lora True: LoRA adapters are not supported; leave it out"),
+        ({"guided_decoding_backend": "mine"}, "guided_decoding_backend 'mine': expected one of auto"),
+        ({"max_model_length": 9}, "max_model_length: unknown argument; did you mean max_model_len?"),
+        ({"zzz": 9}, "zzz: unknown argument; docs/flags.md has those of serve"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(make: MakeLLM, arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**arguments)
+    assert str(caught.value).startswith(error)
+
+
+def test_the_tokenizer_may_be_named_as_long_as_it_is_the_models(tmp_path: Path) -> None:
+    model = str(SHIPPED_MODEL)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "tokenizer.json").write_bytes((SHIPPED_MODEL / "tokenizer.json").read_bytes())
+    for given in (model, SHIPPED_MODEL, str(copy)):
+        config_of({"model": model, "tokenizer": given})
+    (copy / "tokenizer.json").write_text("{}")
+    for other in (str(copy), str(tmp_path / "nothing")):
+        with pytest.raises(ConfigError, match="another one than the model's; the tokenizer comes from the model"):
+            config_of({"model": model, "tokenizer": other})
+
+
+def test_worker_processes_get_their_own_flags(make: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
+    _, offline = make(
+        prefill=1, decode=2, tensor_parallel_size=2, kv_transport="dist", kv_checksum=False, dead_after=4.0
+    )
+    assert (offline.config.prefill, offline.config.decode) == (1, 2)
+    assert offline.config.engine.tensor_parallel_size == 2
+    assert offline.config.arguments == ("--kv-transport", "dist", "--no-kv-checksum", "--dead-after", "4.0")
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize("dtype_on_disk", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_float32_is_not_made_float16_and_says_so(
+    make: MakeLLM, caplog: pytest.LogCaptureFixture, dtype_on_disk: str, dtype: str
+) -> None:
+    _, offline = make(dtype_on_disk=dtype_on_disk, dtype=dtype)
+    assert offline.config.engine.dtype == dtype
+    said = ['dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that']
+    assert warnings_of(caplog) == (said if (dtype, dtype_on_disk) == ("auto", "float32") else [])
+
+
+def test_an_error_of_the_engines_names_the_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: object) -> None:
+        raise ModelError("--model /nowhere: no such folder")
+
+    monkeypatch.setattr("pd_cluster.offline.llm.Offline", fail)
+    with pytest.raises(ModelError, match=r"^model /nowhere: no such folder$"):
+        LLM("/nowhere")
+
+
+def test_closing(make: MakeLLM) -> None:
+    llm, offline = make()
+    with llm as entered:
+        assert entered is llm
+        assert not offline.is_closed
+    assert offline.is_closed
+    llm.close()

@@ -1,0 +1,210 @@
+"""SamplingParams: what its fields mean to the engine, and that the API's checks are theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from pd_cluster.errors import RequestError
+from pd_cluster.types import Guide
+from tests.support.offline import LIMIT, MakeLLM, make_fake_llm
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLLM]:
+    build, made = make_fake_llm(tmp_path, monkeypatch)
+    yield build
+    for offline in made:
+        offline.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"presence_penalty": 0.5}, {"presence_penalty": 0.5}),
+        ({"frequency_penalty": -0.5}, {"frequency_penalty": -0.5}),
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"temperature": 0.3}, {"temperature": 0.3}),
+        ({"top_p": 0.9}, {"top_p": 0.9}),
+        ({"top_k": 7}, {"top_k": 7}),
+        ({"min_p": 0.1}, {"min_p": 0.1}),
+        ({"max_tokens": 30, "min_tokens": 3}, {"max_tokens": 30, "min_tokens": 3}),
+        ({"bad_words": ["ab"]}, {"bad_words": ((97 - 33, 98 - 33),)}),
+        ({"seed": 5}, {"seed": 5}),
+        ({"stop_token_ids": (9, 8)}, {"stop_token_ids": (9, 8)}),
+        ({"ignore_eos": True}, {"ignore_eos": True}),
+        ({"logit_bias": {5: -100}}, {"logit_bias": ((5, -100.0),)}),
+        ({"allowed_token_ids": [5, 4]}, {"allowed_token_ids": (4, 5)}),
+        (
+            {"n": 2, "use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"},
+            {"n": 2, "beam_width": 2, "length_penalty": 0.5, "early_stopping": "never", "temperature": 0.0},
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_field_reaches_the_engine(make: MakeLLM, given: Any, wanted: dict[str, Any], is_chat: bool) -> None:
+    llm, offline = make("abc")
+    params = SamplingParams(**given)
+    if is_chat:
+        llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
+    else:
+        llm.generate("x", params, use_tqdm=False)
+    (sampling,) = offline.router.requests
+    if "bad_words" in wanted:
+        assert [len(word) for word in sampling.bad_words] == [2]
+    else:
+        assert {name: getattr(sampling, name) for name in wanted} == wanted
+
+
+def test_stop_strings_and_truncation(make: MakeLLM) -> None:
+    llm, _ = make("abcdef")
+    (output,) = llm.generate("0123456789", SamplingParams(stop="cd", truncate_prompt_tokens=4), use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason, output.outputs[0].stop_reason) == (
+        "ab",
+        "stop",
+        "cd",
+    )
+    assert len(output.prompt_token_ids) == 4
+    llm, _ = make("abcdef")
+    (output,) = llm.generate("0", SamplingParams(stop=["cd"], include_stop_str_in_output=True), use_tqdm=False)
+    assert output.outputs.text == "abcd"
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": "many"}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"stop": ""}, "stop"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"detokenize": False}, "detokenize"),
+        ({"logits_processors": [print]}, "logits_processors"),
+        ({"reasoning_max_tokens": 100}, "reasoning_max_tokens"),
+        ({"thinking_token_budget": 100}, "thinking_token_budget"),
+        ({"max_tokens_includes_prompt": True}, "max_tokens_includes_prompt"),
+        ({"stop": object()}, "stop"),
+        ({"guided_decoding": {"jsn": {}}}, "guided_decoding"),
+        ({"guided_decoding": GuidedDecodingParams(regex="a", choice=["b"])}, "guided_choice"),
+    ],
+)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_wrong_value_is_refused_before_any_work(make: MakeLLM, given: Any, param: str, is_chat: bool) -> None:
+    llm, offline = make("abc")
+    several = [SamplingParams(), SamplingParams(**given)]
+    ask: Callable[..., Any] = llm.chat if is_chat else llm.generate
+    with pytest.raises(RequestError, match=f"^{param}[:.]") as caught:
+        ask([[{"role": "user", "content": "x"}]] * 2 if is_chat else ["x", "y"], several)
+    assert caught.value.param == param
+    assert offline.router.requests == []
+
+
+def test_a_name_that_is_none_is_an_error() -> None:
+    with pytest.raises(TypeError, match="max_token"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
+
+
+# ---- max_tokens: of the output, or of prompt and output
+
+
+@pytest.mark.parametrize(
+    ("params", "generated", "chatted"),
+    [
+        (SamplingParams(), 16, LIMIT - 10),
+        (SamplingParams(max_tokens=None), LIMIT - 10, LIMIT - 10),
+        (SamplingParams(max_tokens=30), 30, 30),
+        (SamplingParams(max_tokens=6400), LIMIT - 10, LIMIT - 10),
+        (SamplingParams(max_tokens=30, max_tokens_includes_prompt=True), 20, 20),
+        (SamplingParams(max_tokens=6400, max_tokens_includes_prompt=True), LIMIT - 10, LIMIT - 10),
+    ],
+)
+def test_max_tokens_counts_the_output_or_both(
+    make: MakeLLM, params: SamplingParams, generated: int, chatted: int
+) -> None:
+    llm, offline = make("abc", chat_template="{{ messages[0].content }}")
+    llm.generate("0123456789", params, use_tqdm=False)
+    llm.chat([{"role": "user", "content": "0123456789"}], params, use_tqdm=False)
+    assert [sampling.max_tokens for sampling in offline.router.requests] == [generated, chatted]
+
+
+def test_max_tokens_of_both_that_the_prompt_has_used_up(make: MakeLLM) -> None:
+    llm, _ = make("abc")
+    params = SamplingParams(max_tokens=5, max_tokens_includes_prompt=True)
+    short, long = llm.generate(["0123", "01234"], params, use_tqdm=False)
+    assert (short.error_msg, short.outputs.text) == (None, "abc")
+    assert (long.error_code, long.error_msg) == (
+        400,
+        "max_tokens: 5 for prompt and output together leave nothing behind 5 prompt tokens; give more",
+    )
+
+
+# ---- guides
+
+
+@pytest.mark.parametrize(
+    ("params", "guide"),
+    [
+        (SamplingParams(guided_decoding=GuidedDecodingParams(regex="a+")), Guide("regex", "a+")),
+        (SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a", "b"])), Guide("choice", '["a","b"]')),
+        (SamplingParams(guided_decoding=GuidedDecodingParams(json_object=True)), Guide("json_object")),
+        (SamplingParams(guided_decoding={"guided_regex": "a+"}), Guide("regex", "a+")),
+        (SamplingParams(structured_outputs=StructuredOutputsParams(json=SCHEMA)), Guide("json", '{"type":"object"}')),
+        (SamplingParams(structured_outputs={"regex": "a+"}), Guide("regex", "a+")),
+        (SamplingParams(response_format={"type": "json_object"}), Guide("json_object")),
+    ],
+)
+def test_a_guide_by_any_of_its_names(make: MakeLLM, params: SamplingParams, guide: Guide) -> None:
+    llm, offline = make("a")
+    llm.generate("x", params, use_tqdm=False)
+    llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
+    assert [sampling.guide for sampling in offline.router.requests] == [guide, guide]
+
+
+@dataclasses.dataclass
+class GuidedDecodingRequest:
+    """As vLLM 0.6 had it."""
+
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_json_object: bool | None = None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guided_choice": ["a", "b"]},
+        {"choice": ["a", "b"], "guided_decoding_backend": "outlines"},
+        GuidedDecodingRequest(guided_choice=["a", "b"]),
+        GuidedDecodingParams(choice=["a", "b"]),
+    ],
+)
+def test_guided_options_go_with_every_prompt(make: MakeLLM, options: Any) -> None:
+    llm, offline = make("a")
+    llm.generate(["x", "y"], guided_options_request=options, use_tqdm=False)
+    assert [sampling.guide for sampling in offline.router.requests] == [Guide("choice", '["a","b"]')] * 2
+
+
+def test_two_guides_are_one_too_many(make: MakeLLM) -> None:
+    llm, offline = make("a")
+    for guided in ({"regex": "a"}, {"choice": ["a"]}):
+        with pytest.raises(RequestError, match="give one of the two"):
+            llm.generate("x", SamplingParams(guided_decoding=guided), guided_options_request={"regex": "b"})
+    assert offline.router.requests == []

@@ -16,6 +16,7 @@ PdClusterError
 │   ├── TransferFailed     its KV cache did not arrive
 │   └── DeadlineExceeded   HTTP 504
 ├── GuideError             what an output must look like cannot be followed: a schema, a regex, a grammar
+├── Closed                 an engine that was asked for more after its end
 ├── LinkError              two workers cannot exchange KV cache; `retry` tells whether later may be better
 └── OutOfBlocks            the pool has fewer free blocks than wanted; the engine's own business
 """
@@ -100,6 +101,10 @@ class DeadlineExceeded(GenerationError):
 
 class GuideError(PdClusterError):
     """A guide that does not compile, is too large to follow, or leaves no token to choose."""
+
+
+class Closed(PdClusterError):
+    """Offline: whoever it was asked of has ended already."""
 
 
 class LinkError(PdClusterError):

@@ -87,21 +87,27 @@ class Edge:
         """Requests go to these instances."""
         self.follow(roster)
         self.router.expect_instances()
-        config = self.config
-        return TextService(
-            self.router,
-            self.checkpoint,
-            config.engine.model,
-            config.served_model_names,
-            self._limit,
-            self._seed,
-            config.max_logprobs,
-            config.engine.max_num_seqs,
-            config.timeouts.guided_timeout_s,
-            config.routing.has_priorities,
-            config.chat,
-            config.returns_tokens_as_token_ids,
-        )
+        return text_service(self.router, self.checkpoint, self.config, self._limit, self._seed)
+
+
+def text_service(
+    router: Router, checkpoint: Checkpoint, config: ApiConfig, max_model_len: int, seed: int | None
+) -> TextService:
+    """Raises ConfigError."""
+    return TextService(
+        router,
+        checkpoint,
+        config.engine.model,
+        config.served_model_names,
+        max_model_len,
+        seed,
+        config.max_logprobs,
+        config.engine.max_num_seqs,
+        config.timeouts.guided_timeout_s,
+        config.routing.has_priorities,
+        config.chat,
+        config.returns_tokens_as_token_ids,
+    )
 
 
 def replay_limits(max_attempts: int, timeouts: Timeouts) -> ReplayLimits:

@@ -5,17 +5,40 @@ Knows nothing of whose names and shapes its callers have.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+import atexit
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
+from pd_cluster.api.edge import text_service
 from pd_cluster.api.service import TextService
 from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.config import ChatConfig, EngineConfig
+from pd_cluster.cluster.launcher import Launch
+from pd_cluster.config import ApiConfig, ChatConfig, EngineConfig, RoutingConfig
+from pd_cluster.errors import ConfigError
+from pd_cluster.offline.local import NO_TIMEOUTS, LocalEngine
+from pd_cluster.offline.loop import LoopThread
+from pd_cluster.offline.split import SplitCluster
 
 T = TypeVar("T")
+
+FLAGS = {  # of EngineConfig -> what worker processes are told
+    "dtype": "--dtype",
+    "max_model_len": "--max-model-len",
+    "block_size": "--block-size",
+    "num_blocks": "--num-blocks",
+    "kv_cache_memory_gib": "--kv-cache-memory",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "preemption_mode": "--preemption-mode",
+    "swap_space_gib": "--swap-space",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "growth_tokens": "--growth-tokens",
+    "device": "--device",
+}
 
 
 class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,25 +61,110 @@ class Offline:
     `service` belongs to the event loop of a thread of its own: what awaits it goes through `run`, `start` or `iterate`.
     """
 
-    service: TextService
-    checkpoint: Checkpoint
-
     def __init__(self, config: OfflineConfig) -> None:
         """Raises ConfigError, ModelError and the like."""
-        raise NotImplementedError
+        if bool(config.prefill) != bool(config.decode) or min(config.prefill, config.decode) < 0:
+            raise ConfigError(
+                f"prefill {config.prefill}, decode {config.decode}: give how many of each there shall be, or neither "
+                f"for an engine in this process"
+            )
+        self._loop = LoopThread("pd-cluster")
+        self._backend: LocalEngine | SplitCluster | None = None
+        self._service: TextService | None = None
+        self._at_exit = _close_at_exit(self)
+        try:
+            self.checkpoint = Checkpoint.open(config.engine.model)
+            self._service = self.run(self._open(config))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def service(self) -> TextService:
+        assert self._service is not None  # else the constructor has raised
+        return self._service
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, awaited by this thread. Ctrl-C cancels it."""
-        raise NotImplementedError
+        """Its result, awaited by this thread. Ctrl-C cancels it. Raises Closed after the end."""
+        return self._loop.run(work)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Its result, later."""
-        raise NotImplementedError
+        """Its result, later. Raises Closed after the end."""
+        return self._loop.start(work)
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Its items, as this thread asks for them. Leaving the iteration closes the generator."""
-        raise NotImplementedError
+        return self._loop.iterate(items)
 
     def close(self) -> None:
         """Ends everything; once is enough."""
-        raise NotImplementedError
+        if self._loop.is_closed:
+            return
+        try:
+            self._loop.run(self._close())
+        finally:
+            self._loop.close()
+            atexit.unregister(self._at_exit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _open(self, config: OfflineConfig) -> TextService:
+        api = ApiConfig(
+            engine=config.engine,
+            served_model_names=[],
+            is_openai=True,
+            timeouts=NO_TIMEOUTS,
+            routing=RoutingConfig(has_priorities=True),
+            max_logprobs=config.max_logprobs,
+            chat=config.chat,
+        )
+        if config.prefill:
+            split = self._backend = SplitCluster(api, _launch(config))
+            await split.start()
+            return split.edge.over(split.membership)
+        local = self._backend = LocalEngine(config.engine)
+        limit = self.checkpoint.max_model_len(config.engine.max_model_len)
+        service = text_service(local.router, self.checkpoint, api, limit, config.engine.seed)
+        await local.start()
+        return service
+
+    async def _close(self) -> None:
+        if self._service is not None:
+            await self._service.close()
+        if self._backend is not None:
+            await self._backend.close()
+
+
+def _close_at_exit(offline: Offline) -> Callable[[], None]:
+    """Does not keep it alive until then."""
+    known = weakref.ref(offline)
+
+    def close() -> None:
+        if (found := known()) is not None:
+            found.close()
+
+    atexit.register(close)
+    return close
+
+
+def _launch(config: OfflineConfig) -> Launch:
+    engine, flags = config.engine, list(config.arguments)
+    defaults = EngineConfig(model=engine.model)
+    for name, flag in FLAGS.items():
+        value = getattr(engine, name)
+        if value is not None and value != getattr(defaults, name):
+            flags.append(f"{flag}={value}")
+    if not engine.enable_prefix_caching:
+        flags.append("--no-enable-prefix-caching")
+    names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
+    return Launch(
+        model=engine.model,
+        num_prefill=config.prefill,
+        num_decode=config.decode,
+        tp_sizes=dict.fromkeys(names, engine.tensor_parallel_size),
+        arguments=[*flags, "--scheduling-policy=priority", "--request-timeout=0"],
+    )

@@ -1,0 +1,97 @@
+"""An event loop on a thread of its own, for callers that have none. Knows nothing of what runs on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from pd_cluster.errors import Closed
+
+T = TypeVar("T")
+
+END_TIMEOUT_S = 10.0  # for what was cancelled to end
+
+
+class LoopThread:
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Its result, later. Raises Closed."""
+        if self._is_closed:
+            work.close()
+            raise Closed("this engine is closed; make a new one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result. Whatever ends the wait, Ctrl-C above all, ends the work first."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("called from the engine's own event loop, which would wait for itself; await instead")
+        ended = threading.Event()
+        future = self.start(_signalled(work, ended))
+        try:
+            return future.result()
+        except CancelledError:
+            raise Closed("the engine was closed before the work was done") from None
+        finally:
+            if not future.done():
+                future.cancel()
+                ended.wait(END_TIMEOUT_S)
+
+    def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        """Its items, each computed while the caller waits for it or before."""
+        try:
+            while (item := self.run(_next(items))) is not None:
+                yield item[0]
+        finally:
+            if not self._is_closed:
+                self.run(_close(items))
+
+    def close(self) -> None:
+        """Cancels what runs, waits for it, ends the thread; once is enough."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
+        self._thread.join(END_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _signalled(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await work
+    finally:
+        ended.set()
+
+
+async def _next(items: AsyncGenerator[T, None]) -> tuple[T] | None:
+    async for item in items:
+        return (item,)
+    return None
+
+
+async def _close(items: AsyncGenerator[T, None]) -> None:
+    await items.aclose()
+
+
+async def _cancel_all() -> None:
+    loop = asyncio.get_running_loop()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=END_TIMEOUT_S / 2)
+    await loop.shutdown_asyncgens()
+    loop.call_soon(loop.stop)

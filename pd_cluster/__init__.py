@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .offline.llm import LLM
+    from .offline.lmdeploy.async_engine import AsyncEngine
+    from .offline.lmdeploy.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+    from .offline.lmdeploy.messages import GenerationConfig, GenOut, Response
+    from .offline.lmdeploy.pipeline import pipeline
+    from .offline.lmdeploy.templates import ChatTemplateConfig
     from .offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from .offline.sampling import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 
@@ -18,15 +23,31 @@ _MODULES = {  # name -> where it is; imported when it is first asked for: proces
     "GuidedDecodingParams": "offline.sampling",
     "SamplingParams": "offline.sampling",
     "StructuredOutputsParams": "offline.sampling",
+    "AsyncEngine": "offline.lmdeploy.async_engine",
+    "ChatTemplateConfig": "offline.lmdeploy.templates",
+    "GenOut": "offline.lmdeploy.messages",
+    "GenerationConfig": "offline.lmdeploy.messages",
+    "PytorchEngineConfig": "offline.lmdeploy.engine_configs",
+    "Response": "offline.lmdeploy.messages",
+    "TurbomindEngineConfig": "offline.lmdeploy.engine_configs",
+    "pipeline": "offline.lmdeploy.pipeline",
 }
 __all__ = [
     "LLM",
+    "AsyncEngine",
+    "ChatTemplateConfig",
     "CompletionOutput",
+    "GenOut",
+    "GenerationConfig",
     "GuidedDecodingParams",
+    "PytorchEngineConfig",
     "RequestMetrics",
     "RequestOutput",
+    "Response",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TurbomindEngineConfig",
+    "pipeline",
 ]
 
 

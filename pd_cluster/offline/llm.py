@@ -194,7 +194,11 @@ class LLM:
 
     def _answered(self, asks: list[Ask], shows_progress: bool) -> list[RequestOutput]:
         with Progress(len(asks), shows_progress) as progress:
-            return self._offline.run(answers(self._offline.service, asks, progress.add))
+
+            def ended(output: RequestOutput) -> None:
+                progress.add(len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs))
+
+            return self._offline.run(answers(self._offline.service, asks, ended))
 
     def _new_seed(self) -> int:
         return self._seeds.getrandbits(63)

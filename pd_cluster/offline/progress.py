@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from pd_cluster.offline.outputs import RequestOutput
-
 NUM_LINES = 10  # of a call, at most
 
 
@@ -35,12 +33,12 @@ class Progress:
 
             self._bar = tqdm(total=num_requests, desc="Processed prompts", file=self._out, dynamic_ncols=True)
 
-    def add(self, output: RequestOutput) -> None:
-        """One more has ended."""
+    def add(self, num_in: int, num_out: int) -> None:
+        """One more has ended, with so many tokens."""
         before = self._num_done * NUM_LINES // self._num_requests
         self._num_done += 1
-        self._num_in += len(output.prompt_token_ids)
-        self._num_out += sum(len(each.token_ids) for each in output.outputs)
+        self._num_in += num_in
+        self._num_out += num_out
         if self._bar is not None:
             self._bar.set_postfix_str(self._speed, refresh=False)
             self._bar.update()

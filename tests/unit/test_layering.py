@@ -28,6 +28,10 @@ LAYERS: list[tuple[str, ...]] = [
         "instances",
         "operate",
         "api",
+        "offline",
+        "messages",
+        "pytorch",
+        "turbomind",
         "bench",
         "show",
         "trace",
@@ -36,7 +40,6 @@ LAYERS: list[tuple[str, ...]] = [
         "quickstart",
         "check",
         "cli",
-        "offline",
     ),
 ]
 # A place is a module or package of pd_cluster; bench.peers are the programs of child processes.

@@ -427,16 +427,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def output_of(num_in: int, num_out: int) -> RequestOutput:
-    answer = CompletionOutput(token_ids=[1] * num_out)
-    return RequestOutput(request_id="r", prompt=None, prompt_token_ids=[1] * num_in, outputs=Outputs([answer]))
-
-
 def shown(out: io.StringIO, num_requests: int, is_shown: bool = True) -> str:
     times = iter(range(1000))
     with Progress(num_requests, is_shown, out, lambda: float(next(times))) as progress:
         for _ in range(num_requests):
-            progress.add(output_of(10, 6))
+            progress.add(10, 6)
     return out.getvalue()
 
 

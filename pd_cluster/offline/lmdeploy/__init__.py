@@ -1,0 +1,1 @@
+"""LMDeploy's offline interface: `pipeline`, `AsyncEngine`, its configs and its sessions."""

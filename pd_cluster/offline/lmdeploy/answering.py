@@ -1,0 +1,135 @@
+"""Prompts to responses over a text service, many at once: on the service's event loop. Knows nothing of sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import NamedTuple
+
+from pd_cluster.api.generation import Generation
+from pd_cluster.api.merge import merged
+from pd_cluster.api.protocol import CompletionRequest
+from pd_cluster.api.sequence import Piece
+from pd_cluster.api.service import TextService
+from pd_cluster.errors import GenerationError, GuideError, Overloaded, RequestError, Unavailable
+from pd_cluster.offline.lmdeploy.messages import Response, renamed
+from pd_cluster.offline.lmdeploy.prompts import Prompt, token_ids_of
+from pd_cluster.offline.lmdeploy.templates import Way
+
+# What ends one answer and not the others.
+FAULTS = (GenerationError, GuideError, Overloaded, Unavailable)
+
+
+class Job(NamedTuple):
+    """The prompt at this place, how it is to be answered, and the tokens that a plain text goes on from."""
+
+    at: int
+    prompt: Prompt
+    request: CompletionRequest
+    way: Way
+    history: Sequence[int] = ()
+
+
+class Begun(NamedTuple):
+    """A prompt that has passed all checks. Without a generation there is no room for an answer."""
+
+    at: int
+    token_ids: list[int]
+    limit: int
+    generation: Generation | None
+
+    async def responses(self, service: TextService) -> AsyncGenerator[Response, None]:
+        """As they come; the last one has a finish_reason."""
+        if self.generation is None:
+            why = f"{len(self.token_ids)} prompt tokens leave no room for an answer; session_len is {self.limit}"
+            yield Response("", 0, len(self.token_ids), self.at, "length", index=self.at, error=why)
+            return
+        num_tokens = 0
+        try:
+            async with contextlib.aclosing(service.stream(self.generation)) as pieces:
+                async for piece in pieces:
+                    num_tokens += len(piece.token_ids)
+                    yield self._response(piece, num_tokens)
+        except FAULTS as error:
+            num_prompt = len(self.token_ids)
+            yield Response("", num_tokens, num_prompt, self.at, "error", index=self.at, error=str(error))
+
+    def _response(self, piece: Piece, num_tokens: int) -> Response:
+        assert self.generation is not None
+        told = [
+            {**dict(entry.logprobs.top), entry.token_id: entry.logprobs.logprob}
+            for entry in piece.logprobs
+            if entry.logprobs is not None
+        ]
+        return Response(
+            text=piece.text,
+            generate_token_len=num_tokens,
+            input_token_len=len(self.token_ids),
+            session_id=self.at,
+            finish_reason=piece.finish_reason,
+            token_ids=piece.token_ids,
+            logprobs=told if self.generation.sampling.logprobs is not None else None,
+            index=self.at,
+        )
+
+
+async def begin(service: TextService, job: Job) -> Begun:
+    """Raises RequestError, but not for a prompt that is too long: it hurts only itself."""
+    try:
+        found = await token_ids_of(service.tokenizer, job.prompt, job.way, special=not job.history)
+        token_ids, limit = [*job.history, *found], service.max_model_len
+        room = limit - len(token_ids)
+        if room < 1:
+            return Begun(job.at, token_ids, limit, None)
+        request = job.request
+        if request.max_tokens is not None and request.max_tokens > room:
+            request = request.model_copy(update={"max_tokens": room})
+        return Begun(job.at, token_ids, limit, await service.completion(request, token_ids))
+    except RequestError as error:
+        raise renamed(error) from None
+
+
+async def answers(service: TextService, jobs: Sequence[Job], num_at_once: int) -> AsyncGenerator[Response, None]:
+    """Of all jobs, as they come. Nothing is computed before all of them are known to be good. Raises RequestError."""
+    begun = [await begin(service, job) for job in jobs]
+    places = asyncio.Semaphore(num_at_once)
+
+    async def in_turn(one: Begun) -> AsyncGenerator[Response, None]:
+        async with places, contextlib.aclosing(one.responses(service)) as responses:
+            async for response in responses:
+                yield response
+
+    async with contextlib.aclosing(merged([in_turn(one) for one in begun])) as responses:
+        async for response in responses:
+            yield response
+
+
+async def whole_answers(
+    service: TextService, jobs: Sequence[Job], num_at_once: int, ended: Callable[[Response], object]
+) -> list[Response]:
+    """One for each job, in order. `ended` gets each one's last part. Raises RequestError."""
+    parts: list[list[Response]] = [[] for _ in jobs]
+    async with contextlib.aclosing(answers(service, jobs, num_at_once)) as responses:
+        async for response in responses:
+            parts[response.index].append(response)
+            if response.finish_reason is not None:
+                ended(response)
+    return [joined(of_one) for of_one in parts]
+
+
+def joined(parts: list[Response]) -> Response:
+    """All responses of one stream as one."""
+    last = parts[-1]
+    has_logprobs = any(part.logprobs is not None for part in parts)
+    return Response(
+        text="".join(part.text for part in parts),
+        generate_token_len=last.generate_token_len,
+        input_token_len=last.input_token_len,
+        session_id=last.session_id,
+        finish_reason=last.finish_reason,
+        token_ids=[token_id for part in parts for token_id in part.token_ids],
+        logprobs=[each for part in parts for each in part.logprobs or []] if has_logprobs else None,
+        index=last.index,
+        error=last.error,
+    )

@@ -1,0 +1,236 @@
+"""LMDeploy's AsyncEngine: batches of prompts and sessions, over an engine in this process or over worker processes.
+
+Knows nothing of how an engine is configured (pipeline.py) or of how answers come about (answering.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import Future
+from typing import Any, Literal, Self
+
+from pd_cluster.api.protocol import CompletionRequest
+from pd_cluster.offline.lmdeploy.answering import Job, answers, begin, joined, whole_answers
+from pd_cluster.offline.lmdeploy.bridge import Stopped, bridged
+from pd_cluster.offline.lmdeploy.calls import Call, distinct
+from pd_cluster.offline.lmdeploy.engine_configs import BackendConfig
+from pd_cluster.offline.lmdeploy.generator import SessionGenerator
+from pd_cluster.offline.lmdeploy.messages import GenerationConfig, GenOut, Response, request_of
+from pd_cluster.offline.lmdeploy.prompts import as_prompt, prompt_of, prompts_of
+from pd_cluster.offline.lmdeploy.sessions import Session, Sessions
+from pd_cluster.offline.lmdeploy.setup import Setup
+from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig, Way, way_of
+from pd_cluster.offline.progress import Progress
+
+
+class AsyncEngine:
+    """Ready when it is made. May be called from any thread, and `generate` from any event loop.
+
+    With `prefill` and `decode` these numbers of worker processes do the work, without them this process does; a `tp`
+    above 1 takes one of each.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        model_name: str | None = None,
+        backend: Literal["turbomind", "pytorch"] = "turbomind",
+        backend_config: BackendConfig | None = None,
+        chat_template_config: ChatTemplateConfig | None = None,
+        instance_num: int = 32,
+        tp: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Raises ConfigError, ModelError and the like."""
+        setup = Setup(model_path, model_name, backend, backend_config, chat_template_config, instance_num, tp)
+        ready = setup.open(kwargs)
+        self.backend = backend
+        self.backend_config = ready.backend_config
+        self.instance_num = ready.num_at_once
+        self._offline, self._way = ready.offline, ready.way
+        self._sessions = Sessions()
+
+    @property
+    def session_len(self) -> int:
+        return self._offline.service.max_model_len
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._offline.service.tokenizer
+
+    def close(self) -> None:
+        """Ends the engine and what it answers; once is enough."""
+        self._offline.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- batches
+
+    def __call__(
+        self, prompts: Any, gen_config: GenerationConfig | list[GenerationConfig] | None = None, **options: Any
+    ) -> list[Response] | Response:
+        """`options`: those of `Call`. A response for each prompt, in order. Raises RequestError before any work."""
+        return self._infer(prompts, gen_config, options)
+
+    def batch_infer(
+        self, prompts: Any, gen_config: GenerationConfig | list[GenerationConfig] | None = None, **options: Any
+    ) -> list[Response] | Response:
+        """The same."""
+        return self._infer(prompts, gen_config, options)
+
+    def stream_infer(
+        self, prompts: Any, gen_config: GenerationConfig | list[GenerationConfig] | None = None, **options: Any
+    ) -> Iterator[Response]:
+        """What is new of each prompt's text, as it comes; `index` tells whose. Leaving the iteration ends the work."""
+        jobs, _, call = self._jobs(prompts, gen_config, options)
+        return self._streamed(jobs, call)
+
+    def _infer(self, prompts: Any, gen_config: Any, options: dict[str, Any]) -> list[Response] | Response:
+        jobs, is_one, call = self._jobs(prompts, gen_config, options)
+        with Progress(len(jobs), call.use_tqdm) as progress:
+            work = whole_answers(
+                self._offline.service,
+                jobs,
+                self.instance_num,
+                lambda last: progress.add(last.input_token_len, last.generate_token_len),
+            )
+            found = self._offline.run(work)
+        return found[0] if is_one else found
+
+    def _streamed(self, jobs: list[Job], call: Call) -> Iterator[Response]:
+        with Progress(len(jobs), call.use_tqdm) as progress:
+            items = answers(self._offline.service, jobs, self.instance_num)
+            with contextlib.closing(self._offline.iterate(items)) as responses:  # type: ignore[type-var]
+                for response in responses:
+                    if response.finish_reason is not None:
+                        progress.add(response.input_token_len, response.generate_token_len)
+                    yield response
+
+    def _jobs(self, prompts: Any, gen_config: Any, options: dict[str, Any]) -> tuple[list[Job], bool, Call]:
+        call, found = Call(**options), prompts_of(prompts)
+        configs = call.configs(gen_config, len(found.items))
+        way = self._way_of(call)
+        requests = {key: self._request(config, way) for key, config in distinct(configs).items()}
+        jobs = [
+            Job(at, as_prompt(item, way, call.do_preprocess, "prompts"), requests[id(config)], way)
+            for at, (item, config) in enumerate(zip(found.items, configs, strict=True))
+        ]
+        return jobs, found.is_one, call
+
+    def _way_of(self, call: Call) -> Way:
+        way = self._way if call.chat_template_config is None else way_of(call.chat_template_config)
+        return way if call.do_preprocess else way._replace(stop_words=())
+
+    def _request(self, config: GenerationConfig, way: Way) -> CompletionRequest:
+        return request_of(config, self._offline.service.tokenizer, way.stop_words)
+
+    # ---- sessions
+
+    async def generate(
+        self,
+        messages: Any,
+        session_id: int,
+        gen_config: GenerationConfig | None = None,
+        *,
+        stream_response: bool = True,
+        sequence_start: bool = True,
+        sequence_end: bool = True,
+        step: int = 0,
+        stop: bool = False,
+        **options: Any,
+    ) -> AsyncGenerator[GenOut, None]:
+        """One turn of a session, in steps or (without `stream_response`) at once. Raises RequestError.
+
+        `sequence_start` begins it anew, `sequence_end` forgets it afterwards, `step` goes back to the turn that ended
+        with so many tokens, `stop` ends the answer under way instead. `options`: those of `Call`.
+        """
+        call = Call(**options)
+        (config,) = call.configs(gen_config, 1)
+        if stop:
+            self.stop_session(session_id)
+            yield GenOut("", 0, 0, 0)
+            return
+        way = self._way_of(call)
+        request = self._request(config, way).model_copy(update={"prompt_cache_key": f"session-{session_id}"})
+        prompt = as_prompt(prompt_of(messages), way, call.do_preprocess, "messages")
+        session = self._sessions.begin(session_id, sequence_start, step)
+        try:
+            job = Job(0, prompt, request, way)
+            async with contextlib.aclosing(self._turn(session, job, stream_response)) as steps:
+                async for out in steps:
+                    yield out
+        finally:
+            self._sessions.finish(session, sequence_end)
+
+    async def _turn(self, session: Session, job: Job, is_streamed: bool) -> AsyncGenerator[GenOut, None]:
+        """What was answered stays in the session, also when it was stopped."""
+        new, num_before, parts = job.prompt, session.num_tokens, list[Response]()
+        whole = session.with_history(new)
+        job = job._replace(prompt=whole, history=session.token_ids if session.is_plain else ())
+        token_ids: list[int] = []
+
+        async def responses() -> AsyncGenerator[Response, None]:
+            begun = await begin(self._offline.service, job)
+            token_ids.extend(begun.token_ids)
+            async with contextlib.aclosing(begun.responses(self._offline.service)) as items:
+                async for item in items:
+                    yield item
+
+        try:
+            async with contextlib.aclosing(bridged(self._offline, responses(), session.works)) as items:
+                async for item in items:
+                    parts.append(item)
+                    if is_streamed:
+                        yield _out(item, num_before)
+        except Stopped:
+            num_tokens = parts[-1].generate_token_len if parts else 0
+            parts.append(Response("", num_tokens, len(token_ids) or num_before, session.session_id, "abort"))
+            if is_streamed:
+                yield _out(parts[-1], num_before)
+        finally:
+            if parts and parts[-1].error is None and token_ids:
+                answer = joined(parts)
+                said = answer.token_ids
+                if said and said[-1] in self._offline.checkpoint.eos_token_ids:
+                    said = said[:-1]  # it would end the conversation
+                session.add(new, [*token_ids, *said], answer.text)
+        if not is_streamed:
+            yield _out(joined(parts), num_before)
+
+    def stop_session(self, session_id: int) -> None:
+        """Ends the answer under way; what has been said stays in the session."""
+        self._sessions.stop(session_id)
+
+    def end_session(self, session_id: int) -> None:
+        """Forgets the session, and ends its answer before that."""
+        self._sessions.end(session_id)
+
+    async def get_generator(self, stop: bool, session_id: int) -> SessionGenerator:
+        """What answers for this session, once it has answered what came before. `stop` does not let it finish that."""
+        if stop:
+            self.stop_session(session_id)
+        generator = SessionGenerator(self, session_id)
+        await generator.idle()
+        return generator
+
+    def turn(self, session_id: int) -> Future[None] | None:
+        """Done when the session's answer under way has been read."""
+        return self._sessions.turn(session_id)
+
+
+def _out(response: Response, num_before: int) -> GenOut:
+    return GenOut(
+        response.text,
+        num_before,
+        max(0, response.input_token_len - num_before),
+        response.generate_token_len,
+        response.finish_reason,
+        response.token_ids,
+        response.logprobs,
+        response.error,
+    )

@@ -1,0 +1,76 @@
+"""An asynchronous generator on the engine's event loop, read on the caller's. Knows nothing of its items."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from pd_cluster.offline.session import Offline
+
+T = TypeVar("T")
+
+END_TIMEOUT_S = 10.0  # for what was cancelled to end
+
+
+class Stopped(Exception):
+    """The work was cancelled by somebody other than its reader."""
+
+
+async def bridged(
+    offline: Offline, items: AsyncGenerator[T, None], started: Callable[[Future[None]], None]
+) -> AsyncGenerator[T, None]:
+    """`started` hears of the work, which may be cancelled: then this raises Stopped.
+
+    However this ends, `items` is closed by then.
+    """
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
+
+    def put(item: tuple[T] | BaseException | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop has ended, and nobody reads
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+
+    has_begun = False
+
+    async def pump() -> None:
+        nonlocal has_begun
+        has_begun = True
+        last: BaseException | None = None
+        try:
+            async with contextlib.aclosing(items):
+                async for item in items:
+                    put((item,))
+        except asyncio.CancelledError:
+            last = Stopped()
+            raise
+        except Exception as error:  # the reader's to handle
+            last = error
+        finally:
+            put(last)
+
+    work = offline.start(pump())
+    # One that is cancelled before it has begun never runs, and so cannot tell.
+    work.add_done_callback(lambda _: None if has_begun else put(Stopped()))
+    started(work)
+    has_ended = False
+    try:
+        while (found := await queue.get()) is not None:
+            if isinstance(found, BaseException):
+                has_ended = True
+                raise found
+            yield found[0]
+        has_ended = True
+    finally:
+        if not has_ended:
+            work.cancel()
+            await _until_end(queue)
+
+
+async def _until_end(queue: asyncio.Queue[tuple[T] | BaseException | None]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_TIMEOUT_S):
+            while isinstance(await queue.get(), tuple):
+                pass

@@ -1,0 +1,229 @@
+"""LMDeploy's engine configurations, of its first version and of the next, and what they become here.
+
+TurboMind's and PyTorch's run the same engine. A field is honoured, told of as idle, or refused with the reason.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import KW_ONLY, asdict, dataclass
+from typing import Any, NamedTuple
+
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.config import EngineConfig
+from pd_cluster.errors import ConfigError
+from pd_cluster.offline.lmdeploy.arguments import checks_names, count, idle, refuse
+
+DEFAULT_SHARE = 0.5  # of the device's memory, for the KV cache
+GIB = 1 << 30
+DTYPE_NBYTES = {"float32": 4, "float": 4}
+EVICTIONS = {"recompute": "recompute", "copy": "swap"}
+DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu", "npu": "npu", "auto": "auto"}
+
+NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "quant_policy": ((0,), "the KV cache keeps the model's dtype, it is not quantised; give 0"),
+    "kv_bits": ((8,), "the KV cache is not quantised; leave it out"),
+    "rope_scaling_factor": ((0.0,), "positions follow the model's config.json (rope_scaling); give 0"),
+    "use_dynamic_ntk": ((False,), "positions follow the model's config.json (rope_scaling); give False"),
+    "use_logn_attn": ((False,), "log-n attention is not supported; give False"),
+    "adapters": ((None, {}), "LoRA adapters are not served; merge them into the weights"),
+    "revision": ((None, ""), "nothing is downloaded; give the folder of that revision as model_path"),
+    "download_dir": ((None, ""), "nothing is downloaded; give a local folder as model_path"),
+    "model_format": (
+        (None, "", "hf"),
+        "weights are read as Hugging Face safetensors (hf); converted and quantised ones are not loaded",
+    ),
+    "custom_module_map": ((None, {}), "foreign modules are not loaded"),
+}
+WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prefill_interval": ((16,), "prefill and decode share every step"),
+    "cache_chunk_size": ((-1,), "the KV pool is allocated once"),
+    "max_prefill_iters": ((1,), "prompts are computed in chunks, as many as they need"),
+    "use_context_fmha": ((1,), "the attention kernel follows the device"),
+    "group_size": ((128,), "it belongs to 4-bit weights"),
+    "communicator": (("nccl",), "the device decides"),
+    "thread_safe": ((False, True), "it always is"),
+    "eager_mode": ((False, True), "the device decides"),
+}
+
+
+@checks_names
+@dataclass
+class TurbomindEngineConfig:
+    model_name: str | None = None
+    model_format: str | None = None
+    tp: int = 1
+    session_len: int | None = None
+    max_batch_size: int = 128
+    cache_max_entry_count: float = DEFAULT_SHARE
+    quant_policy: int = 0
+    rope_scaling_factor: float = 0.0
+    use_logn_attn: bool = False
+    _: KW_ONLY
+    # of other versions
+    group_size: int = 128
+    max_context_token_num: int = 1
+    cache_block_seq_len: int = 128
+    cache_chunk_size: int = -1
+    num_tokens_per_iter: int = 0
+    max_prefill_iters: int = 1
+    use_context_fmha: int = 1
+    use_dynamic_ntk: bool = False
+    kv_bits: int = 8
+    dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    max_prefill_token_num: int = 0
+    revision: str | None = None
+    download_dir: str | None = None
+    communicator: str = "nccl"
+
+
+@checks_names
+@dataclass
+class EarlyTurbomindConfig:
+    """`EngineConfig` of the module `turbomind`, whose fields stand in another order."""
+
+    model_name: str | None = None
+    model_format: str | None = None
+    group_size: int = 128
+    tp: int = 1
+    session_len: int | None = None
+    max_batch_size: int = 128
+    max_context_token_num: int = 1
+    cache_max_entry_count: float = DEFAULT_SHARE
+    cache_block_seq_len: int = 128
+    cache_chunk_size: int = -1
+    num_tokens_per_iter: int = 0
+    max_prefill_iters: int = 1
+    use_context_fmha: int = 1
+    quant_policy: int = 0
+    rope_scaling_factor: float = 0.0
+    use_dynamic_ntk: bool = False
+    use_logn_attn: bool = False
+    kv_bits: int = 8
+
+
+@checks_names
+@dataclass
+class PytorchEngineConfig:
+    """Also `EngineConfig` of the module `pytorch`, which has all but the adapters."""
+
+    model_name: str = ""
+    tp: int = 1
+    session_len: int | None = None
+    max_batch_size: int = 128
+    eviction_type: str = "recompute"
+    prefill_interval: int = 16
+    block_size: int = 64
+    num_cpu_blocks: int = 0
+    num_gpu_blocks: int = 0
+    adapters: dict[str, str] | None = None
+    _: KW_ONLY
+    # of other versions
+    cache_max_entry_count: float = DEFAULT_SHARE
+    dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    max_prefill_token_num: int = 0
+    device_type: str = "auto"
+    thread_safe: bool = False
+    eager_mode: bool = False
+    custom_module_map: dict[str, str] | None = None
+    revision: str | None = None
+    download_dir: str | None = None
+    quant_policy: int = 0
+
+
+BackendConfig = TurbomindEngineConfig | EarlyTurbomindConfig | PytorchEngineConfig
+# What an error of the engine calls its fields -> what they are called here.
+RENAMED = {
+    "--max-model-len": "session_len",
+    "--max-num-seqs": "max_batch_size",
+    "--num-blocks": "num_gpu_blocks",
+    "--gpu-memory-utilization": "cache_max_entry_count",
+    "--preemption-mode": "eviction_type",
+    "--swap-space": "num_cpu_blocks",
+    "--max-num-batched-tokens": "max_prefill_token_num",
+    "--tensor-parallel-size": "tp",
+    "--model": "model_path",
+}
+
+
+class Engine(NamedTuple):
+    """`remarks`: what was given without effect."""
+
+    config: EngineConfig
+    remarks: list[str]
+
+
+def engine_of(model_path: str, config: BackendConfig) -> Engine:
+    """Raises ConfigError that names the field."""
+    owner = "EngineConfig" if isinstance(config, EarlyTurbomindConfig) else type(config).__name__
+    given = asdict(config)
+    refuse(owner, given, NOT_HERE)
+    remarks = idle(given, WITHOUT_EFFECT)
+    fields: dict[str, Any] = {
+        "tensor_parallel_size": count(owner, "tp", config.tp, 1),
+        "max_num_seqs": count(owner, "max_batch_size", config.max_batch_size, 1),
+        "enable_prefix_caching": bool(given.get("enable_prefix_caching", True)),
+        "dtype": given.get("dtype", "auto"),
+        "device": _one_of(owner, "device_type", given.get("device_type", "auto"), DEVICES),
+    }
+    if config.session_len is not None:
+        fields["max_model_len"] = count(owner, "session_len", config.session_len, 1)
+    block = "cache_block_seq_len" if "cache_block_seq_len" in given else "block_size"
+    fields["block_size"] = count(owner, block, given[block], 1)
+    fields |= _budget(owner, given) | _pool(owner, given)
+    if isinstance(config, PytorchEngineConfig):
+        fields |= _swap(owner, config, model_path, remarks)
+    return Engine(EngineConfig(model=model_path, **fields), remarks)
+
+
+def _budget(owner: str, given: dict[str, Any]) -> dict[str, int]:
+    """Tokens of a step: the least of the names that ask for any."""
+    nothing = {"max_context_token_num": 1, "num_tokens_per_iter": 0, "max_prefill_token_num": 0}
+    asked = [
+        count(owner, name, given[name], default)
+        for name, default in nothing.items()
+        if name in given and given[name] != default
+    ]
+    return {"max_num_batched_tokens": min(asked)} if asked else {}
+
+
+def _pool(owner: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A number of blocks goes before a share of the memory."""
+    share = given["cache_max_entry_count"]
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise ConfigError(
+            f"{owner}.cache_max_entry_count {reprlib.repr(share)}: must be a share of the memory, above 0 and below 1"
+        )
+    if num_blocks := count(owner, "num_gpu_blocks", given.get("num_gpu_blocks", 0), 0):
+        return {"num_blocks": num_blocks}
+    return {"gpu_memory_utilization": float(share)}
+
+
+def _swap(owner: str, config: PytorchEngineConfig, model_path: str, remarks: list[str]) -> dict[str, Any]:
+    mode = _one_of(owner, "eviction_type", config.eviction_type, EVICTIONS)
+    num_blocks = count(owner, "num_cpu_blocks", config.num_cpu_blocks, 0)
+    if mode == "recompute":
+        if num_blocks:
+            remarks.append(f"num_cpu_blocks={num_blocks} (eviction_type 'recompute' moves nothing to the host)")
+        return {"preemption_mode": mode}
+    room = {"swap_space_gib": num_blocks * _block_nbytes(model_path, config) / GIB} if num_blocks else {}
+    return {"preemption_mode": mode, **room}
+
+
+def _block_nbytes(model_path: str, config: PytorchEngineConfig) -> int:
+    """Of a KV block of the whole model. Raises ModelError."""
+    model = Checkpoint.open(model_path).config
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    num_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+    dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
+    nbytes = DTYPE_NBYTES.get(str(dtype if config.dtype == "auto" else config.dtype), 2)
+    return int(2 * model["num_hidden_layers"] * num_heads * head_dim * nbytes * config.block_size)
+
+
+def _one_of(owner: str, name: str, value: Any, known: dict[str, str]) -> str:
+    """Raises ConfigError."""
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{owner}.{name} {reprlib.repr(value)}: expected {' or '.join(known)}")
+    return known[value]

@@ -1,0 +1,45 @@
+"""What LMDeploy's `get_generator` gives: one session's answers, by a handle. Knows nothing of engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from pd_cluster.offline.lmdeploy.messages import GenOut
+
+
+class Owner(Protocol):
+    """The engine that has the session."""
+
+    def generate(self, messages: Any, session_id: int, **options: Any) -> AsyncGenerator[GenOut, None]: ...
+
+    def stop_session(self, session_id: int) -> None: ...
+
+    def end_session(self, session_id: int) -> None: ...
+
+    def turn(self, session_id: int) -> Future[None] | None: ...
+
+
+class SessionGenerator:
+    def __init__(self, owner: Owner, session_id: int) -> None:
+        self._owner = owner
+        self.session_id = session_id
+
+    def generate(self, messages: Any, **options: Any) -> AsyncGenerator[GenOut, None]:
+        """A turn, with the options of AsyncEngine.generate."""
+        return self._owner.generate(messages, self.session_id, **options)
+
+    def cancel(self) -> None:
+        """Ends the answer under way."""
+        self._owner.stop_session(self.session_id)
+
+    def end(self) -> None:
+        """Forgets the session."""
+        self._owner.end_session(self.session_id)
+
+    async def idle(self) -> None:
+        """Until the session has no answer under way."""
+        while (turn := self._owner.turn(self.session_id)) is not None:
+            await asyncio.wait([asyncio.wrap_future(turn)])  # cancelling this leaves the turn alone

@@ -1,0 +1,190 @@
+"""LMDeploy's GenerationConfig and its responses, and the requests of this API that a configuration becomes.
+
+Knows nothing of prompts or of who answers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from pd_cluster.api.parse import parse
+from pd_cluster.api.protocol import MAX_LOGIT_BIAS, CompletionRequest
+from pd_cluster.errors import RequestError
+from pd_cluster.offline.lmdeploy.arguments import checks_names, warn
+from pd_cluster.text import Tokenizer
+
+Finish = Literal["stop", "length", "abort", "error"]
+
+# The API's fields -> the names that they have here.
+RENAMED = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "random_seed",
+    "stop": "stop_words",
+    "logit_bias": "bad_token_ids",
+    "structured_outputs": "response_format",
+}
+SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "bad_words"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "logprobs"),
+)
+NOT_HERE = {
+    "logits_processors": "functions of the caller's are not run on logits",
+    "output_logits": "logits are not given out; logprobs are",
+    "output_last_hidden_state": "hidden states are not given out",
+}
+
+
+@checks_names
+@dataclass
+class GenerationConfig:
+    """`top_k` 1 chooses the most likely token, 0 leaves all in; `do_sample` False chooses it whatever `top_k` says.
+
+    `max_new_tokens` None: as many as the context has room for.
+    """
+
+    n: int = 1
+    max_new_tokens: int | None = 512
+    top_p: float = 1.0
+    top_k: int = 1
+    temperature: float = 0.8
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    random_seed: int | None = None
+    stop_words: list[str] | None = None
+    bad_words: list[str] | None = None
+    _: KW_ONLY
+    # of other versions
+    do_sample: bool | None = None
+    min_p: float = 0.0
+    stop_token_ids: list[int] | None = None
+    bad_token_ids: list[int] | None = None
+    min_new_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    logits_processors: Any = None
+    output_logits: Any = None
+    output_last_hidden_state: Any = None
+
+
+@dataclass
+class Response:
+    """One prompt's. In a stream `text`, `token_ids` and `logprobs` are what is new, the counts are of all so far.
+
+    `finish_reason` is "length" with an empty text where the prompt leaves no room in the session, and "error" where
+    what was begun could not be finished; `error` says what happened.
+    """
+
+    text: str
+    generate_token_len: int
+    input_token_len: int
+    session_id: int
+    finish_reason: Finish | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    index: int = 0
+    error: str | None = None
+
+
+@dataclass
+class GenOut:
+    """A step of `generate`: what is new of the text, and the counts of all so far.
+
+    `history_token_len` counts the session's tokens before this turn, `input_token_len` those that the turn brought.
+    """
+
+    response: str
+    history_token_len: int
+    input_token_len: int
+    generate_token_len: int
+    finish_reason: Finish | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    error: str | None = None
+
+
+def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple[str, ...] = ()) -> CompletionRequest:
+    """Without its prompt. `stop_words` are the chat template's. Raises RequestError under the names of here."""
+    _check(config)
+    fields = {name: getattr(config, name) for name in SAME if getattr(config, name) is not None}
+    stops, stop_ids = _stops([*(config.stop_words or []), *stop_words], tokenizer)
+    stop_ids += config.stop_token_ids or []
+    fields |= {"stop": stops, "stop_token_ids": list(dict.fromkeys(stop_ids))}
+    # The default is told too: a null asks for all the room there is.
+    fields |= {"max_tokens": config.max_new_tokens, "seed": config.random_seed, "min_tokens": config.min_new_tokens}
+    if config.do_sample and config.top_k == 1:
+        warn("do_sample=True changes nothing with top_k 1, which is the default; give a larger top_k, or 0 for all")
+    if config.top_k == 1 or config.do_sample is False:
+        fields |= {"temperature": 0.0, "top_k": -1}
+    if config.bad_token_ids:
+        fields["logit_bias"] = {str(token_id): -MAX_LOGIT_BIAS for token_id in config.bad_token_ids}
+    if config.response_format is not None:
+        fields |= _format(config.response_format)
+    try:
+        return parse(msgspec.json.encode({**fields, "prompt": ""}), CompletionRequest)
+    except RequestError as error:
+        raise renamed(error) from None
+    except (TypeError, ValueError) as error:  # what JSON has no word for
+        raise RequestError(f"GenerationConfig: {error}") from None
+
+
+def renamed(error: RequestError) -> RequestError:
+    """The same error, with the names of here."""
+    text = str(error)
+    for theirs, ours in RENAMED.items():
+        text = re.sub(rf"^{theirs}\b" if "_" not in theirs else rf"\b{theirs}\b", ours, text)
+    return type(error)(text, param=RENAMED.get(error.param or "", error.param), code=error.code)
+
+
+def _check(config: GenerationConfig) -> None:
+    """What the API cannot see. Raises RequestError."""
+    for name, why in NOT_HERE.items():
+        if getattr(config, name) is not None:
+            raise RequestError(f"{name}: {why}; leave it out", param=name)
+    if isinstance(config.n, bool) or config.n != 1:
+        raise RequestError(
+            f"n: {reprlib.repr(config.n)}; a response has one text, so only 1 is supported; give the prompt several "
+            f"times",
+            param="n",
+        )
+    for name, value in asdict(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"{name}: {value} is not a number that can be used", param=name)
+    for name in ("temperature", "top_k", "top_p"):
+        if getattr(config, name) is None:
+            raise RequestError(f"{name}: None; give a number, or leave it out", param=name)
+    for name in ("stop_words", "bad_words", "stop_token_ids", "bad_token_ids"):
+        value = getattr(config, name)
+        if value is not None and not isinstance(value, list | tuple):
+            raise RequestError(f"{name}: {reprlib.repr(value)} must be a list", param=name)
+    for word in config.stop_words or []:
+        if not isinstance(word, str):
+            raise RequestError(f"stop_words: {reprlib.repr(word)} must be a text", param="stop_words")
+
+
+def _stops(words: list[str], tokenizer: Tokenizer) -> tuple[list[str], list[int]]:
+    """A special token is not part of the text that is searched for words: it ends the answer by its id."""
+    texts: dict[str, None] = {}
+    token_ids = []
+    for word in words:
+        found = tokenizer.encode(word, add_special_tokens=False)
+        if word and len(found) == 1 and not tokenizer.decode(found):
+            token_ids += found
+        else:
+            texts[word] = None
+    return list(texts), token_ids
+
+
+def _format(given: dict[str, Any]) -> dict[str, Any]:
+    """`regex_schema` is a type that OpenAI's response_format does not have."""
+    if given.get("type") == "regex_schema":
+        return {"structured_outputs": {"regex": given.get("regex_schema")}}
+    return {"response_format": given}

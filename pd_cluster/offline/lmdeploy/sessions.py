@@ -1,0 +1,136 @@
+"""Conversations over several calls: what was said, how many tokens that is, and who is answering now.
+
+The KV cache of a session stays in the prefix cache by itself; here are only its words. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from pd_cluster.errors import RequestError
+from pd_cluster.offline.lmdeploy.prompts import Message, Prompt
+
+
+@dataclass(slots=True)
+class Turn:
+    """What was asked and answered. `token_ids` are the whole session's at its end."""
+
+    messages: list[Message]
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class Session:
+    """Of texts as they are, or of conversations: whichever it began with.
+
+    `turn` is there while somebody reads an answer, and done at its end; `work` is what makes the answer.
+    """
+
+    session_id: int
+    is_plain: bool = False
+    turns: list[Turn] = field(default_factory=list)
+    turn: Future[None] | None = None
+    work: Future[None] | None = None
+    is_stopped: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.turns[-1].token_ids if self.turns else []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def works(self, work: Future[None]) -> None:
+        self.work = work
+        if self.is_stopped:
+            work.cancel()
+
+    def stop(self) -> None:
+        """The answer under way, if there is one."""
+        self.is_stopped = self.turn is not None
+        if self.work is not None:
+            self.work.cancel()
+
+    def rewind(self, step: int) -> None:
+        """To the turn that ended with so many tokens. Raises RequestError."""
+        ends = [0, *(len(turn.token_ids) for turn in self.turns)]
+        if step not in ends:
+            raise RequestError(
+                f"step: {step} is no turn's end in session {self.session_id}; they are at "
+                f"{', '.join(map(str, ends))} tokens",
+                param="step",
+            )
+        del self.turns[ends.index(step) :]
+
+    def with_history(self, prompt: Prompt) -> Prompt:
+        """Behind what was said before; a text as it is stays one, since its history is tokens. Raises RequestError."""
+        is_plain = isinstance(prompt, str) or isinstance(prompt[0], int)
+        if self.turns and is_plain != self.is_plain:
+            raise RequestError(
+                f"do_preprocess: session {self.session_id} began {'without' if self.is_plain else 'with'} a chat "
+                f"template and stays so until sequence_end",
+                param="do_preprocess",
+            )
+        self.is_plain = is_plain
+        if is_plain:
+            return prompt
+        return [message for turn in self.turns for message in turn.messages] + _messages(prompt)
+
+    def add(self, prompt: Prompt, token_ids: list[int], answer: str) -> None:
+        """A turn's end; `token_ids` are the whole prompt's and the answer's."""
+        said = [] if self.is_plain else [*_messages(prompt), {"role": "assistant", "content": answer}]
+        self.turns.append(Turn(said, token_ids))
+
+
+class Sessions:
+    def __init__(self) -> None:
+        self._known: dict[int, Session] = {}
+
+    def begin(self, session_id: int, sequence_start: bool, step: int) -> Session:
+        """The session of the next turn. Raises RequestError."""
+        session = self._known.get(session_id)
+        if session is not None and session.turn is not None:
+            raise RequestError(
+                f"session_id: session {session_id} is answering; wait for its end, or stop_session({session_id})",
+                param="session_id",
+            )
+        if sequence_start:
+            session = self._known[session_id] = Session(session_id)
+        elif session is None:
+            raise RequestError(
+                f"session_id: there is no session {session_id}; begin it with sequence_start=True", param="session_id"
+            )
+        if step:
+            session.rewind(step)
+        session.turn = Future()
+        return session
+
+    def finish(self, session: Session, is_last: bool) -> None:
+        """Its turn has ended."""
+        turn, session.turn, session.work, session.is_stopped = session.turn, None, None, False
+        if is_last and self._known.get(session.session_id) is session:
+            del self._known[session.session_id]
+        if turn is not None:
+            turn.set_result(None)
+
+    def stop(self, session_id: int) -> None:
+        """The answer under way, if there is one."""
+        if (session := self._known.get(session_id)) is not None:
+            session.stop()
+
+    def end(self, session_id: int) -> None:
+        """Forgets it, and stops it before that."""
+        self.stop(session_id)
+        self._known.pop(session_id, None)
+
+    def turn(self, session_id: int) -> Future[None] | None:
+        """Done when the answer under way has been read."""
+        session = self._known.get(session_id)
+        return session.turn if session is not None else None
+
+
+def _messages(prompt: Prompt) -> list[Message]:
+    assert not isinstance(prompt, str)
+    return [message for message in prompt if isinstance(message, dict)]

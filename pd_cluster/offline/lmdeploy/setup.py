@@ -1,0 +1,166 @@
+"""From the arguments of `pipeline` to an engine that runs. Every refusal is a ConfigError that names the argument."""
+
+from __future__ import annotations
+
+import logging
+import re
+import reprlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.offline.lmdeploy.arguments import count, idle, refuse, refuse_unknown, warn
+from pd_cluster.offline.lmdeploy.engine_configs import (
+    RENAMED,
+    BackendConfig,
+    EarlyTurbomindConfig,
+    PytorchEngineConfig,
+    TurbomindEngineConfig,
+    engine_of,
+)
+from pd_cluster.offline.lmdeploy.templates import BUILT_IN, ChatTemplateConfig, Way, way_of
+from pd_cluster.offline.session import Offline, OfflineConfig
+
+BACKENDS = ("turbomind", "pytorch")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+DEFAULT_INSTANCE_NUM = 32  # holds nothing back: the batch's size is what counts
+NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "vision_config": ((None,), "images are not supported; leave it out"),
+    "speculative_config": ((None,), "speculative decoding is not supported; leave it out"),
+}
+WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "max_log_len": ((None,), "prompts are never logged"),
+    "trust_remote_code": ((False, None), "code from a model folder is never run"),
+}
+OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs")
+KNOWN = (
+    *("model_path", "model_name", "backend", "backend_config", "chat_template_config", "instance_num", "tp"),
+    *(*OWN, *NOT_HERE, *WITHOUT_EFFECT),
+)
+
+
+class Ready(NamedTuple):
+    """`num_at_once`: prompts that are answered at a time, the others wait."""
+
+    offline: Offline
+    way: Way
+    backend_config: BackendConfig
+    num_at_once: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The documented arguments of `pipeline`."""
+
+    model_path: str
+    model_name: str | None
+    backend: str
+    backend_config: BackendConfig | None
+    chat_template_config: ChatTemplateConfig | None
+    instance_num: int
+    tp: int
+
+    def open(self, others: dict[str, Any]) -> Ready:
+        """`others`: further keywords. Raises ConfigError."""
+        refuse_unknown("pipeline", others, KNOWN)
+        refuse("pipeline", others, NOT_HERE)
+        config = self._config()
+        way = self._asked_way(config)
+        num_at_once = count("pipeline", "instance_num", self.instance_num, 1)
+        if num_at_once == DEFAULT_INSTANCE_NUM:
+            num_at_once = config.max_batch_size
+        offline, remarks = self._offline(config, others)
+        if way is None:
+            way = self._own_way(offline, config, remarks)
+        remarks = [*idle(others, WITHOUT_EFFECT), *remarks]
+        if remarks:
+            warn(f"without effect here: {'; '.join(remarks)}")
+        return Ready(offline, way, config, num_at_once)
+
+    def _config(self) -> BackendConfig:
+        """Either backend's configuration will do for either, since there is one engine."""
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend {reprlib.repr(self.backend)}: expected {' or '.join(BACKENDS)}")
+        if not str(self.model_path):
+            raise ConfigError("model_path: empty; give a model's folder")
+        tp, config = count("pipeline", "tp", self.tp, 1), self.backend_config
+        if config is None:
+            return TurbomindEngineConfig(tp=tp) if self.backend == "turbomind" else PytorchEngineConfig(tp=tp)
+        if not isinstance(config, TurbomindEngineConfig | EarlyTurbomindConfig | PytorchEngineConfig):
+            raise ConfigError(
+                f"backend_config {reprlib.repr(config)}: expected a TurbomindEngineConfig or a PytorchEngineConfig "
+                f"(backend='pytorch' goes by its name)"
+            )
+        if tp not in (1, config.tp):
+            raise ConfigError(f"tp {tp}: backend_config has tp {config.tp}; give it there alone")
+        return config
+
+    def _asked_way(self, config: BackendConfig) -> Way | None:
+        """None: the model folder's own."""
+        given: Any = self.chat_template_config
+        if isinstance(given, ChatTemplateConfig):
+            return way_of(given)
+        if given is not None:
+            raise ConfigError(f"chat_template_config {reprlib.repr(given)}: expected a ChatTemplateConfig")
+        name = self._name(config)
+        return way_of(ChatTemplateConfig(name)) if name.lower() in BUILT_IN else None
+
+    def _name(self, config: BackendConfig) -> str:
+        names: list[Any] = [name for name in (self.model_name, config.model_name) if name]
+        for name in names:
+            if not isinstance(name, str) or name != names[0]:
+                raise ConfigError(
+                    f"model_name {reprlib.repr(names[0])}: backend_config has model_name {reprlib.repr(name)}; give one"
+                )
+        return str(names[0]) if names else ""
+
+    def _own_way(self, offline: Offline, config: BackendConfig, remarks: list[str]) -> Way:
+        name = self._name(config)
+        if offline.service.tokenizer.template is not None:
+            if name:
+                remarks.append(f"model_name={name!r} (no chat template of that name is built in; the folder's is used)")
+            return Way()
+        warn(
+            f"{self.model_path}: the model folder has no chat template, so texts go to the model as they are; name one "
+            f"with model_name, or give a chat_template_config"
+        )
+        return Way(is_plain=True)
+
+    def _offline(self, config: BackendConfig, others: dict[str, Any]) -> tuple[Offline, list[str]]:
+        level = others.get("log_level", "ERROR")
+        if level not in LEVELS:
+            raise ConfigError(f"log_level {reprlib.repr(level)}: expected one of {', '.join(LEVELS)}")
+        logging.getLogger("pd_cluster").setLevel(level)
+        numbers = {name: count("pipeline", name, others.get(name, 0), 0) for name in ("prefill", "decode")}
+        if config.tp > 1 and not any(numbers.values()):
+            numbers = {"prefill": 1, "decode": 1}  # several ranks are several processes
+        try:
+            engine, remarks = engine_of(str(self.model_path), config)
+            settings = OfflineConfig(
+                engine=engine,
+                prefill=numbers["prefill"],
+                decode=numbers["decode"],
+                max_logprobs=count("pipeline", "max_logprobs", others.get("max_logprobs", 20), 0),
+                arguments=_arguments(others, level) if any(numbers.values()) else (),
+            )
+            return Offline(settings), remarks
+        except ConfigError as error:
+            raise _renamed(error, asdict(config)) from None
+
+
+def _arguments(others: dict[str, Any], level: str) -> tuple[str, ...]:
+    given: Sequence[str] = others.get("arguments", ())
+    if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+        raise ConfigError(f"arguments {reprlib.repr(given)}: expected a list of flags, such as ['--kv-hmac']")
+    return (*given, f"--log-level={level}")
+
+
+def _renamed(error: ConfigError, given: dict[str, Any]) -> ConfigError:
+    """The same error, with the names of here for flags."""
+    text = str(error)
+    for flag, name in RENAMED.items():
+        text = re.sub(rf"{flag}(?![\w-])", name, text)
+    if "cache_block_seq_len" in given:
+        text = re.sub(r"--block-size(?![\w-])", "cache_block_seq_len", text)
+    return type(error)(text.replace("--block-size", "block_size"))

@@ -1,0 +1,75 @@
+"""An offline engine without a model: a text service on an event loop of its own, over a router that plays back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+from pd_cluster.api.service import TextService
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.cluster.router import Router
+from pd_cluster.errors import InstanceLost
+from pd_cluster.offline.loop import LoopThread
+from pd_cluster.offline.session import OfflineConfig
+from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.playback import Playback
+
+
+class PlaybackOffline:
+    """As `Offline`, whatever model it is asked for. `prompts` has the ids of each prompt that was sent."""
+
+    def __init__(self, folder: Path, config: OfflineConfig, says: str, has_template: bool) -> None:
+        self.config = config
+        rust = make_tokenizer()
+        rust.save(str(folder / "tokenizer.json"))
+        if has_template:
+            (folder / "chat_template.jinja").write_text(TEMPLATE)
+        self.router = HeldPlayback([*rust.encode(says).ids, EOS_ID])
+        self.router.last_reason = "stop"
+        self.checkpoint = checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "")
+        self.service = TextService(
+            cast(Router, self.router), checkpoint, "/models/x", ["x"], config.engine.max_model_len or 4096
+        )
+        self._loop = LoopThread("playback")
+
+    @property
+    def prompts(self) -> list[str]:
+        return [self.service.tokenizer.decode(ids, skip_special_tokens=False) for ids in self.router.prompts]
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run(work)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return self._loop.start(work)
+
+    def iterate(self, items: AsyncGenerator[Any, None]) -> Iterator[Any]:
+        return self._loop.iterate(items)
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+class HeldPlayback(Playback):
+    """One that notes the prompts, fails for those that have `fails_for` in them, and may never come to an end."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        super().__init__(token_ids)
+        self.prompts: list[list[int]] = []
+        self.fails_for: int | None = None
+        self.holds = False  # after the first token
+        self.sessions: list[str] = []
+
+    async def serve(self, prompt: list[int], *rest: Any, **origin: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+        self.prompts.append(prompt)
+        self.sessions.append(origin["session"])
+        async with contextlib.aclosing(super().serve(prompt, *rest, **origin)) as tokens:  # type: ignore[type-var]
+            async for token in tokens:
+                if self.fails_for in prompt:
+                    raise InstanceLost("the engine has failed")
+                yield token
+                if self.holds:
+                    await asyncio.Event().wait()

@@ -15,7 +15,7 @@ import pytest
 
 from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.messages import GenerationConfig, GenOut, Response
-from pd_cluster.offline import setup
+from pd_cluster.offline.lmdeploy import setup
 from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
 from pd_cluster.offline.lmdeploy.pipeline import pipeline
 from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
@@ -550,3 +550,17 @@ def test_a_pipeline_with_nothing_special_warns_of_nothing(make: Make) -> None:
         warnings.simplefilter("error")
         engine, _ = make()
         engine(["hi"], gen_config=GenerationConfig())
+
+
+# ---- names
+
+
+def test_the_names_are_the_packages() -> None:
+    from pd_cluster import AsyncEngine, ChatTemplateConfig, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
+    from pd_cluster import pipeline as made_by
+    from pd_cluster.messages import GenerationConfig as OfMessages
+
+    assert GenerationConfig is OfMessages
+    names = [each.__name__ for each in (AsyncEngine, ChatTemplateConfig, PytorchEngineConfig, TurbomindEngineConfig)]
+    assert names == ["AsyncEngine", "ChatTemplateConfig", "PytorchEngineConfig", "TurbomindEngineConfig"]
+    assert callable(made_by)

@@ -1,0 +1,30 @@
+"""The README's Python runs as it stands there, with the shipped model in place of the path."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.checkpoint import SHIPPED_MODEL
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_block_runs(block: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block.replace("/path/to/model", str(SHIPPED_MODEL)))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 5
+
+
+def test_there_are_blocks() -> None:
+    assert len(BLOCKS) >= 2

@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
         "instances",
         "operate",
         "api",
+        "offline",
         "bench",
         "show",
         "trace",
@@ -45,12 +46,12 @@ ONLY_IN = {
     "starlette": ("api",),
     "uvicorn": ("api",),
     "transformers": ("model", "bench.peers"),
-    "torch": ("kv", "transport", "model", "engine", "device", "bench.peers"),
+    "torch": ("kv", "transport", "model", "engine", "device", "offline.local", "bench.peers"),
     "zmq": ("mailbox", "sockets"),
     "llguidance": ("grammar",),
     "jinja2": ("chat_template",),
     "tokenizers": ("text", "bench.peers"),
-    "typer": ("cli", "instances", "quickstart", "bench.commands"),
+    "typer": ("cli", "instances", "quickstart", "bench.commands", "offline.batch_command"),
     "matplotlib": ("trace.png",),
 }
 TORCH_FREE = [
@@ -61,6 +62,7 @@ TORCH_FREE = [
     "pd_cluster.bench.engine",
     "pd_cluster.bench.kv",
     "pd_cluster.cli",
+    "pd_cluster.offline.batch_job",
     "pd_cluster.serve",
 ]
 

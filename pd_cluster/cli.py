@@ -19,6 +19,7 @@ from pd_cluster.bench.commands import app as bench_app
 from pd_cluster.errors import PdClusterError
 from pd_cluster.instances import DEFAULT_ADMIN, SECRET_FILE, TOKEN_FILE
 from pd_cluster.instances import app as instances_app
+from pd_cluster.offline.batch_command import run_batch
 
 app = typer.Typer(
     name="pd-cluster",
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(instances_app, name="instances")
+app.command("run-batch")(run_batch)
 
 
 def _panel(title: str | None = None) -> Any:

@@ -197,7 +197,7 @@ class ServeOptions:
         if not self.response_role.strip():
             raise ConfigError("--response-role '': must not be empty; leave it out for assistant")
         return ChatConfig(
-            template=_template(self.chat_template) if self.chat_template else "",
+            template=template_given(self.chat_template) if self.chat_template else "",
             trusts_request_templates=self.trust_request_chat_template,
             tool_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
@@ -236,8 +236,8 @@ def _strings(flag: str, text: str) -> tuple[str, ...]:
     return found
 
 
-def _template(given: str) -> str:
-    """Raises ConfigError, also for one that does not compile."""
+def template_given(given: str) -> str:
+    """The template that --chat-template names. Raises ConfigError, also for one that does not compile."""
     source = _template_source(given)
     try:
         ChatTemplate(source)

@@ -138,3 +138,18 @@ def router(
     from pd_cluster.bench.router import make_bench, run
 
     run(make_bench(rounds, streams, peers_dir, quick), json)
+
+
+@app.command("offline")
+def offline(
+    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    num_requests: Annotated[int, typer.Option(min=1)] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each contender runs, in turn.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of one process; prefill and decode share them.")] = 2,
+    quick: Annotated[bool, typer.Option(help="16 requests, one round: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """The offline service against the engine stepped directly, and split into prefill and decode processes."""
+    from pd_cluster.bench.offline import make_bench, run
+
+    run(make_bench(model, num_requests, rounds, threads, quick), json)

@@ -52,6 +52,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int = 0
     decode: int = 0
     max_logprobs: int = 20
+    served_model_names: tuple[str, ...] = ()  # what requests may call the model; none: its folder
     arguments: tuple[str, ...] = ()
 
 
@@ -115,7 +116,7 @@ class Offline:
     async def _open(self, config: OfflineConfig) -> TextService:
         api = ApiConfig(
             engine=config.engine,
-            served_model_names=[],
+            served_model_names=list(config.served_model_names),
             is_openai=True,
             timeouts=NO_TIMEOUTS,
             routing=RoutingConfig(has_priorities=True),

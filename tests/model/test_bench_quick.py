@@ -1,4 +1,4 @@
-"""`pd-cluster bench engine --quick` and `bench kv --quick` from the command line to their reports."""
+"""`pd-cluster bench engine --quick`, `kv --quick` and `offline --quick` from the command line to their reports."""
 
 from __future__ import annotations
 
@@ -37,3 +37,18 @@ def test_quick_hands_over_between_two_processes(tmp_path: Path) -> None:
     assert {f"{name} 1 MiB" for name in rates} | {"block shm on_ms", "block dist off p95_ms"} <= names
     assert all(result["value"] > 0 for result in written["results"])
     assert written["goals"] == []
+
+
+def test_quick_runs_the_engine_by_itself_in_the_service_and_split(tmp_path: Path) -> None:
+    """`bench offline --quick`: each in processes of its own, with the same tokens."""
+    file = tmp_path / "offline.json"
+    command = [sys.executable, "-m", "pd_cluster.cli", "bench", "offline", "--quick", "--threads", "1"]
+    command += ["--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    for name in ("one process", "split"):
+        assert found[name]["value"] > 0
+        assert found[f"{name}: tokens equal to the bare engine's"]["value"] == 100
+    assert found["split: decode busy"]["value"] > 0
+    assert all(each["goal"] is None for each in found.values())

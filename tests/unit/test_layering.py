@@ -54,7 +54,7 @@ ONLY_IN = {
     "llguidance": ("grammar",),
     "jinja2": ("chat_template",),
     "tokenizers": ("text", "bench.peers"),
-    "typer": ("cli", "instances", "quickstart", "bench.commands"),
+    "typer": ("cli", "instances", "quickstart", "bench.commands", "offline.batch_command"),
     "matplotlib": ("trace.png",),
     "tqdm": ("offline.progress",),
 }
@@ -66,6 +66,7 @@ TORCH_FREE = [
     "pd_cluster.bench.engine",
     "pd_cluster.bench.kv",
     "pd_cluster.cli",
+    "pd_cluster.offline.batch_job",
     "pd_cluster.serve",
 ]
 

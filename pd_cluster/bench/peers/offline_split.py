@@ -1,0 +1,34 @@
+"""The offline service with a prefill and a decode process, which share the threads, for `bench offline`.
+
+The time that they were busy is that of their rank processes, told apart by role; this process's own is `caller_s`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from pd_cluster.bench.engine_spec import PeerResult, Spec, child_main
+from pd_cluster.bench.offline_service import engine_config, run
+from pd_cluster.bench.router_processes import cpu_s, family
+from pd_cluster.offline.session import Offline, OfflineConfig
+
+
+def measure(spec: Spec) -> PeerResult:
+    os.environ["OMP_NUM_THREADS"] = str(max(1, spec.num_threads // 2))  # of each worker, which inherits it
+    with Offline(OfflineConfig(engine=engine_config(spec), prefill=1, decode=1)) as offline:
+        runs = {spec.warmup.name: run(offline, spec.warmup)}
+        before, own_s = _busy_s(offline), time.process_time()
+        runs |= {workload.name: run(offline, workload) for workload in spec.workloads}
+        figures = {f"{role}_s": now_s - before[role] for role, now_s in _busy_s(offline).items()}
+        return PeerResult(runs=runs, figures=figures | {"caller_s": time.process_time() - own_s})
+
+
+def _busy_s(offline: Offline) -> dict[str, float]:
+    """Of each role's rank processes: what the workers' parents started."""
+    infos = [each.info for each in offline.service.router.membership.instances if each.info is not None]
+    return {info.role: sum(cpu_s(rank) for rank in family(info.pid)[1:]) for info in infos}
+
+
+if __name__ == "__main__":
+    child_main(measure)

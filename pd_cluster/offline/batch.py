@@ -1,0 +1,136 @@
+"""Many requests from a file, each answered as the HTTP API would answer it. Knows nothing of files or of terminals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from pd_cluster.api.answers import Answer
+from pd_cluster.api.chat_answer import ChatAnswer
+from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.completion_answer import CompletionAnswer
+from pd_cluster.api.http import error_response
+from pd_cluster.api.parse import parse
+from pd_cluster.api.protocol import CompletionRequest, GenerationRequest
+from pd_cluster.api.service import TextService
+from pd_cluster.errors import InstanceLost, PdClusterError, RequestError, Unavailable
+from pd_cluster.offline.batch_lines import CHAT_URL, Entry, error_of, line_of
+
+log = logging.getLogger(__name__)
+
+MAX_NBYTES = 256 << 20  # of lines that are being worked at, so that huge ones come one after the other
+NUM_TRIES = 60  # to have a request's guide checked, while those of others are
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of this run."""
+
+    num_done: int = 0
+    num_failed: int = 0  # of these, with another status than 200
+    num_output_tokens: int = 0
+
+
+class Batch:
+    """`write` gets each answer's line, in the order in which they are ready; what it raises ends the batch."""
+
+    def __init__(self, service: TextService, write: Callable[[bytes], None], concurrency: int) -> None:
+        self._service = service
+        self._write = write
+        self._concurrency = concurrency
+        self.counts = Counts()
+
+    async def run(self, entries: Iterator[Entry]) -> None:
+        """Reads on only when there is room. Raises Unavailable or InstanceLost when nobody is left to answer.
+
+        Cancelled or failed, it leaves requests without an answer, and none with half of one.
+        """
+        running: dict[asyncio.Task[None], int] = {}
+        try:
+            for entry in entries:
+                while len(running) >= self._concurrency or sum(running.values()) > MAX_NBYTES:
+                    await _wait_for_one(running)
+                running[asyncio.create_task(self._serve(entry))] = len(entry.body)
+                await asyncio.sleep(0)
+            while running:
+                await _wait_for_one(running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _serve(self, entry: Entry) -> None:
+        if entry.error is not None:
+            self._done(error_of(entry, entry.error), 0, is_error=True)
+            return
+        try:
+            answer, body = await self._answer(entry)
+        except (Unavailable, InstanceLost):
+            raise
+        except Exception as error:  # as the API does it: one request's fault is not the others'
+            response = error_response(error)
+            if not isinstance(error, PdClusterError):
+                log.error("line %d, custom_id %r: %s", entry.number, entry.custom_id, error, exc_info=error)
+            self._done(line_of(entry, response.status_code, bytes(response.body)), 0, is_error=True)
+            return
+        num_tokens = sum(each.usage["completion_tokens"] for each in answer.generations)
+        self._done(line_of(entry, 200, body), num_tokens, is_error=False)
+
+    def _done(self, line: bytes, num_tokens: int, is_error: bool) -> None:
+        self._write(line)
+        self.counts.num_done += 1
+        self.counts.num_failed += is_error
+        self.counts.num_output_tokens += num_tokens
+
+    async def _answer(self, entry: Entry) -> tuple[Answer, bytes]:
+        """With its body. Raises RequestError and the like."""
+        answer = await self._begun(entry)
+        for generation in answer.generations:
+            generation.client_id = answer.id
+        pieces = await self._service.complete(answer.generations)
+
+        def encoded() -> bytes:
+            return msgspec.json.encode(answer.whole(pieces))
+
+        return answer, await asyncio.to_thread(encoded) if answer.is_large else encoded()
+
+    async def _begun(self, entry: Entry) -> Answer:
+        for at in range(NUM_TRIES):
+            try:
+                return await (self._chat(entry.body) if entry.url == CHAT_URL else self._completion(entry.body))
+            except Unavailable as error:  # a server's client would come back, too
+                if at == NUM_TRIES - 1:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+        raise AssertionError("the last try returns or raises")
+
+    async def _chat(self, body: bytes) -> Answer:
+        request = parse(body, ChatCompletionRequest)
+        _check_whole(request)
+        name = self._service.check_model(request.model)
+        return ChatAnswer(request, name, self._service, await self._service.chat(request))
+
+    async def _completion(self, body: bytes) -> Answer:
+        request = parse(body, CompletionRequest)
+        _check_whole(request)
+        name = self._service.check_model(request.model)
+        return CompletionAnswer(request, name, self._service, await self._service.completions(request))
+
+
+def _check_whole(request: GenerationRequest) -> None:
+    if request.stream:
+        raise RequestError("stream: true has no place in a batch, whose answers are whole; leave it out", "stream")
+
+
+async def _wait_for_one(running: dict[asyncio.Task[None], int]) -> None:
+    """Raises what it raised."""
+    done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        del running[task]
+    for error in [task.exception() for task in done]:  # all are looked at, else asyncio complains of the others
+        if error is not None:
+            raise error

@@ -1,0 +1,140 @@
+"""One run of `run-batch`: opens its files, leaves out what is answered, has an engine do the rest, says how it ended.
+
+Messages go to stderr; stdout may be the output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from pd_cluster.errors import ConfigError, InstanceLost, PdClusterError, Unavailable
+from pd_cluster.offline.batch import Batch
+from pd_cluster.offline.batch_lines import Answered, Entry, Output, OutputFailed, Plan, answered_in, entries_of, plan
+from pd_cluster.offline.batch_progress import shown
+from pd_cluster.offline.session import Offline, OfflineConfig
+
+STANDARD = "-"
+INTERRUPTED = 130  # exit code, as shells have it for Ctrl-C
+
+
+class Target(NamedTuple):
+    """`file` is there when it can be read, so that another run can go on with it."""
+
+    fd: int
+    file: BinaryIO | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    source: str
+    target: str
+    config: OfflineConfig
+    concurrency: int
+
+    def run(self) -> int:
+        """The exit code. Raises ConfigError before anything is computed, PdClusterError when the engine has ended."""
+        started_s = time.monotonic()
+        with opened_source(self.source) as source, opened_target(self.target) as target:
+            if target.file is not None and os.path.sameopenfile(source.fileno(), target.fd):
+                raise ConfigError(f"-o {self.target}: the same file as the input; give another one")
+            answered = Answered(set(), 0) if target.file is None else answered_in(target.file, self.target)
+            entries = partial(entries_of, source)
+            found = plan(entries, answered.keys, self.source)
+            if target.file is not None:
+                os.ftruncate(target.fd, answered.nbytes)
+            if num_before := found.num_lines - found.num_left:
+                _say(f"{num_before:,} of {found.num_lines:,} requests have their answers in {self.target} already")
+            left = (entry for entry in entries() if entry.key not in answered.keys)
+            return self._answer(left, found, Output(target.fd), started_s, target.file is not None)
+
+    def _answer(self, left: Iterator[Entry], found: Plan, output: Output, started_s: float, resumes: bool) -> int:
+        batch: Batch | None = None
+        try:
+            if found.num_left:
+                with Offline(self.config) as offline:
+                    batch = Batch(offline.service, output.write, self.concurrency)
+                    offline.run(_shown(batch, left, found.num_left))
+        except KeyboardInterrupt:
+            _say(f"stopped; {self._so_far(batch, found, resumes)}")
+            return INTERRUPTED
+        except (Unavailable, InstanceLost, OutputFailed) as error:
+            raise PdClusterError(f"run-batch: {error}; {self._so_far(batch, found, resumes)}") from None
+        _say(self._summary(batch, found, time.monotonic() - started_s))
+        return 0
+
+    def _so_far(self, batch: Batch | None, found: Plan, resumes: bool) -> str:
+        num_done = found.num_lines - found.num_left + (batch.counts.num_done if batch is not None else 0)
+        way_on = "the same command goes on there" if resumes else "an output file would let another run go on there"
+        return f"{num_done:,} of {found.num_lines:,} requests have their answers in {self.target}; {way_on}"
+
+    def _summary(self, batch: Batch | None, found: Plan, took_s: float) -> str:
+        if batch is None:
+            return f"nothing to do; {found.num_lines:,} requests, all answered in {self.target}"
+        counts = batch.counts
+        return (
+            f"{counts.num_done:,} requests answered in {self.target}, {counts.num_failed:,} of them with an error; "
+            f"{counts.num_output_tokens:,} output tokens in {took_s:.1f} s"
+        )
+
+
+async def _shown(batch: Batch, left: Iterator[Entry], total: int) -> None:
+    async with shown(batch.counts, total):
+        await batch.run(left)
+
+
+def _say(line: str) -> None:
+    print(f"run-batch: {line}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def opened_source(name: str) -> Iterator[BinaryIO]:
+    """It is read twice, so that a pipe is copied to a temporary file first. Raises ConfigError."""
+    _check_local("-i", name)
+    with contextlib.ExitStack() as stack:
+        try:
+            source: BinaryIO = sys.stdin.buffer if name == STANDARD else stack.enter_context(Path(name).open("rb"))
+            if name == STANDARD or not source.seekable():
+                copy = stack.enter_context(tempfile.TemporaryFile(prefix="pd-cluster-"))
+                shutil.copyfileobj(source, copy)
+                source = copy
+        except OSError as error:
+            raise ConfigError(f"-i {name}: cannot be read: {error.strerror}") from None
+        yield source
+
+
+@contextlib.contextmanager
+def opened_target(name: str) -> Iterator[Target]:
+    """Raises ConfigError, also when another run has it."""
+    _check_local("-o", name)
+    if name == STANDARD:
+        yield Target(sys.stdout.fileno(), None)
+        return
+    try:
+        is_file = not Path(name).exists() or stat.S_ISREG(Path(name).stat().st_mode)
+        fd = os.open(name, (os.O_RDWR if is_file else os.O_WRONLY) | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ConfigError(f"-o {name}: cannot be written: {error.strerror}") from None
+    with os.fdopen(fd, "rb" if is_file else "wb", closefd=True) as file:
+        if is_file:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(f"-o {name}: another run-batch writes it; wait for its end, or end it") from None
+        yield Target(fd, file if is_file else None)
+
+
+def _check_local(flag: str, name: str) -> None:
+    if name.lower().startswith(("http://", "https://")):
+        raise ConfigError(f"{flag} {name}: only files and - for standard input or output; curl can do the rest")

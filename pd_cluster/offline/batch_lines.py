@@ -1,0 +1,241 @@
+"""The lines of a batch: requests in, answers out, and which requests have been answered already.
+
+The format is OpenAI's batch format, one JSON object a line. Of the input only 16 bytes a line are remembered (which
+Python makes about 100). Knows nothing of engines or of what is in an answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import reprlib
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from pd_cluster.api.http import MAX_BODY_NBYTES, BodyTooLarge, error_body
+from pd_cluster.errors import ConfigError, PdClusterError, RequestError
+
+CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
+URLS = (CHAT_URL, COMPLETIONS_URL)
+MAX_LINE_NBYTES = MAX_BODY_NBYTES + (64 << 10)  # a body and what is around it
+MAX_ID_NUM_CHARS = 1024
+ID_PREFIX = "batch_req_"
+FIRST_BYTES = b'{"id":"' + ID_PREFIX.encode()  # of every line that is written here
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class NoSuchUrl(RequestError):
+    status = 404
+
+
+class WrongMethod(RequestError):
+    status = 405
+
+
+class OutputFailed(PdClusterError):
+    """A disk that is full, a pipe that nobody reads any more."""
+
+
+class Entry(NamedTuple):
+    """A line of the input. One that cannot be a request has its error; without a custom_id its number must do."""
+
+    number: int
+    custom_id: str | None
+    url: str = ""
+    body: bytes = b""
+    error: RequestError | None = None
+
+    @property
+    def key(self) -> bytes:
+        """The same for the same request, whatever else is in the file."""
+        return key_of(self.custom_id, self.number)
+
+
+class Plan(NamedTuple):
+    num_lines: int
+    num_left: int  # that have no answer yet
+
+
+class Answered(NamedTuple):
+    """What an output has already. `nbytes`: of its whole lines; what is behind them is torn."""
+
+    keys: set[bytes]
+    nbytes: int
+
+
+def key_of(custom_id: str | None, number: int | None) -> bytes:
+    named = f"id {custom_id}" if custom_id is not None else f"line {number}"
+    return hashlib.blake2b(named.encode(), digest_size=16).digest()
+
+
+# ---- the input
+
+
+def entries_of(file: BinaryIO) -> Iterator[Entry]:
+    """From the beginning of the file, without blank lines."""
+    file.seek(0)
+    for number, line in enumerate(_lines_of(file), 1):
+        text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if text.strip():
+            yield entry_of(number, text)
+
+
+def _lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Of a line that is too long, only so much that this can be seen."""
+    while line := file.readline(MAX_LINE_NBYTES + 1):
+        rest = line
+        while len(rest) > MAX_LINE_NBYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_NBYTES + 1)
+        yield line
+
+
+def entry_of(number: int, text: bytes) -> Entry:
+    """Never raises."""
+    custom_id = None
+    try:
+        if len(text) > MAX_LINE_NBYTES:
+            raise BodyTooLarge(f"the line is longer than {MAX_LINE_NBYTES} bytes")
+        fields = _fields_of(text)
+        custom_id = _custom_id(fields)
+        method, url = _text(fields, "method"), _text(fields, "url")
+        if url not in URLS:
+            shown = reprlib.repr(url)[1:-1]
+            raise NoSuchUrl(f"url: {shown}: a batch can ask {' and '.join(URLS)}", param="url", code="unknown_url")
+        if method != "POST":
+            raise WrongMethod(f"method: {reprlib.repr(method)}; expected POST", "method", "method_not_supported")
+        if "body" not in fields:
+            raise RequestError("body: missing; it is the request, as it would be sent to the url", param="body")
+        return Entry(number, custom_id, url, bytes(fields["body"]))
+    except RequestError as error:
+        return Entry(number, custom_id, error=error)
+
+
+def _fields_of(text: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise RequestError("the line must be a JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the line is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("the line is nested too deep") from None
+
+
+def _custom_id(fields: dict[str, msgspec.Raw]) -> str:
+    custom_id = _text(fields, "custom_id")
+    if not 0 < len(custom_id) <= MAX_ID_NUM_CHARS:
+        raise RequestError(
+            f"custom_id: {len(custom_id)} characters; expected 1 to {MAX_ID_NUM_CHARS}", param="custom_id"
+        )
+    return custom_id
+
+
+def _text(fields: dict[str, msgspec.Raw], name: str) -> str:
+    if name not in fields:
+        raise RequestError(f"{name}: missing", param=name)
+    try:
+        return msgspec.json.decode(fields[name], type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        shown = bytes(fields[name])[:40].decode(errors="replace")
+        raise RequestError(f"{name}: {shown}: must be a string", param=name) from None
+
+
+def plan(entries: Callable[[], Iterator[Entry]], answered: set[bytes], name: str) -> Plan:
+    """Reads the whole input once. Raises ConfigError when two lines have one custom_id."""
+    seen: set[bytes] = set()
+    num_left = 0
+    for entry in entries():
+        if entry.key in seen:
+            first = next(each.number for each in entries() if each.custom_id == entry.custom_id)
+            raise ConfigError(
+                f"{name}: lines {first} and {entry.number} have the same custom_id, {reprlib.repr(entry.custom_id)}; "
+                f"each must have its own"
+            )
+        seen.add(entry.key)
+        num_left += entry.key not in answered
+    return Plan(len(seen), num_left)
+
+
+# ---- the output
+
+
+class _Line(msgspec.Struct):
+    """As much as must be known of a line that is there."""
+
+    custom_id: str | None
+    response: msgspec.Raw
+    error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _ErrorOfLine(msgspec.Struct):
+    line: int
+
+
+def line_of(entry: Entry, status: int, body: bytes) -> bytes:
+    """`body` is JSON: an answer, or the API's error, which is told in both places where it is looked for."""
+    error: dict[str, Any] | None = None
+    if status != 200:
+        error = msgspec.json.decode(body)["error"]
+        if entry.custom_id is None:
+            error["line"] = entry.number
+    line = {
+        "id": ID_PREFIX + secrets.token_hex(12),
+        "custom_id": entry.custom_id,
+        "response": {"status_code": status, "request_id": secrets.token_hex(16), "body": msgspec.Raw(body)},
+        "error": error,
+    }
+    return msgspec.json.encode(line) + b"\n"
+
+
+def error_of(entry: Entry, error: RequestError) -> bytes:
+    return line_of(entry, error.status, msgspec.json.encode(error_body(error)))
+
+
+def answered_in(file: BinaryIO, name: str) -> Answered:
+    """Raises ConfigError when it is not the output of a batch, so that nothing of somebody else's is cut off."""
+    keys: set[bytes] = set()
+    nbytes = 0
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):  # the last one, torn
+            if line[: len(FIRST_BYTES)] != FIRST_BYTES[: len(line)]:
+                raise _not_a_batch(name, number)
+            break
+        try:
+            keys.add(_key_of_line(line))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise _not_a_batch(name, number) from None
+        nbytes += len(line)
+    return Answered(keys, nbytes)
+
+
+def _key_of_line(line: bytes) -> bytes:
+    found = msgspec.json.decode(line, type=_Line)
+    if found.custom_id is not None:
+        return key_of(found.custom_id, None)
+    return key_of(None, msgspec.json.decode(found.error, type=_ErrorOfLine).line)
+
+
+def _not_a_batch(name: str, number: int) -> ConfigError:
+    return ConfigError(f"{name}: line {number} is not an answer of a batch; give another file, or move this one away")
+
+
+class Output:
+    """Answers are appended to it, each whole: what a killed process leaves is torn in its last line at most.
+
+    `fd` is a file's or that of the standard output; it stays the caller's.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, line: bytes) -> None:
+        """Raises OutputFailed."""
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            raise OutputFailed(f"the output cannot be written: {error.strerror}") from None

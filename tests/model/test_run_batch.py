@@ -1,0 +1,313 @@
+"""`pd-cluster run-batch` on a tiny model: answers as the HTTP API gives them, in the file once each, kills or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from pd_cluster.api.http import install_error_handlers
+from pd_cluster.api.openai import openai_routes
+from pd_cluster.config import EngineConfig
+from pd_cluster.errors import InstanceLost, Unavailable
+from pd_cluster.offline import batch as batch_module
+from pd_cluster.offline.batch import Batch
+from pd_cluster.offline.batch_lines import CHAT_URL, COMPLETIONS_URL, Entry, OutputFailed, entry_of
+from pd_cluster.offline.session import Offline, OfflineConfig
+
+DEADLINE_S = 60.0
+NAME = "tiny"
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6, "temperature": 0}
+TEXT = {"prompt": "once upon", "max_tokens": 5, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def offline(checkpoint: Callable[..., Path]) -> Iterator[Offline]:
+    engine = EngineConfig(model=str(checkpoint()), device="cpu", num_blocks=256)
+    with Offline(OfflineConfig(engine=engine, served_model_names=(NAME,))) as made:
+        yield made
+
+
+def request(custom_id: str, url: str, body: Any, **changes: Any) -> bytes:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body} | changes).encode() + b"\n"
+
+
+def answers(offline: Offline, entries: list[Entry], concurrency: int = 8) -> dict[str | None, Any]:
+    """custom_id -> its line."""
+    written: list[bytes] = []
+    offline.run(Batch(offline.service, written.append, concurrency).run(iter(entries)))
+    lines = [json.loads(each) for each in written]
+    found = {each["custom_id"]: each for each in lines}
+    assert len(found) == len(lines) == len(entries)
+    return found
+
+
+async def over_http(offline: Offline, url: str, body: Any) -> httpx.Response:
+    app = FastAPI()
+    app.include_router(openai_routes(offline.service))
+    install_error_handlers(app)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://batch") as client:
+        return await client.post(url, json=body)
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (CHAT_URL, CHAT | {"model": NAME, "logprobs": True, "top_logprobs": 2}),
+        (CHAT_URL, CHAT | {"n": 2, "temperature": 1.0, "seed": 7}),
+        (COMPLETIONS_URL, TEXT | {"prompt": ["a", "bc"], "echo": True, "logprobs": 1}),
+        (COMPLETIONS_URL, TEXT | {"prompt": [1, 2, 3], "return_token_ids": True}),
+        (CHAT_URL, CHAT | {"model": "another"}),
+        (CHAT_URL, {"max_tokens": 3}),
+        (COMPLETIONS_URL, TEXT | {"temperature": "hot"}),
+        (COMPLETIONS_URL, TEXT | {"max_tokens": 100_000}),
+        (COMPLETIONS_URL, TEXT | {"guided_regex": "("}),
+        (COMPLETIONS_URL, []),
+    ],
+)
+def test_an_answer_is_the_http_apis(offline: Offline, url: str, body: Any) -> None:
+    (line,) = answers(offline, [entry_of(1, request("x", url, body))]).values()
+    there = offline.run(over_http(offline, url, body))
+    assert line["response"]["status_code"] == there.status_code
+    mine, its = line["response"]["body"], there.json()
+    for each in (mine, its):
+        each.pop("created", None)
+        each.pop("id", None)
+        each.get("usage", {}).pop("prompt_tokens_details", None)  # of the second time, the cache knows more
+    assert mine == its
+    assert line["error"] == its.get("error")
+
+
+def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
+    entries = [
+        entry_of(1, request("good", CHAT_URL, CHAT)),
+        entry_of(2, b"{torn"),
+        entry_of(3, request("stream", CHAT_URL, CHAT | {"stream": True})),
+        entry_of(4, request("nowhere", "/v1/embeddings", {})),
+        entry_of(5, request("too", COMPLETIONS_URL, TEXT)),
+    ]
+    found = answers(offline, entries)
+    assert {name: each["response"]["status_code"] for name, each in found.items()} == {
+        "good": 200,
+        None: 400,
+        "stream": 400,
+        "nowhere": 404,
+        "too": 200,
+    }
+    assert found["stream"]["error"]["param"] == "stream"
+    assert found[None]["error"]["line"] == 2
+
+
+def test_no_more_requests_are_read_than_are_worked_at(offline: Offline) -> None:
+    """However long the input is: of 40 lines, at most 3 have no answer yet whenever another one is read."""
+    written: list[bytes] = []
+    most = 0
+
+    def lines() -> Iterator[Entry]:
+        nonlocal most
+        for at in range(40):
+            most = max(most, at - len(written))
+            yield entry_of(at + 1, request(str(at), COMPLETIONS_URL, TEXT | {"max_tokens": 1 + at % 5}))
+
+    offline.run(Batch(offline.service, written.append, 3).run(lines()))
+    assert len({json.loads(each)["custom_id"] for each in written}) == 40
+    assert most == 3
+
+
+def test_huge_requests_come_one_after_the_other(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "MAX_NBYTES", 10)  # less than any
+    written: list[bytes] = []
+    begun: list[int] = []
+
+    def lines() -> Iterator[Entry]:
+        for at in range(5):
+            begun.append(len(written))
+            yield entry_of(at + 1, request(str(at), COMPLETIONS_URL, TEXT))
+
+    offline.run(Batch(offline.service, written.append, 100).run(lines()))
+    assert begun == [0, 0, 1, 2, 3]  # the one that is read ahead waits for the one that runs
+
+
+@pytest.mark.parametrize("error", [InstanceLost("the engine has failed"), Unavailable("the engine was closed")])
+def test_an_engines_end_is_no_requests_answer(
+    offline: Offline, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """They can still be answered by another run, so that nothing is written of them."""
+
+    async def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(offline.service, "complete", fail)
+    written: list[bytes] = []
+    entries = [entry_of(at, request(str(at), COMPLETIONS_URL, TEXT)) for at in range(1, 6)]
+    with pytest.raises(type(error), match=str(error)):
+        offline.run(Batch(offline.service, written.append, 2).run(iter(entries)))
+    assert written == []
+
+
+def test_an_unexpected_error_is_one_requests_alone(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete = offline.service.complete
+
+    async def fail_once(generations: Any) -> Any:
+        if len(generations[0].prompt_token_ids) == 3:
+            raise ZeroDivisionError
+        return await complete(generations)
+
+    monkeypatch.setattr(offline.service, "complete", fail_once)
+    bodies = {"bad": TEXT | {"prompt": [1, 2, 3]}, "good": TEXT}
+    found = answers(
+        offline, [entry_of(at, request(name, COMPLETIONS_URL, body)) for at, (name, body) in enumerate(bodies.items())]
+    )
+    assert [found[name]["response"]["status_code"] for name in bodies] == [500, 200]
+    assert found["bad"]["error"]["type"] == "internal_error"
+
+
+def test_a_guide_that_cannot_be_checked_yet_is_tried_again(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    completions, tries = offline.service.completions, []
+
+    async def full_at_first(request: Any) -> Any:
+        tries.append(request)
+        if len(tries) < 3:
+            raise Unavailable("too many guides are being checked", retry_after_s=0)
+        return await completions(request)
+
+    monkeypatch.setattr(offline.service, "completions", full_at_first)
+    found = answers(offline, [entry_of(1, request("a", COMPLETIONS_URL, TEXT))])
+    assert (found["a"]["response"]["status_code"], len(tries)) == (200, 3)
+
+
+def test_a_full_disk_ends_the_batch_and_what_runs(offline: Offline) -> None:
+    """The first answer cannot be written; the others are cancelled, not waited for."""
+    tried: list[bytes] = []
+
+    def write(line: bytes) -> None:
+        tried.append(line)
+        raise OutputFailed("the output cannot be written: No space left on device")
+
+    entries = [entry_of(1, request("1", COMPLETIONS_URL, TEXT))]
+    long = TEXT | {"max_tokens": 300, "ignore_eos": True}
+    entries += [entry_of(at, request(str(at), COMPLETIONS_URL, long)) for at in range(2, 6)]
+    with pytest.raises(OutputFailed, match="No space"):
+        offline.run(Batch(offline.service, write, 9).run(iter(entries)))
+    assert [json.loads(line)["custom_id"] for line in tried] == ["1"]
+
+
+# ---- the command
+
+
+def command(model: Path, source: Path | str, target: Path | str, *more: str) -> list[str]:
+    flags = [f"--model={model}", f"--served-model-name={NAME}", "--num-blocks=256", "--concurrency=4", *more]
+    return [sys.executable, "-m", "pd_cluster.cli", "run-batch", "-i", str(source), "-o", str(target), *flags]
+
+
+def run(arguments: list[str], stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(arguments, input=stdin, capture_output=True, timeout=DEADLINE_S, check=False, env=env)
+
+
+def begun(arguments: list[str], target: Path, num_lines: int) -> subprocess.Popen[bytes]:
+    """Has written that many lines, at least."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not target.exists() or target.read_bytes().count(b"\n") < num_lines:
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    return process
+
+
+def write_input(file: Path, num_requests: int, num_tokens: int = 60) -> list[str]:
+    body = TEXT | {"max_tokens": num_tokens, "ignore_eos": True}
+    ids = [f"request-{at}" for at in range(num_requests)]
+    file.write_bytes(b"".join(request(each, COMPLETIONS_URL, body | {"seed": at}) for at, each in enumerate(ids)))
+    return ids
+
+
+def ids_in(file: Path) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in file.read_bytes().splitlines()]
+
+
+def test_a_killed_run_is_gone_on_with(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """kill -9 in the middle, a torn line on top, Ctrl-C in the middle of the second run, and a third one to the end."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    ids = write_input(source, 150)
+    arguments = command(checkpoint(), source, target)
+    process = begun(arguments, target, 20)
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)
+    whole = target.read_bytes()[: target.read_bytes().rindex(b"\n") + 1]
+    num_first = whole.count(b"\n")
+    assert 20 <= num_first < 150
+    target.write_bytes(whole + whole[:50])
+
+    process = begun(arguments, target, num_first + 20)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    num_second = target.read_bytes().count(b"\n")
+    assert f"{num_first} of 150 requests have their answers".encode() in said
+    assert f"stopped; {num_second} of 150 requests".encode() in said
+    assert b"the same command goes on there" in said
+    assert num_second < 150
+
+    done = run(arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"{150 - num_second} requests answered".encode() in done.stderr
+    assert target.read_bytes().startswith(whole)
+    assert sorted(ids_in(target)) == sorted(ids)
+
+    before = target.read_bytes()
+    done = run([*arguments, "--model=/no/such/model"])  # for nothing to do, no model is needed
+    assert (done.returncode, target.read_bytes()) == (0, before)
+    assert b"nothing to do" in done.stderr
+
+
+def test_pipes_and_worker_processes(checkpoint: Callable[..., Path]) -> None:
+    """Over standard input and output, split into prefill and decode; nothing else is on stdout."""
+    lines = [request(str(at), CHAT_URL, CHAT | {"model": NAME}) for at in range(3)]
+    done = run(command(checkpoint(), "-", "-", "--prefill=1", "--decode=1"), b"".join([*lines, b"wrong\n"]))
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(str(each["custom_id"]) for each in found) == ["0", "1", "2", "None"]
+    texts = {each["response"]["body"]["choices"][0]["message"]["content"] for each in found if not each["error"]}
+    assert len(texts) == 1
+    assert b"4 requests answered in -, 1 of them with an error" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        ("/no/such/file", "out", "-i /no/such/file: cannot be read: No such file"),
+        ("/", "out", "-i /: cannot be read: Is a directory"),
+        ("https://host/in.jsonl", "out", "-i https://host/in.jsonl: only files"),
+        ("in", "HTTP://host/out", "-o HTTP://host/out: only files"),
+        ("in", "/no/such/folder/out", "cannot be written: No such file"),
+        ("in", "in", "the same file as the input"),
+        ("in", "notes", "notes: line 1 is not an answer of a batch"),
+        ("twice", "out", "lines 1 and 2 have the same custom_id, 'a'"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(tmp_path: Path, source: str, target: str, words: str) -> None:
+    """Before a model is looked for, and with every file as it was."""
+    files = {"in": request("a", CHAT_URL, CHAT), "notes": b"mine", "twice": 2 * request("a", CHAT_URL, CHAT)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    source, target = (name if "/" in name else str(tmp_path / name) for name in (source, target))
+    done = run(command(Path("/no/such/model"), source, target))
+    assert done.returncode == 1
+    assert done.stdout == b""
+    (line,) = done.stderr.decode().splitlines()
+    assert words in line
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files

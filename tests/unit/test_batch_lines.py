@@ -1,0 +1,218 @@
+"""The lines of a batch: what is a request, what is an answer, and that no kill loses or repeats one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.offline import batch_lines
+from pd_cluster.offline.batch_job import opened_source, opened_target
+from pd_cluster.offline.batch_lines import (
+    CHAT_URL,
+    Entry,
+    Output,
+    OutputFailed,
+    answered_in,
+    entries_of,
+    entry_of,
+    error_of,
+    line_of,
+    plan,
+)
+
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def line(custom_id: object, **changes: Any) -> bytes:
+    fields = {"custom_id": custom_id, "method": "POST", "url": CHAT_URL, "body": BODY} | changes
+    return json.dumps({name: value for name, value in fields.items() if value is not None}).encode() + b"\n"
+
+
+def test_a_request_line_has_its_id_url_and_body() -> None:
+    entry = entry_of(3, line("a"))
+    assert (entry.number, entry.custom_id, entry.url, entry.error) == (3, "a", CHAT_URL, None)
+    assert json.loads(entry.body) == BODY
+
+
+@pytest.mark.parametrize(
+    ("text", "custom_id", "status", "param", "words"),
+    [
+        (b"{no json\n", None, 400, None, "not JSON"),
+        (b"[1]\n", None, 400, None, "must be a JSON object"),
+        (b'"\xff"\n', None, 400, None, "line"),
+        (b"[" * 100_000 + b"\n", None, 400, None, "line"),
+        (b'{"custom_id": ' + b"[" * 100_000 + b"\n", None, 400, None, "line"),
+        (line(None), None, 400, "custom_id", "missing"),
+        (line(7), None, 400, "custom_id", "7: must be a string"),
+        (line(""), None, 400, "custom_id", "0 characters"),
+        (line("x" * 1025), None, 400, "custom_id", "1025 characters"),
+        (line("a", url=None), "a", 400, "url", "missing"),
+        (line("a", url="/v1/embeddings"), "a", 404, "url", "/v1/embeddings"),
+        (line("a", method=None), "a", 400, "method", "missing"),
+        (line("a", method="GET"), "a", 405, "method", "GET"),
+        (line("a", body=None), "a", 400, "body", "missing"),
+    ],
+)
+def test_a_wrong_line_has_an_error_that_names_what_is_wrong(
+    text: bytes, custom_id: str | None, status: int, param: str | None, words: str
+) -> None:
+    entry = entry_of(5, text)
+    assert entry.error is not None
+    assert (entry.custom_id, entry.error.status, entry.error.param) == (custom_id, status, param)
+    assert words in str(entry.error)
+    written = json.loads(error_of(entry, entry.error))
+    assert (written["custom_id"], written["response"]["status_code"]) == (custom_id, status)
+    told = written["response"]["body"]["error"]
+    assert written["error"] == (told if custom_id else told | {"line": 5})
+
+
+def test_a_line_that_is_too_long_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_lines, "MAX_LINE_NBYTES", 200)
+    long = line("b", body={"prompt": "x" * 5000})
+    found = list(entries_of(io.BytesIO(line("a") + long + line("c"))))
+    assert [(each.number, each.custom_id) for each in found] == [(1, "a"), (2, None), (3, "c")]
+    assert found[1].error is not None
+    assert found[1].error.status == 413
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_requests() -> None:
+    found = list(entries_of(io.BytesIO(b"\xef\xbb\xbf" + line("a") + b"\n  \r\n" + line("b").rstrip())))
+    assert [(each.number, each.custom_id, each.error) for each in found] == [(1, "a", None), (4, "b", None)]
+
+
+def test_two_lines_with_one_id_are_refused_by_their_numbers() -> None:
+    file = io.BytesIO(line("a") + line("b") + b"\n" + line("b", url="/nowhere"))
+    with pytest.raises(ConfigError, match=r"in\.jsonl: lines 2 and 4 have the same custom_id, 'b'"):
+        plan(lambda: entries_of(file), set(), "in.jsonl")
+
+
+def test_lines_without_an_id_are_not_the_same() -> None:
+    file = io.BytesIO(b"{}\n{}\n")
+    assert plan(lambda: entries_of(file), set(), "in.jsonl") == (2, 2)
+
+
+@pytest.mark.parametrize("content", [b"notes\n", b"notes", b'{"custom_id": "a"}\n', b'{"a": 1}', b"\n"])
+def test_a_file_that_is_no_output_of_a_batch_is_left_alone(content: bytes) -> None:
+    good = line_of(Entry(1, "a"), 200, b"{}")
+    for before, number in ((b"", 1), (good, 2)):
+        with pytest.raises(ConfigError, match=rf"out: line {number} is not an answer"):
+            answered_in(io.BytesIO(before + content), "out")
+
+
+def test_the_answers_of_another_program_count_too() -> None:
+    other = b'{"custom_id": "a", "id": "vllm-1", "response": {"status_code": 200}, "error": "whatever"}\n'
+    assert answered_in(io.BytesIO(other), "out") == ({Entry(9, "a").key}, len(other))
+
+
+ids = st.one_of(st.none(), st.text(min_size=1, max_size=8).filter(lambda text: text.isprintable()))
+
+
+@st.composite
+def inputs(draw: st.DrawFn) -> bytes:
+    """Good lines, wrong ones, and some without an id; the ids differ."""
+    found = draw(st.lists(ids, max_size=12, unique_by=lambda each: object() if each is None else each))
+    kinds = draw(st.lists(st.sampled_from([CHAT_URL, "/nowhere"]), min_size=len(found), max_size=len(found)))
+    blanks = draw(st.lists(st.sampled_from([b"", b"\n"]), min_size=len(found), max_size=len(found)))
+    return b"".join(blank + line(each, url=url) for each, url, blank in zip(found, kinds, blanks, strict=True))
+
+
+def run(source: io.BytesIO, target: Path, rng: random.Random) -> Iterator[None]:
+    """As a run of the command does: answers in any order. It pauses after each, for whoever wants to kill it."""
+    with target.open("a+b") as file:
+        file.seek(0)
+        answered = answered_in(file, "out")
+        file.truncate(answered.nbytes)
+        left = [entry for entry in entries_of(source) if entry.key not in answered.keys]
+        assert len(left) == plan(lambda: entries_of(source), answered.keys, "in").num_left
+        rng.shuffle(left)
+        for entry in left:
+            text = json.dumps({"text": "é\n" * rng.randrange(4)}).encode()
+            Output(file.fileno()).write(error_of(entry, entry.error) if entry.error else line_of(entry, 200, text))
+            yield
+
+
+@settings(max_examples=150, deadline=None)
+@given(content=inputs(), seed=st.integers(0, 2**32), num_kills=st.integers(0, 4))
+def test_every_request_is_answered_once_whatever_was_killed(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, seed: int, num_kills: int
+) -> None:
+    """Each kill comes after some answers, and leaves the output cut off at any byte of the last one or before."""
+    rng, source = random.Random(seed), io.BytesIO(content)
+    target = tmp_path_factory.mktemp("batch") / "out.jsonl"
+    kept: list[bytes] = []
+    for _ in range(num_kills):
+        before = target.stat().st_size if target.exists() else 0
+        for _, _ in zip(range(rng.randrange(8)), run(source, target, rng), strict=False):
+            pass
+        size = target.stat().st_size if target.exists() else 0
+        if size:
+            os.truncate(target, rng.randint(min(before, size), size))
+            kept = target.read_bytes().splitlines(keepends=True)
+            kept = [each for each in kept if each.endswith(b"\n")]
+    for _ in run(source, target, rng):
+        pass
+    lines = target.read_bytes().splitlines(keepends=True)
+    assert lines[: len(kept)] == kept  # what was whole is not touched
+    found = [json.loads(each) for each in lines]
+    got = [(each["custom_id"], (each["error"] or {}).get("line")) for each in found]
+    wanted = [(e.custom_id, None if e.custom_id else e.number) for e in entries_of(source)]
+    assert sorted(got, key=repr) == sorted(wanted, key=repr)
+    assert list(run(source, target, rng)) == []
+
+
+def test_a_line_that_a_system_call_takes_in_parts_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = bytearray()
+
+    def write(fd: int, data: memoryview) -> int:
+        written.extend(data[:3])
+        return min(3, len(data))
+
+    monkeypatch.setattr(os, "write", write)
+    Output(99).write(b"0123456789\n")
+    assert written == b"0123456789\n"
+
+
+def test_an_output_that_takes_no_more_is_told() -> None:
+    fd = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(OutputFailed, match="No space left"):
+            Output(fd).write(b"x\n")
+    finally:
+        os.close(fd)
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    name = str(tmp_path / "out.jsonl")
+    with opened_target(name), pytest.raises(ConfigError, match="another run-batch writes it"), opened_target(name):
+        pass
+    with opened_target(name) as target:  # it has ended
+        assert target.file is not None
+
+
+def test_an_output_that_is_no_file_is_only_written(tmp_path: Path) -> None:
+    """Nothing can be read of it, so that there is nothing to go on with."""
+    with opened_target("/dev/null") as target:
+        assert target.file is None
+        Output(target.fd).write(b"x\n")
+
+
+def test_an_input_that_can_be_read_once_only_is_read_twice_all_the_same(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = line("a") + line("b")
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+    writer.start()
+    with opened_source(str(pipe)) as source:
+        assert [[each.custom_id for each in entries_of(source)] for _ in range(2)] == [["a", "b"]] * 2
+    writer.join()

@@ -1,0 +1,64 @@
+"""transformers, `LLM` in one process and split, `pipeline` and the HTTP API: the same tokens, greedy and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster import LLM, GenerationConfig, SamplingParams, TurbomindEngineConfig, pipeline
+from pd_cluster.text import Tokenizer
+from tests.api.conftest import MAX_MODEL_LEN
+from tests.support.checkpoints import reference_greedy
+from tests.support.cluster import LiveCluster
+
+PROMPTS = ["hello", "a longer prompt than the first", "x"]
+NUM_TOKENS = 12
+DRAWN = {"temperature": 0.9, "top_k": 50, "top_p": 0.95}
+SEED = 11
+
+Answers = Callable[[bool], list[list[int]]]
+
+
+def of_llm(model: Path, number: int) -> Answers:
+    def answers(is_drawn: bool) -> list[list[int]]:
+        fields: dict[str, Any] = {**DRAWN, "seed": SEED} if is_drawn else {"temperature": 0}
+        with LLM(str(model), max_model_len=MAX_MODEL_LEN, num_blocks=128, prefill=number, decode=number) as llm:
+            params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **fields)
+            found = llm.generate(PROMPTS, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in found]
+
+    return answers
+
+
+def of_pipeline(model: Path) -> Answers:
+    def answers(is_drawn: bool) -> list[list[int]]:
+        fields: dict[str, Any] = {**DRAWN, "random_seed": SEED} if is_drawn else {"top_k": 1}
+        config = GenerationConfig(max_new_tokens=NUM_TOKENS, ignore_eos=True, **fields)
+        with pipeline(str(model), backend_config=TurbomindEngineConfig(session_len=MAX_MODEL_LEN)) as pipe:
+            return [list(each.token_ids) for each in pipe(PROMPTS, gen_config=config, do_preprocess=False)]
+
+    return answers
+
+
+@pytest.fixture(scope="module")
+def over_http(cluster: LiveCluster) -> Answers:
+    def answers(is_drawn: bool) -> list[list[int]]:
+        fields = {**DRAWN, "seed": SEED} if is_drawn else {}
+        return [cluster.complete(prompt, NUM_TOKENS, ignore_eos=True, **fields) for prompt in PROMPTS]
+
+    return answers
+
+
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("who", ["LLM", "LLM split", "pipeline"])
+def test_the_same_tokens(over_http: Answers, model: Path, tokenizer: Tokenizer, who: str, is_drawn: bool) -> None:
+    makers = {"LLM": of_llm(model, 0), "LLM split": of_llm(model, 1), "pipeline": of_pipeline(model)}
+    found = makers[who](is_drawn)
+    assert found == over_http(is_drawn)
+    if not is_drawn:
+        for prompt, token_ids in zip(PROMPTS, found, strict=True):
+            reference = reference_greedy(model, tokenizer.encode(prompt), NUM_TOKENS)
+            assert token_ids[: len(reference)] == reference[: len(token_ids)]

@@ -67,7 +67,13 @@ def test_a_process_that_cannot_start_is_told(model: Path) -> None:
         Offline(OfflineConfig(engine=engine, prefill=1, decode=1, arguments=("--no-such-flag",)))
 
 
-@pytest.mark.parametrize("how", ["end", "close", "exception", "interrupt", "kill"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param("end", marks=pytest.mark.slow), pytest.param("close", marks=pytest.mark.slow)),
+        *("exception", "interrupt", "kill"),
+    ],
+)
 def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:
     """A script without a main guard: nothing of it runs again in the processes that it starts."""
     env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}

@@ -224,6 +224,7 @@ def test_other_precisions_are_honoured(path: Path, dtype: str) -> None:
     assert len(output.outputs.token_ids) == 12
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_in_processes_of_their_own(path: Path) -> None:
     with LLM(str(path), max_model_len=512, num_blocks=128, prefill=1, decode=1) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)

@@ -97,7 +97,7 @@ from pd_cluster.messages import GenerationConfig, TurbomindEngineConfig
 """
 
 
-@pytest.mark.parametrize("entry", ["", "if __name__ == '__main__':"])
+@pytest.mark.parametrize("entry", ["", pytest.param("if __name__ == '__main__':", marks=pytest.mark.slow)])
 def test_a_script_with_two_ranks_starts_with_and_without_an_entry(tmp_path: Path, entry: str) -> None:
     head, _, rest = TP_SCRIPT.partition("\n\n")
     script = tmp_path / "script.py"
@@ -108,6 +108,7 @@ def test_a_script_with_two_ranks_starts_with_and_without_an_entry(tmp_path: Path
     assert done.stdout.count("finish_reason='stop'") == 2
 
 
+@pytest.mark.slow
 def test_split_into_prefill_and_decode_the_answers_are_the_same(pipe: AsyncEngine) -> None:
     prompts = ["hi", "What is 3 plus 4?", "Count from 1 to 5."]
     config = GenerationConfig(max_new_tokens=40)

@@ -274,6 +274,7 @@ def test_a_killed_run_is_gone_on_with(checkpoint: Callable[..., Path], tmp_path:
     assert b"nothing to do" in done.stderr
 
 
+@pytest.mark.slow
 def test_pipes_and_worker_processes(checkpoint: Callable[..., Path]) -> None:
     """Over standard input and output, split into prefill and decode; nothing else is on stdout."""
     lines = [request(str(at), CHAT_URL, CHAT | {"model": NAME}) for at in range(3)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,29 @@ SEED = 11
 Answers = Callable[[bool], list[list[int]]]
 
 
-def of_llm(model: Path, number: int) -> Answers:
-    def answers(is_drawn: bool) -> list[list[int]]:
-        fields: dict[str, Any] = {**DRAWN, "seed": SEED} if is_drawn else {"temperature": 0}
-        with LLM(str(model), max_model_len=MAX_MODEL_LEN, num_blocks=128, prefill=number, decode=number) as llm:
+@contextlib.contextmanager
+def of_llm(model: Path, number: int) -> Iterator[Answers]:
+    with LLM(str(model), max_model_len=MAX_MODEL_LEN, num_blocks=128, prefill=number, decode=number) as llm:
+
+        def answers(is_drawn: bool) -> list[list[int]]:
+            fields: dict[str, Any] = {**DRAWN, "seed": SEED} if is_drawn else {"temperature": 0}
             params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **fields)
             found = llm.generate(PROMPTS, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in found]
+            return [list(output.outputs[0].token_ids) for output in found]
 
-    return answers
+        yield answers
 
 
-def of_pipeline(model: Path) -> Answers:
-    def answers(is_drawn: bool) -> list[list[int]]:
-        fields: dict[str, Any] = {**DRAWN, "random_seed": SEED} if is_drawn else {"top_k": 1}
-        config = GenerationConfig(max_new_tokens=NUM_TOKENS, ignore_eos=True, **fields)
-        with pipeline(str(model), backend_config=TurbomindEngineConfig(session_len=MAX_MODEL_LEN)) as pipe:
+@contextlib.contextmanager
+def of_pipeline(model: Path) -> Iterator[Answers]:
+    with pipeline(str(model), backend_config=TurbomindEngineConfig(session_len=MAX_MODEL_LEN)) as pipe:
+
+        def answers(is_drawn: bool) -> list[list[int]]:
+            fields: dict[str, Any] = {**DRAWN, "random_seed": SEED} if is_drawn else {"top_k": 1}
+            config = GenerationConfig(max_new_tokens=NUM_TOKENS, ignore_eos=True, **fields)
             return [list(each.token_ids) for each in pipe(PROMPTS, gen_config=config, do_preprocess=False)]
 
-    return answers
+        yield answers
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +57,12 @@ def over_http(cluster: LiveCluster) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("is_drawn", [False, True], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("who", ["LLM", "LLM split", "pipeline"])
-def test_the_same_tokens(over_http: Answers, model: Path, tokenizer: Tokenizer, who: str, is_drawn: bool) -> None:
+def test_the_same_tokens(over_http: Answers, model: Path, tokenizer: Tokenizer, who: str) -> None:
     makers = {"LLM": of_llm(model, 0), "LLM split": of_llm(model, 1), "pipeline": of_pipeline(model)}
-    found = makers[who](is_drawn)
-    assert found == over_http(is_drawn)
-    if not is_drawn:
-        for prompt, token_ids in zip(PROMPTS, found, strict=True):
-            reference = reference_greedy(model, tokenizer.encode(prompt), NUM_TOKENS)
-            assert token_ids[: len(reference)] == reference[: len(token_ids)]
+    with makers[who] as answers:
+        greedy, drawn = answers(False), answers(True)
+    assert (greedy, drawn) == (over_http(False), over_http(True))
+    for prompt, token_ids in zip(PROMPTS, greedy, strict=True):
+        reference = reference_greedy(model, tokenizer.encode(prompt), NUM_TOKENS)
+        assert token_ids[: len(reference)] == reference[: len(token_ids)]

@@ -18,8 +18,8 @@ from pd_cluster.api.sequence import Piece
 from pd_cluster.config import EngineConfig
 from pd_cluster.errors import ConfigError
 from pd_cluster.offline.session import Offline, OfflineConfig
+from pd_cluster.offline.split import SplitCluster
 from tests.support.checkpoints import reference_greedy
-from tests.support.cluster import children_of
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
@@ -53,7 +53,8 @@ def test_greedy_and_seeded_are_those_of_one_process(split: Offline, model: Path)
 
 def test_a_lost_worker_is_an_error_or_nothing_at_all(split: Offline, model: Path) -> None:
     """Last of this cluster's tests: its prefill process is gone after it, and decode does both."""
-    prefill, _ = (pid for pid in children_of(os.getpid()) if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    assert isinstance(split._backend, SplitCluster)
+    prefill = split._backend._processes["prefill-0"].pid
     running = split.start(pieces_of(split, PROMPTS, max_tokens=100, ignore_eos=True))
     os.kill(prefill, signal.SIGKILL)
     assert [len(piece.token_ids) for piece in running.result(60)] == [100] * 3
@@ -70,8 +71,8 @@ def test_a_process_that_cannot_start_is_told(model: Path) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        *(pytest.param("end", marks=pytest.mark.slow), pytest.param("close", marks=pytest.mark.slow)),
-        *("exception", "interrupt", "kill"),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("end", "close", "exception")),
+        *("interrupt", "kill"),
     ],
 )
 def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:

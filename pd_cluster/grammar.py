@@ -25,7 +25,7 @@ Words = NDArray[np.uint32]  # bit t % 32 of word t // 32: token t may follow
 # Between a JSON value's parts, what formatters write: nothing, a space, a new line and its indentation. Where any
 # whitespace may follow any other, a model can go on with it for ever.
 WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
-# Models may write any character as \\uXXXX; without this, only control characters could follow the \\u.
+# Models may write any character by its number; without this, only control characters could be written so.
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_ERROR_NUM_CHARS = 300
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})

@@ -41,12 +41,15 @@ def make(tmp_path: Path) -> Service:
     RUST.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
 
-    def build(text: str, tools: str = "hermes", reasoning: str = "qwen3") -> Any:
+    def build(text: str, tools: str = "hermes", reasoning: str = "qwen3", ids: bool = False, **more: Any) -> Any:
         router = Playback(RUST.encode(text).ids)
         config = {"vocab_size": VOCAB_SIZE + 2, "eos_token_id": EOS_ID}
-        chat = ChatConfig(tool_parser=tools, reasoning_parser=reasoning)
+        chat = ChatConfig(tool_parser=tools, reasoning_parser=reasoning, **more)
         checkpoint = Checkpoint(tmp_path, config, {}, "")
-        return TextService(cast(Router, router), checkpoint, "/models/x", ["x"], 10_000, chat=chat), router
+        service = TextService(
+            cast(Router, router), checkpoint, "/models/x", ["x"], 10_000, chat=chat, shows_token_ids=ids
+        )
+        return service, router
 
     return build
 
@@ -199,6 +202,27 @@ def test_without_a_parser_only_what_is_constrained_can_be_read(make: Service) ->
     (choice,) = answers(service, tools=TOOLS, tool_choice=TOOLS[0], n=1)
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 1}'}
     assert choice["finish_reason"] == "stop"
+
+
+def test_the_servers_own_role_and_template(make: Service) -> None:
+    service, _ = make("hi", response_role="bot", template="{{ messages[0].content }}!")
+    (choice,) = answers(service, n=1)
+    assert choice["message"]["role"] == "bot"
+    request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "hello"}]})
+    assert service.tokenizer.decode(asyncio.run(service.chat_token_ids(request))) == "hello!"
+
+
+def test_tokens_are_shown_as_ids_where_the_server_says_so_and_the_request_does_not(make: Service) -> None:
+    def token(is_servers: bool, **fields: Any) -> str:
+        service, router = make("a", ids=is_servers)
+        router.logprobs = {0: -1.0}
+        (choice,) = answers(service, n=1, logprobs=True, **fields)
+        return str(choice["logprobs"]["content"][0]["token"])
+
+    as_id = f"token_id:{RUST.encode('a').ids[0]}"
+    assert (token(True), token(False)) == (as_id, "a")
+    assert token(True, return_tokens_as_token_ids=False) == "a"
+    assert token(False, return_tokens_as_token_ids=True) == as_id
 
 
 def test_unknown_parsers(make: Service) -> None:

@@ -66,6 +66,8 @@ class Tokenizer:
 
     def encode_bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens as it is and, as vLLM has it, with a space before it when those are other tokens."""
+        if not words:
+            return ()
         bare = [word.lstrip() or word for word in words]
         both = [text for word in bare for text in (word, " " + word)]
         encodings = [tuple(e.ids) for e in self._rust.encode_batch(both, add_special_tokens=False)]
@@ -95,10 +97,13 @@ class Tokenizer:
         self, skip_special_tokens: bool = True, kept: Collection[str] = (), spaces_between: bool = True
     ) -> Detokenizer:
         """`kept` are special tokens that are shown nevertheless; `spaces_between` is about special tokens in a row."""
+        is_additive = self._decoder_types == {"ByteLevel"}
         if not skip_special_tokens:
-            return Detokenizer(self._rust, False, joined=NO_TOKENS if spaces_between else self._added)
+            joined = NO_TOKENS if spaces_between else self._added
+            return Detokenizer(self._rust, False, joined=joined, is_additive=is_additive)
         shown = {i for i in self._special_ids if self._added[i] in kept} if kept else None
-        return Detokenizer(self._rust, False, self._special_ids - shown) if shown else Detokenizer(self._rust, True)
+        dropped = self._special_ids - shown if shown else frozenset()
+        return Detokenizer(self._rust, not shown, dropped, is_additive=is_additive)
 
 
 class Detokenizer:
@@ -115,12 +120,17 @@ class Detokenizer:
         skip_special_tokens: bool,
         dropped: frozenset[int] = frozenset(),
         joined: Mapping[int, str] = NO_TOKENS,
+        is_additive: bool = False,
     ) -> None:
-        """`dropped` ids are not shown; those in `joined` are shown as that text where they follow one another."""
+        """`dropped` ids are not shown; those in `joined` are shown as that text where they follow one another.
+
+        `is_additive`: a token's bytes do not depend on its neighbours.
+        """
         self._rust = rust
         self._skip = skip_special_tokens
         self._dropped = dropped
         self._joined = joined
+        self._takes_many = is_additive and not dropped and not joined
         self._last_id = -1
         self._shown: list[int] = []  # the tokens whose text went out last
         self._shown_text = ""  # theirs alone
@@ -141,6 +151,15 @@ class Detokenizer:
         if len(self._pending) > MAX_PENDING_TOKENS:  # special tokens, that have no text
             self._pending.clear()
         return ""
+
+    def add_all(self, token_ids: list[int]) -> str:
+        """What `add` gives for each of them, together; at once where that is the same."""
+        if self._takes_many and not self._pending and 0 < len(token_ids) <= MAX_PENDING_TOKENS:
+            text = self._decode([*self._shown, *token_ids])
+            if len(text) > len(self._shown_text) and not text.endswith(REPLACEMENT):
+                self._pending = token_ids
+                return self._show(text)
+        return "".join(map(self.add, token_ids))
 
     def finish(self) -> str:
         """What is left, incomplete characters as U+FFFD."""
@@ -180,6 +199,10 @@ class StopStrings:
         self._include = include
         self._held = ""
         self.matched: str | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self._stops)
 
     def add(self, text: str, may_match: bool = True) -> str:
         """Text that is certain to come before any stop string. After a match: nothing more.

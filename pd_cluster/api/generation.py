@@ -64,6 +64,11 @@ class Generation:
         return usage
 
     @property
+    def has_stops(self) -> bool:
+        """Whether a sequence may end by what its text is."""
+        return any(sequence.stops for sequence in self.sequences)
+
+    @property
     def prompt_logprobs(self) -> list[Logprobs | None]:
         return self.prompt.logprobs if self.prompt is not None else []
 

@@ -49,7 +49,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._limit = limit
         self._has_priorities = has_priorities
-        self._seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
+        self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
         own = checkpoint.generation_config
         self._sampling_defaults = {name: own[name] for name in DEFAULTS if own.get(name) is not None}
         self.limits = limits

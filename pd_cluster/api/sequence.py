@@ -71,6 +71,19 @@ class Sequence:
             text += self.stops.finish()
         return text
 
+    def add_all(self, tokens: list[TokenOutput]) -> str:
+        """What `add` gives for each of them, together. Not for an answer that a stop string may end among them."""
+        first = tokens[0]
+        if first.logprobs is not None:  # which tell how much text was before each
+            return "".join(map(self.add, tokens))
+        *before, last = tokens
+        token_ids = [token.token_id for token in before]
+        self.num_tokens += len(token_ids)
+        self.token_ids += token_ids
+        text = self.detokenizer.add_all(token_ids)
+        self.num_chars += len(text)
+        return text + self.add(last)
+
     def piece(self, text: str, index: int) -> Piece:
         """What came since the last piece, with this text, as that choice's."""
         piece = Piece(index, text, self.token_ids, self.logprobs, self.finish_reason, self.stop_reason)

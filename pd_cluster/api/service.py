@@ -31,6 +31,7 @@ DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
 MESSAGE_NUM_CHARS = 8  # what a template adds to each further message, at the least
 PLAIN_CHATS = ChatConfig()
 NUM_PROMPTS_A_TURN = 16  # of a long list, between which others have their turn
+MOST_TOKENS_OF_PIECE = 64  # of an answer that is read whole
 NUM_END_TOKENS = 16  # of a prompt, that tell whether an answer begins with reasoning
 
 
@@ -200,15 +201,27 @@ class TextService:
     async def _complete(self, generation: Generation) -> list[Piece]:
         first = generation.first_choice
         found: dict[int, list[Piece]] = {sequence.index: [] for sequence in generation.sequences}
-        async with contextlib.aclosing(self.stream(generation)) as stream:
-            async for piece in stream:
+        pieces = self.stream(generation) if generation.is_prompt_only or generation.has_stops else self._whole(generation)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
                 found[piece.index - first].append(piece)
         if len(found) > generation.num_choices:
             generation.keep_best()
         whole = [joined(found[sequence.index]) for sequence in generation.sequences]
         return [msgspec.structs.replace(piece, index=first + at) for at, piece in enumerate(whole)]
 
-    def _tokens(self, generation: Generation) -> AsyncIterator[TokenOutput]:
+    async def _whole(self, generation: Generation) -> AsyncGenerator[Piece, None]:
+        """As `stream`, for who reads it to its end, where only the engine ends an answer: few and large pieces."""
+        arrived: dict[int, list[TokenOutput]] = {sequence.index: [] for sequence in generation.sequences}
+        async with contextlib.aclosing(self._tokens(generation, gathers=True)) as tokens:  # type: ignore[type-var]
+            async for token in tokens:
+                own = arrived[token.index]
+                own.append(token)
+                if token.finish_reason is not None or len(own) == MOST_TOKENS_OF_PIECE:
+                    sequence, arrived[token.index] = generation.sequences[token.index], []
+                    yield generation.piece_of(sequence, sequence.add_all(own))
+
+    def _tokens(self, generation: Generation, gathers: bool = False) -> AsyncIterator[TokenOutput]:
         return self.router.serve(
             generation.prompt_token_ids,
             generation.sampling,
@@ -219,6 +232,7 @@ class TextService:
             received_s=generation.received_s,
             session=generation.session,
             priority=generation.priority,
+            gathers=gathers,
         )
 
     async def _learn_of_prompt(self, generation: Generation) -> None:

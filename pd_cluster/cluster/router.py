@@ -21,7 +21,7 @@ from pd_cluster.cluster.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.roster import Roster
 from pd_cluster.cluster.slices import Slices
 from pd_cluster.cluster.stats import ReplayCause, RequestStats
-from pd_cluster.cluster.stream import Request, Sequence, Setback, Stream, ask_of
+from pd_cluster.cluster.stream import Inbox, Request, Sequence, Setback, Stream, ask_of
 from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Overloaded, PdClusterError, Unavailable
 from pd_cluster.mailbox import Mailbox
@@ -87,6 +87,7 @@ class Router:
         received_s: float | None = None,
         session: str = "",
         priority: int = 0,
+        gathers: bool = False,
     ) -> AsyncIterator[TokenOutput]:
         """A request's whole life across the cluster. Every token of its n sequences once, each sequence in order.
 
@@ -96,13 +97,14 @@ class Router:
         A sequence ends with a token that has a finish_reason, or when the reader calls `stop` of the stream that
         `routed` was given; the iterator ends when all have. `prompted` is called before the first token. Raises
         Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts all.
-        `client_id` and `received_s` are how the request is known outside and since when, for its timeline.
+        `client_id` and `received_s` are how the request is known outside and since when, for its timeline. `gathers`:
+        nobody waits for single tokens; many come together, the last one of a sequence with those before it at once.
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
         deadline_s = loop.time() + timeout_s if timeout_s else None
         request = Request(prompt_token_ids, sampling, cache_salt, session, priority)
         arrived_s = self.stats.clock() if received_s is None else received_s
-        stream = self._open(request, ask := ask_of(request), await self._first_pair(ask), arrived_s)
+        stream = self._open(request, ask := ask_of(request), await self._first_pair(ask), arrived_s, gathers)
         stream.prompted = prompted
         prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
         self.timelines.routed(
@@ -194,11 +196,12 @@ class Router:
     def _died_together(self, stream: Stream) -> bool:
         return stream.deaths_s[-1] - stream.deaths_s[0] <= self._limits.together_s if stream.deaths_s else True
 
-    def _open(self, request: Request, ask: Ask, pair: Pair, received_s: float) -> Stream:
+    def _open(self, request: Request, ask: Ask, pair: Pair, received_s: float, gathers: bool) -> Stream:
         request_id = f"{self._life}-{next(self._counter)}"
         sequences = [Sequence(index) for index in range(request.sampling.n)]
         send, stats = self._mailbox.send, self.stats
         stream = Stream(request_id, 0, {}, request, ask, *pair, sequences, send, stats=stats, received_s=received_s)
+        stream.inbox = Inbox(gathers)
         self._streams[request_id] = stream
         return stream
 
@@ -272,6 +275,10 @@ class Router:
             instance.outstanding_tokens -= stream.weights.pop(conn)
 
     # ---- events from the workers
+
+    def on_outputs_at_once(self, conn: str, outputs: wire.Outputs) -> None:
+        """Where nobody else needs the event loop meanwhile."""
+        self._on_slice(conn, outputs, self.timelines.now_s())
 
     def on_outputs(self, conn: str, outputs: wire.Outputs, heard_s: float | None = None) -> None:
         """`heard_s`: when it was read, by the timelines' clock; None: just now."""

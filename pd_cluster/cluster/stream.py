@@ -21,6 +21,7 @@ from pd_cluster.types import FinishReason, PromptOutput, Resumed, SamplingParams
 MAX_UNREAD_TOKENS = 4096  # of a request, that its reader has not taken; where it has many sequences, so many steps
 MAX_UNREAD_STEPS = 256
 MAX_IN_A_ROW = 32
+NUM_GATHERED = 64  # tokens that a reader of whole answers is woken for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,15 @@ class Setback:
 
 
 class Inbox:
-    """What one reader waits for, in order. Does less than asyncio.Queue, in less time and memory; mostly one item."""
+    """What one reader waits for, in order. Does less than asyncio.Queue, in less time and memory; mostly one item.
 
-    __slots__ = ("_items", "_num_in_a_row", "_waiter")
+    One that `gathers` wakes the reader for the last token of a sequence, not for each.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_gathers", "_items", "_num_in_a_row", "_waiter")
+
+    def __init__(self, gathers: bool = False) -> None:
+        self._gathers = gathers
         self._items: list[TokenOutput | Exception | Setback | None] = []
         self._waiter: asyncio.Future[None] | None = None
         self._num_in_a_row = 0  # items that were there when they were asked for
@@ -68,7 +73,8 @@ class Inbox:
 
     def put(self, item: TokenOutput | Exception | Setback | None) -> None:
         self._items.append(item)
-        if self._waiter is not None:
+        is_early = self._gathers and isinstance(item, TokenOutput) and item.finish_reason is None
+        if self._waiter is not None and not (is_early and len(self._items) < NUM_GATHERED):
             waiter, self._waiter = self._waiter, None
             if not waiter.done():  # cancelled
                 waiter.set_result(None)

@@ -75,7 +75,7 @@ class LocalEngine:
         if isinstance(body, wire.Submit | wire.Abort):
             self._inbox.put(Mail(conn, "scheduler@0", body))
         elif isinstance(body, wire.Outputs):
-            self._call(self.router.on_outputs, conn, body)
+            self._call(self.router.on_outputs_at_once, conn, body)
         elif isinstance(body, wire.CacheKeys):
             self._call(self._roster.on_cache_keys, conn, body)
 

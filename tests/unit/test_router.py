@@ -385,6 +385,31 @@ def test_stopping_all_ends_the_request() -> None:
     run(test())
 
 
+def test_who_gathers_is_woken_for_the_last_token_or_for_many() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, request_id = await world.begin(gathers=True)
+        conn = world.router._streams[request_id].decode.conn
+        world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
+        for position in range(stream_module.NUM_GATHERED):
+            await asyncio.sleep(0)
+            assert not first.done()
+            world.outputs(conn, token(request_id, position))
+        assert (await first).position == 0
+        assert [(await anext(serving)).position for _ in range(1, stream_module.NUM_GATHERED)][-1] == 63
+        rest = asyncio.ensure_future(anext(serving))
+        await asyncio.sleep(0)
+        world.outputs(conn, token(request_id, 64))
+        await asyncio.sleep(0)
+        assert not rest.done()
+        world.outputs(conn, token(request_id, 65, finish="length"))
+        assert [(await rest).position, (await anext(serving)).position] == [64, 65]
+        await rest_of(serving)
+        world.assert_home()
+
+    run(test())
+
+
 def test_a_reader_that_waits_is_woken_by_the_last_stop() -> None:
     async def test() -> None:
         world = World()

@@ -90,6 +90,21 @@ def test_pieces_sum_to_decoding_all_at_once(token_ids: list[int], skip: bool) ->
     assert text == RUST.decode(token_ids, skip_special_tokens=skip)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=150),
+    skip=st.booleans(),
+    places=st.lists(st.integers(0, 150), max_size=5),
+)
+def test_many_tokens_at_once_give_what_each_of_them_gives(token_ids: list[int], skip: bool, places: list[int]) -> None:
+    one_by_one, together = (Detokenizer(RUST, skip, is_additive=True) for _ in range(2))
+    cuts = sorted({0, len(token_ids), *(min(place, len(token_ids)) for place in places)})
+    for start, stop in itertools.pairwise(cuts):
+        part = token_ids[start:stop]
+        assert together.add_all(part) == "".join(map(one_by_one.add, part))
+    assert together.finish() == one_by_one.finish()
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=30))
 def test_real_text_never_shows_half_a_character(text: str) -> None:

@@ -78,7 +78,7 @@ def test_adjusts_as_transformers_does(name: str) -> None:
             [hf.TemperatureLogitsWarper(2.0), hf.TopKLogitsWarper(20), hf.TopPLogitsWarper(0.7)],
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_draws_from_the_distribution_of_transformers(params: dict[str, Any], warpers: list[hf.LogitsProcessor]) -> None:
     """With evenly spaced numbers instead of random ones each token is drawn as often as its probability says."""

@@ -203,7 +203,7 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
         assert sum(isinstance(outcome, Unavailable) for outcome in outcomes) == 4
         assert sum("not ready" in str(outcome) for outcome in outcomes) == 2
 
-    with_check(use)
+    with_check(use, timeout_s=8.0)
 
 
 def test_a_child_that_broke_is_replaced_and_nobody_blamed() -> None:

@@ -20,8 +20,8 @@ from pd_cluster.transport.guard import Opener
 from pd_cluster.types import Leg, Request, SamplingParams, Status, TokenOutput
 from tests.support.handoff_world import World
 
-SEEDS = range(2000)
-SLOW_SEEDS = range(2000, 102_000)
+SEEDS = range(1000)
+SLOW_SEEDS = range(1000, 101_000)
 
 
 def explore(seeds: range) -> Counter[str]:
@@ -47,7 +47,7 @@ def explore(seeds: range) -> Counter[str]:
 
 def explore_on_all_cores(seeds: range) -> Counter[str]:
     """In processes of their own, which pytest does not time: each part must end by itself."""
-    parts = [seeds[at : at + 250] for at in range(0, len(seeds), 250)]
+    parts = [seeds[at : at + 125] for at in range(0, len(seeds), 125)]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
         return sum(pool.map(explore, parts), Counter())
 
@@ -68,7 +68,7 @@ def test_random_orders_of_events() -> None:
         "D the link from prefill is down",
         "D the transfer stood still for 30 s",
     ):
-        assert seen[outcome] > 100, f"{outcome!r} was hardly seen: {seen}"
+        assert seen[outcome] > 50, f"{outcome!r} was hardly seen: {seen}"
 
 
 @pytest.mark.slow

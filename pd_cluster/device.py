@@ -1,15 +1,18 @@
-"""The one place that names devices to torch: which kind, how many, which one is mine.
+"""The one place that names devices to torch: which kind, how many, which one is mine, its memory and its streams.
 
-CUDA and NPU arrive with their own issues of this interface; asking for them before that is refused here.
+Imports torch only inside functions: a worker's parent checks names here and never loads it. NPU arrives with its own
+issue of this interface; asking for it before that is refused here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from pd_cluster.errors import ConfigError
 
@@ -20,6 +23,7 @@ CGROUP_FILES = (
 )
 
 DeviceKind = Literal["cpu", "cuda", "npu"]
+KINDS = ("cpu", "cuda", "npu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +41,189 @@ class Device:
     def dist_backend(self) -> str:
         return {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[self.kind]
 
+    @property
+    def is_accelerator(self) -> bool:
+        return self.kind != "cpu"
+
+
+CPU = Device("cpu")
+
+
+class Memory(NamedTuple):
+    """Bytes of one device. `free` counts what no process has."""
+
+    free: int
+    total: int
+
+
+def check_name(name: str) -> None:
+    """Of `--device`. Raises ConfigError for what this version does not know; needs no torch."""
+    if name == "npu":
+        raise ConfigError(f"--device {name}: this version serves on CPU and CUDA only; use one of these")
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {name}: expected auto, cpu or cuda")
+
 
 def resolve(name: str) -> Device:
-    """`--device` to a Device. Raises ConfigError for kinds that this version cannot serve on."""
-    if name in ("auto", "cpu"):
-        return Device("cpu")
-    raise ConfigError(f"--device {name}: this version serves on CPU only; use --device cpu")
+    """`--device` to the first device of that kind; `auto` is CUDA where torch finds a GPU. Raises ConfigError."""
+    return bind(name, (), 0)
+
+
+def bind(name: str, device_ids: Sequence[str], rank: int) -> Device:
+    """The device of one rank of an instance that the rank table gives these devices. Raises ConfigError.
+
+    A container that mounts cards 4 and 5 sees them as 0 and 1. So where as many devices are visible as the table
+    counts, rank i has the i-th; else it has the one whose number is the i-th device_id in ascending order. No
+    visibility variable is set. Without `device_ids`: the first.
+    """
+    check_name(name)
+    num_visible = 0 if name == "cpu" else num_cuda_devices()
+    if name == "cpu" or (name == "auto" and not num_visible):
+        return CPU
+    if not num_visible:
+        raise ConfigError(f"--device {name}: torch finds no CUDA device here ({_why_no_cuda()}); use --device cpu")
+    index = rank
+    if device_ids and num_visible != len(device_ids):
+        index = _numbers(device_ids)[rank]
+    if index >= num_visible:
+        raise ConfigError(
+            f"--device {name}: the rank table gives rank {rank} device_id {index}, and {num_visible} CUDA devices are "
+            f"visible here; make the table's devices visible, or correct its device_id"
+        )
+    return Device("cuda", index)
+
+
+def _numbers(device_ids: Sequence[str]) -> list[int]:
+    try:
+        return sorted(map(int, device_ids))
+    except ValueError:
+        raise ConfigError(f"device_id {', '.join(device_ids)}: a CUDA device is named by its number") from None
+
+
+def _why_no_cuda() -> str:
+    import torch
+
+    return "it is built without CUDA" if torch.version.cuda is None else "no driver, or none is visible"
+
+
+def num_cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def use(device: Device) -> None:
+    """What this process allocates and launches without saying where goes there, on every thread that calls this."""
+    if device.is_accelerator:
+        _module(device).set_device(device.index)
+
+
+def memory(device: Device) -> Memory:
+    """Of an accelerator, all processes counted."""
+    return Memory(*_module(device).mem_get_info(device.index))
+
+
+def peak_nbytes(device: Device) -> int:
+    """The most that this process's allocator has held of an accelerator since `reset_peak`."""
+    return int(_module(device).max_memory_reserved(device.index))
+
+
+def reset_peak(device: Device) -> None:
+    _module(device).empty_cache()
+    _module(device).reset_peak_memory_stats(device.index)
+
+
+def uuid(device: Device) -> str:
+    """Names an accelerator to every process of the host, whatever each of them sees."""
+    return str(_module(device).get_device_properties(device.index).uuid)
+
+
+def num_multiprocessors(device: Device) -> int:
+    """1 on CPU."""
+    return _module(device).get_device_properties(device.index).multi_processor_count if device.is_accelerator else 1
+
+
+def synchronize(device: Device) -> None:
+    """Waits for everything that was launched."""
+    if device.is_accelerator:
+        _module(device).synchronize(device.index)
+
+
+def _module(device: Device) -> Any:
+    """torch.cuda or its equal."""
+    import torch
+
+    assert device.is_accelerator
+    return getattr(torch, device.kind)
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class Marker:
+    """A place in the work that was launched, which the host or another stream can wait for."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """The host waits, without holding the interpreter's lock."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    @property
+    def is_reached(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+
+class SideStream:
+    """Copies that go on beside what is computed. On CPU everything has happened when a call returns."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream = _module(device).Stream(device.index) if device.is_accelerator else None
+
+    def after(self, marker: Marker) -> None:
+        """What is launched here from now on begins when that is reached; the host does not wait."""
+        if self._stream is not None and marker._event is not None:
+            self._stream.wait_event(marker._event)
+
+    def __enter__(self) -> SideStream:
+        """What is launched inside goes to this stream."""
+        if self._stream is not None:
+            self._context = _module(self._device).stream(self._stream)
+            self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._context.__exit__(*error)
+
+    def mark(self) -> Marker:
+        """Behind all that was launched here."""
+        return _recorded(self._device, self._stream)
+
+
+def mark(device: Device) -> Marker:
+    """Behind all that this thread has launched on its current stream."""
+    return _recorded(device, _module(device).current_stream(device.index) if device.is_accelerator else None)
+
+
+def _recorded(device: Device, stream: Any) -> Marker:
+    if stream is None:
+        return Marker(None)
+    event = _module(device).Event(blocking=True)  # whoever waits sleeps: the other threads need the core
+    event.record(stream)
+    return Marker(event)
 
 
 def available_nbytes(device: Device) -> int:
     """Memory that new allocations on the device can have; on CPU the host's, within this process's control group."""
-    if device.kind != "cpu":
-        raise ConfigError(f"memory of {device.torch_name} cannot be read in this version")
+    if device.is_accelerator:
+        return memory(device).free
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
     available = int(fields["MemAvailable"].split()[0]) << 10
     for limit, used in CGROUP_FILES:

@@ -17,7 +17,7 @@ from pd_cluster.cluster.elastic import Tables
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT, KEYS_VARIABLE
 from pd_cluster.cluster.place import Place, admin_token, find_place, node_ports, read_admin_token, use_openai
 from pd_cluster.config import ApiConfig, EngineConfig, PortRange, RankPlace, RoutingConfig, Timeouts, WorkerConfig
-from pd_cluster.device import num_threads_for, resolve
+from pd_cluster.device import check_name, num_threads_for
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
 from pd_cluster.options import KEY_VARIABLE, ServeOptions
@@ -135,7 +135,7 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
             f"{num_devices} devices; the two must be equal"
         )
     # What can be known without torch is an error at once.
-    resolve(engine.device)
+    check_name(engine.device)
     Checkpoint.open(engine.model).max_model_len(engine.max_model_len)
     from pd_cluster.api.server import bind
     from pd_cluster.api.worker_app import run_worker

@@ -201,7 +201,8 @@ class TextService:
     async def _complete(self, generation: Generation) -> list[Piece]:
         first = generation.first_choice
         found: dict[int, list[Piece]] = {sequence.index: [] for sequence in generation.sequences}
-        pieces = self.stream(generation) if generation.is_prompt_only or generation.has_stops else self._whole(generation)
+        by_token = generation.is_prompt_only or generation.has_stops
+        pieces = self.stream(generation) if by_token else self._whole(generation)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 found[piece.index - first].append(piece)

@@ -1,7 +1,8 @@
 """The KV cache itself: one tensor, block-major, so that a block is one contiguous range.
 
 On CPU the memory is a memfd: another process that is handed the descriptor can map it, and it is gone with the
-last process that has it, however that ended. Knows nothing of who holds which block.
+last process that has it, however that ended. On an accelerator it is one allocation of the device's. Knows nothing of
+who holds which block.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 
 import torch
 
+from pd_cluster.device import CPU, Device
 from pd_cluster.kv.layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -29,20 +31,32 @@ class KVPool:
     and never another: the probes of others land in a block of their own.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: Device = CPU) -> None:
         if layout.k_head_dim != layout.v_head_dim:
             raise ValueError(f"key and value head dims differ: {layout.k_head_dim}, {layout.v_head_dim}")
         self.layout = layout
         self.num_blocks = num_blocks
-        nbytes = layout.block_nbytes * (num_blocks + NUM_EXTRA_BLOCKS)
+        self.device = device
+        self.fd = -1  # of the memory, on CPU
+        if device.is_accelerator:
+            self.data = torch.zeros(
+                shape_of(layout, num_blocks + NUM_EXTRA_BLOCKS),
+                dtype=TORCH_DTYPES[layout.dtype],
+                device=device.torch_name,
+            )
+        else:
+            self.data = self._mapped()
+        self.probe_lock = threading.Lock()  # of the block where several links' probes land
+        self.probe_seed = secrets.randbits(62)
+        self.data[self.probe_block] = probe_content(layout, self.probe_seed)[0].to(self.data.device)
+
+    def _mapped(self) -> torch.Tensor:
+        num_blocks = self.num_blocks + NUM_EXTRA_BLOCKS
+        nbytes = self.layout.block_nbytes * num_blocks
         self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._map = mmap.mmap(self.fd, nbytes)
-        self.data = view_blocks(self._map, layout, num_blocks + NUM_EXTRA_BLOCKS)
-        self.probe_lock = threading.Lock()  # of the block where several links' probes land
-        self.probe_seed = secrets.randbits(62)
-        self.data[self.probe_block] = probe_content(layout, self.probe_seed)[0]
+        return view_blocks(mmap.mmap(self.fd, nbytes), self.layout, num_blocks)
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +79,8 @@ class KVPool:
         return self.data.view(len(self.data), -1).view(torch.uint8)
 
     def close(self) -> None:
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 def is_block(block: int, num_blocks_in_all: int) -> bool:
@@ -83,5 +98,8 @@ def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
 
 def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> torch.Tensor:
     """Typed view of mapped memory: [num_blocks, num_layers, 2, block_size, local_kv_heads, head_dim]."""
-    flat = torch.frombuffer(buffer, dtype=TORCH_DTYPES[layout.dtype])
-    return flat.view(num_blocks, layout.num_layers, 2, layout.block_size, layout.local_kv_heads, layout.k_head_dim)
+    return torch.frombuffer(buffer, dtype=TORCH_DTYPES[layout.dtype]).view(shape_of(layout, num_blocks))
+
+
+def shape_of(layout: KVLayout, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+    return num_blocks, layout.num_layers, 2, layout.block_size, layout.local_kv_heads, layout.k_head_dim

@@ -19,7 +19,9 @@ class SwapSpace:
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._pool = pool
-        self._host = torch.empty(num_blocks, pool.layout.block_nbytes, dtype=torch.uint8)
+        # Pinned only where a device copies: it makes all the memory real at once.
+        pinned = pool.device.is_accelerator and num_blocks > 0
+        self._host = torch.empty(num_blocks, pool.layout.block_nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     def move(self, moves: Sequence[tuple[Kind, int, int]]) -> None:
         """Copies blocks (kind, source, target) as if one after the other: within the pool, out to the host, back in.
@@ -33,8 +35,19 @@ class SwapSpace:
                 for source, target in pairs:
                     blocks[target].copy_(blocks[source])
                 continue
+            if blocks.device != self._host.device:
+                self._cross(kind, pairs, blocks)
+                continue
             sources, targets = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
             if kind == "out":
                 self._host.index_copy_(0, targets, blocks.index_select(0, sources))
             else:
                 blocks.index_copy_(0, targets, self._host.index_select(0, sources))
+
+    def _cross(self, kind: Kind, pairs: list[tuple[int, int]], blocks: torch.Tensor) -> None:
+        """Between device and host, a block at a time: each is one large contiguous copy, in the stream's order."""
+        for source, target in pairs:
+            if kind == "out":
+                self._host[target].copy_(blocks[source], non_blocking=True)
+            else:
+                blocks[target].copy_(self._host[source], non_blocking=True)

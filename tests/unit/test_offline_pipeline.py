@@ -25,6 +25,8 @@ from pd_cluster.turbomind import EngineConfig as TurbomindConfig
 from tests.support.playback_offline import PlaybackOffline
 
 ANSWER = "Hello there."
+TALK = [{"role": "user", "content": "hi"}]
+VICUNA = ChatTemplateConfig("vicuna")
 NUM_TOKENS = len(ANSWER) + 1  # a byte each, and the one that ends it
 Make = Callable[..., tuple[AsyncEngine, PlaybackOffline]]
 
@@ -108,7 +110,7 @@ def test_a_call_may_bring_its_own_chat_template(make: Make) -> None:
     engine("hi", chat_template_config=ChatTemplateConfig("vicuna"))
     engine.batch_infer("hi", chat_template_config=ChatTemplateConfig(user="Q: ", eoh="\n", assistant="A: "))
     assert turn(engine, "hi", 1, chat_template_config=ChatTemplateConfig("base")).response == ANSWER
-    assert offline.prompts == ["USER: hi\nASSISTANT: ", "Q: hi\nA: ", "hi"]
+    assert offline.prompts == ["USER: hi ASSISTANT: ", "Q: hi\nA: ", "hi"]
 
 
 @pytest.mark.parametrize("name", ["__call__", "batch_infer", "stream_infer", "generate"])
@@ -202,6 +204,16 @@ def test_what_fails_on_the_way_hurts_only_itself(make: Make) -> None:
         (["a"], {"gen_config": [GenerationConfig()] * 2}, "gen_config: 2 configurations for 1 prompts"),
         (["a"], {"gen_config": {"top_k": 1}}, "gen_config: .* expected a GenerationConfig"),
         (["a"], {"adapter_name": "lora"}, "adapter_name: LoRA adapters are not served"),
+        (["a", ""], {"do_preprocess": False}, r"^prompts\[1\]: no tokens"),
+        ("", {"do_preprocess": False}, "^prompts: no tokens"),
+        ([TALK, [{"role": "robot", "content": "b"}]], {}, r"^prompts\[1\]: messages.0.role: 'robot'"),
+        (
+            [TALK, [{"role": "tool", "content": "b"}]],
+            {"chat_template_config": VICUNA},
+            r"^prompts\[1\]: the chat templ",
+        ),
+        (["a", "\udcff"], {}, r"^prompts\[1\]: 'utf-8' codec can't encode"),
+        ("\udcff", {"do_preprocess": False}, "^prompts: 'utf-8' codec can't encode"),
         ([[{"role": "user", "content": [{"type": "image_url"}]}]], {}, "only parts of type 'text' are supported"),
         (["a", "b"], {"gen_config": [GenerationConfig(), GenerationConfig(top_p=2.0)]}, "top_p: 2.0"),
         (["a", "b"], {"gen_config": [GenerationConfig(), GenerationConfig(stop_token_ids=[-1])]}, "stop_token_ids"),
@@ -215,6 +227,13 @@ def test_wrong_input_is_refused_before_any_work(
     with pytest.raises(RequestError, match=message):
         engine(prompts, **options)
     assert offline.prompts == []
+
+
+@pytest.mark.parametrize("given", ["vicuna", {}])
+def test_a_calls_chat_template_config_of_another_type_is_refused(make: Make, given: Any) -> None:
+    engine, _ = make()
+    with pytest.raises(ConfigError, match=r"^chat_template_config .*: expected a ChatTemplateConfig"):
+        engine("hi", chat_template_config=given)
 
 
 def test_an_unknown_option_of_a_call_names_the_nearest_one(make: Make) -> None:
@@ -319,6 +338,45 @@ def test_sequence_start_begins_anew(make: Make) -> None:
     turn(engine, "one", 5, sequence_end=False)
     turn(engine, "two", 5)
     assert offline.prompts[1] == "<|user|>two<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        ([{"role": "robot", "content": "x"}], {"sequence_start": False}),
+        ([{"role": "robot", "content": "x"}], {"sequence_start": True}),
+        ("x", {"sequence_start": True, "step": 3}),
+        ("x", {"sequence_start": False, "do_preprocess": False}),
+        ([{"role": "robot", "content": "x"}], {"sequence_start": False, "step": 36}),
+    ],
+)
+def test_a_turn_that_is_refused_leaves_the_session_as_it_was(
+    make: Make, messages: Any, options: dict[str, Any]
+) -> None:
+    engine, offline = make()
+    turn(engine, "one", 5, sequence_end=False)
+    second = turn(engine, "two", 5, sequence_start=False, sequence_end=False)
+    with pytest.raises(RequestError):
+        turn(engine, messages, 5, **options)
+    turn(engine, "three", 5, sequence_start=False)
+    assert second.history_token_len == 36
+    talk = f"<|user|>one<|assistant|>{ANSWER}<|user|>two<|assistant|>{ANSWER}<|user|>three<|assistant|>"
+    assert offline.prompts[-1] == talk
+
+
+def test_a_session_that_was_refused_at_its_start_is_none(make: Make) -> None:
+    engine, _ = make()
+    with pytest.raises(RequestError, match=r"^messages.0.role: 'robot'"):
+        turn(engine, [{"role": "robot", "content": "x"}], 5, sequence_end=False)
+    with pytest.raises(RequestError, match="there is no session 5"):
+        turn(engine, "two", 5, sequence_start=False)
+
+
+@pytest.mark.parametrize("session_id", [None, [], 1.5, "a", True])
+def test_a_session_id_is_a_whole_number(make: Make, session_id: Any) -> None:
+    engine, _ = make()
+    with pytest.raises(RequestError, match=r"^session_id: .* must be a whole number"):
+        turn(engine, "hi", session_id)
 
 
 @pytest.mark.parametrize("how", ["stop_session", "generate", "get_generator"])
@@ -457,6 +515,9 @@ def test_either_backend_runs_this_engine_with_its_own_defaults(make: Make, backe
             "model_name 'a': backend_config has model_name 'b'",
         ),
         ({"vision_config": {}}, "pipeline.vision_config {}: images are not supported"),
+        ({"model_name": 5}, "model_name 5: must be a text"),
+        ({"backend_config": PytorchConfig(tp=None)}, "PytorchEngineConfig.tp None: must be a whole number"),
+        ({"arguments": "--kv-hmac"}, "arguments '--kv-hmac': expected a list of flags"),
         ({"session_length": 5}, "pipeline: session_length is unknown"),
         ({"backend_confg": None}, "pipeline: backend_confg is unknown; did you mean backend_config?"),
     ],
@@ -514,6 +575,37 @@ def test_the_backends_model_name_asks_for_it_as_well(make: Make) -> None:
     engine, offline = make(backend_config=TurbomindConfig("qwen-7b"))
     engine("hi")
     assert offline.prompts[0].endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_marks_without_a_name_take_the_place_of_those_that_model_name_has(make: Make) -> None:
+    engine, offline = make(model_name="internlm-chat-7b", chat_template_config=ChatTemplateConfig(meta_instruction="s"))
+    engine("hi")
+    assert offline.prompts == ["<|System|>:s\n<|User|>:hi\n<|Bot|>:"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("--dtype 'int3': expected one of auto", "dtype 'int3': expected one of auto"),
+        ("--device cuda: not here; use --device cpu", "device_type cuda: not here; use device_type cpu"),
+        ("--max-model-len 9: too long", "session_len 9: too long"),
+    ],
+)
+def test_what_the_engine_refuses_is_called_as_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, raised: str, told: str
+) -> None:
+    def offline(config: OfflineConfig) -> PlaybackOffline:
+        raise ConfigError(raised)
+
+    monkeypatch.setattr(setup, "Offline", offline)
+    with pytest.raises(ConfigError) as caught:
+        pipeline("/models/x")
+    assert str(caught.value) == told
+
+
+def test_flags_for_worker_processes_without_any_are_told(make: Make) -> None:
+    with pytest.warns(UserWarning, match=r"without effect here: arguments=\['--kv-hmac'\] .there are no worker proc"):
+        make(arguments=["--kv-hmac"])
 
 
 def test_a_model_name_without_a_template_leaves_the_folders_own(make: Make) -> None:

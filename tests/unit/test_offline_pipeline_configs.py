@@ -188,6 +188,7 @@ def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
         (PytorchEngineConfig(num_gpu_blocks=-1), "num_gpu_blocks -1"),
         (TurbomindEngineConfig(cache_max_entry_count=1.5), "cache_max_entry_count 1.5: must be a share"),
         (turbomind.EngineConfig(cache_block_seq_len=0), "cache_block_seq_len 0"),
+        (TurbomindEngineConfig(enable_prefix_caching="no"), "enable_prefix_caching 'no': must be True or False"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_not_here_is_refused_by_name(config: Any, message: str) -> None:
@@ -258,6 +259,12 @@ def test_a_stop_word_that_is_a_special_token_ends_the_answer_by_its_id() -> None
     ]
 
 
+def test_ignore_eos_goes_beyond_the_ends_of_answers_that_a_template_knows(tokenizer: Tokenizer) -> None:
+    asked = GenerationConfig(stop_words=["x"])
+    assert request_of(asked, tokenizer, ("there",)).stop == ["x", "there"]
+    assert request_of(dataclasses.replace(asked, ignore_eos=True), tokenizer, ("there",)).stop == ["x"]
+
+
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
@@ -266,6 +273,10 @@ def test_a_stop_word_that_is_a_special_token_ends_the_answer_by_its_id() -> None
         ({"top_p": 1.5}, "top_p", "^top_p: 1.5"),
         ({"top_k": -2}, "top_k", "^top_k: -2"),
         ({"temperature": -1.0, "top_k": 5}, "temperature", "^temperature: -1"),
+        ({"temperature": -1.0}, "temperature", "^temperature: -1"),  # also where it changes nothing
+        ({"temperature": "hot"}, "temperature", "^temperature: 'hot'"),
+        ({"response_format": "json"}, "response_format", "^response_format: 'json' must be a dict"),
+        ({"stop_words": ["\udcff"]}, "stop_words", "^stop_words: 'utf-8' codec can't encode"),
         ({"temperature": math.nan, "top_k": 5}, "temperature", "^temperature: nan"),
         ({"temperature": None}, "temperature", "^temperature: None; give a number"),
         ({"repetition_penalty": 9.0}, "repetition_penalty", "^repetition_penalty: 9"),
@@ -319,8 +330,8 @@ def rendered(config: ChatTemplateConfig, messages: list[dict[str, Any]]) -> str:
         ),
         (
             "vicuna",
-            "USER: a\nASSISTANT: b</s>\nUSER: c\nASSISTANT: ",
-            "sUSER: a\nASSISTANT: b</s>\nUSER: c\nASSISTANT: ",
+            "USER: a ASSISTANT: b</s>USER: c ASSISTANT: ",
+            "s USER: a ASSISTANT: b</s>USER: c ASSISTANT: ",
         ),
     ],
 )
@@ -373,6 +384,9 @@ def test_stop_words_of_a_template() -> None:
         ({"model_name": "llama2", "capability": "infilling"}, "capability 'infilling': expected chat or"),
         ({"user": 5}, "ChatTemplateConfig.user 5: must be a text"),
         ({"model_name": "base", "stop_words": "x"}, "stop_words 'x': must be a list of texts"),
+        ({"model_name": "base", "stop_words": [5]}, r"stop_words \[5\]: must be a list of texts"),
+        ({"meta_instruction": "Be brief."}, "model_name None: no chat template is known by that name"),
+        ({"model_name": "mine", "stop_words": ["x"]}, "model_name 'mine': no chat template is known by that name"),
     ],
 )
 def test_a_wrong_template_is_refused_by_name(fields: dict[str, Any], message: str) -> None:

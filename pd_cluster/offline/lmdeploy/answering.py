@@ -13,7 +13,7 @@ from pd_cluster.api.protocol import CompletionRequest
 from pd_cluster.api.sequence import Piece
 from pd_cluster.api.service import TextService
 from pd_cluster.errors import GenerationError, GuideError, Overloaded, RequestError, Unavailable
-from pd_cluster.offline.lmdeploy.messages import Response, renamed
+from pd_cluster.offline.lmdeploy.messages import Response, placed, renamed
 from pd_cluster.offline.lmdeploy.prompts import Prompt, token_ids_of
 from pd_cluster.offline.lmdeploy.templates import Way
 
@@ -22,12 +22,13 @@ FAULTS = (GenerationError, GuideError, Overloaded, Unavailable)
 
 
 class Job(NamedTuple):
-    """The prompt at this place, how it is to be answered, and the tokens that a plain text goes on from."""
+    """A prompt, how it is to be answered, what errors call it, and the tokens that a plain text goes on from."""
 
     at: int
     prompt: Prompt
     request: CompletionRequest
     way: Way
+    place: str
     history: Sequence[int] = ()
 
 
@@ -87,7 +88,7 @@ async def begin(service: TextService, job: Job) -> Begun:
             request = request.model_copy(update={"max_tokens": room})
         return Begun(job.at, token_ids, limit, await service.completion(request, token_ids))
     except RequestError as error:
-        raise renamed(error) from None
+        raise placed(renamed(error), job.place) from None
 
 
 async def answers(service: TextService, jobs: Sequence[Job], num_at_once: int) -> AsyncGenerator[Response, None]:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, Self
 
 from pd_cluster.api.protocol import CompletionRequest
+from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.answering import Job, answers, begin, joined, whole_answers
 from pd_cluster.offline.lmdeploy.bridge import Stopped, bridged
 from pd_cluster.offline.lmdeploy.calls import Call, distinct
@@ -117,8 +118,8 @@ class AsyncEngine:
         way = self._way_of(call)
         requests = {key: self._request(config, way) for key, config in distinct(configs).items()}
         jobs = [
-            Job(at, as_prompt(item, way, call.do_preprocess, "prompts"), requests[id(config)], way)
-            for at, (item, config) in enumerate(zip(found.items, configs, strict=True))
+            Job(at, as_prompt(item, way, call.do_preprocess, place), requests[id(config)], way, place)
+            for at, (place, item, config) in enumerate(zip(found.places, found.items, configs, strict=True))
         ]
         return jobs, found.is_one, call
 
@@ -160,10 +161,13 @@ class AsyncEngine:
         prompt = as_prompt(prompt_of(messages), way, call.do_preprocess, "messages")
         session = self._sessions.begin(session_id, sequence_start, step)
         try:
-            job = Job(0, prompt, request, way)
+            job = Job(0, prompt, request, way, "messages")
             async with contextlib.aclosing(self._turn(session, job, stream_response)) as steps:
                 async for out in steps:
                     yield out
+        except RequestError:
+            self._sessions.refuse(session)
+            raise
         finally:
             self._sessions.finish(session, sequence_end)
 

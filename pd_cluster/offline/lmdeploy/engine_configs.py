@@ -137,6 +137,8 @@ BackendConfig = TurbomindEngineConfig | EarlyTurbomindConfig | PytorchEngineConf
 # What an error of the engine calls its fields -> what they are called here.
 RENAMED = {
     "--max-model-len": "session_len",
+    "--dtype": "dtype",
+    "--device": "device_type",
     "--max-num-seqs": "max_batch_size",
     "--num-blocks": "num_gpu_blocks",
     "--gpu-memory-utilization": "cache_max_entry_count",
@@ -164,7 +166,7 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
     fields: dict[str, Any] = {
         "tensor_parallel_size": count(owner, "tp", config.tp, 1),
         "max_num_seqs": count(owner, "max_batch_size", config.max_batch_size, 1),
-        "enable_prefix_caching": bool(given.get("enable_prefix_caching", True)),
+        "enable_prefix_caching": _switch(owner, "enable_prefix_caching", given.get("enable_prefix_caching", True)),
         "dtype": given.get("dtype", "auto"),
         "device": _one_of(owner, "device_type", given.get("device_type", "auto"), DEVICES),
     }
@@ -220,6 +222,13 @@ def _block_nbytes(model_path: str, config: PytorchEngineConfig) -> int:
     dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
     nbytes = DTYPE_NBYTES.get(str(dtype if config.dtype == "auto" else config.dtype), 2)
     return int(2 * model["num_hidden_layers"] * num_heads * head_dim * nbytes * config.block_size)
+
+
+def _switch(owner: str, name: str, value: Any) -> bool:
+    """Raises ConfigError."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{owner}.{name} {reprlib.repr(value)}: must be True or False")
+    return value
 
 
 def _one_of(owner: str, name: str, value: Any, known: dict[str, str]) -> str:

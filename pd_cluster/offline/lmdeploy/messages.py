@@ -115,25 +115,27 @@ def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple
     """Without its prompt. `stop_words` are the chat template's. Raises RequestError under the names of here."""
     _check(config)
     fields = {name: getattr(config, name) for name in SAME if getattr(config, name) is not None}
-    stops, stop_ids = _stops([*(config.stop_words or []), *stop_words], tokenizer)
+    ends = () if config.ignore_eos else stop_words  # a template's are ends of an answer as the model's own is one
+    stops, stop_ids = _stops([*(config.stop_words or []), *ends], tokenizer)
     stop_ids += config.stop_token_ids or []
     fields |= {"stop": stops, "stop_token_ids": list(dict.fromkeys(stop_ids))}
     # The default is told too: a null asks for all the room there is.
     fields |= {"max_tokens": config.max_new_tokens, "seed": config.random_seed, "min_tokens": config.min_new_tokens}
     if config.do_sample and config.top_k == 1:
         warn("do_sample=True changes nothing with top_k 1, which is the default; give a larger top_k, or 0 for all")
-    if config.top_k == 1 or config.do_sample is False:
-        fields |= {"temperature": 0.0, "top_k": -1}
     if config.bad_token_ids:
         fields["logit_bias"] = {str(token_id): -MAX_LOGIT_BIAS for token_id in config.bad_token_ids}
     if config.response_format is not None:
         fields |= _format(config.response_format)
     try:
-        return parse(msgspec.json.encode({**fields, "prompt": ""}), CompletionRequest)
+        request = parse(msgspec.json.encode({**fields, "prompt": ""}), CompletionRequest)
     except RequestError as error:
         raise renamed(error) from None
     except (TypeError, ValueError) as error:  # what JSON has no word for
         raise RequestError(f"GenerationConfig: {error}") from None
+    if config.top_k == 1 or config.do_sample is False:
+        return request.model_copy(update={"temperature": 0.0, "top_k": -1})
+    return request
 
 
 def renamed(error: RequestError) -> RequestError:
@@ -142,6 +144,26 @@ def renamed(error: RequestError) -> RequestError:
     for theirs, ours in RENAMED.items():
         text = re.sub(rf"^{theirs}\b" if "_" not in theirs else rf"\b{theirs}\b", ours, text)
     return type(error)(text, param=RENAMED.get(error.param or "", error.param), code=error.code)
+
+
+def placed(error: RequestError, place: str) -> RequestError:
+    """The same error, with this name for the prompt that it is about."""
+    text = str(error)
+    if error.param == "prompt":
+        text = f"{place}: {text.removeprefix('prompt: ')}"
+    elif error.param == "messages" and "[" in place:
+        text = f"{place}: {text}"
+    else:
+        return error
+    return type(error)(text, param=place.partition("[")[0], code=error.code)
+
+
+def check_text(place: str, text: str) -> None:
+    """Raises RequestError for a surrogate by itself, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{place}: {error}", param=place.partition("[")[0]) from None
 
 
 def _check(config: GenerationConfig) -> None:
@@ -168,6 +190,12 @@ def _check(config: GenerationConfig) -> None:
     for word in config.stop_words or []:
         if not isinstance(word, str):
             raise RequestError(f"stop_words: {reprlib.repr(word)} must be a text", param="stop_words")
+        check_text("stop_words", word)
+    form: Any = config.response_format
+    if form is not None and not isinstance(form, dict):
+        raise RequestError(
+            f'response_format: {reprlib.repr(form)} must be a dict, as {{"type": …}}', param="response_format"
+        )
 
 
 def _stops(words: list[str], tokenizer: Tokenizer) -> tuple[list[str], list[int]]:

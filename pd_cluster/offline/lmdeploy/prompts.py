@@ -15,6 +15,7 @@ from pd_cluster.api.chat_protocol import ChatFields
 from pd_cluster.api.conversation import conversation_of
 from pd_cluster.api.parse import parse
 from pd_cluster.errors import RequestError
+from pd_cluster.offline.lmdeploy.messages import check_text
 from pd_cluster.offline.lmdeploy.templates import Way
 from pd_cluster.text import Tokenizer
 
@@ -27,6 +28,11 @@ class Prompts(NamedTuple):
 
     items: list[Prompt]
     is_one: bool
+
+    @property
+    def places(self) -> list[str]:
+        """What errors call each of them."""
+        return ["prompts"] if self.is_one else [f"prompts[{at}]" for at in range(len(self.items))]
 
 
 def prompts_of(given: Any) -> Prompts:
@@ -105,8 +111,11 @@ def as_prompt(given: Prompt, way: Way, do_preprocess: bool, place: str) -> Promp
     """A text is a user's message, unless it shall go to the model as it is. Raises RequestError."""
     is_plain = way.is_plain or not do_preprocess
     if isinstance(given, str):
+        check_text(place, given)
         return given if is_plain else [{"role": "user", "content": given}]
     if is_plain and not isinstance(given[0], int):
         why = "do_preprocess is False" if not do_preprocess else "there is none (see model_name, chat_template_config)"
-        raise RequestError(f"{place}: a conversation needs a chat template, and {why}; give a text", param=place)
+        raise RequestError(
+            f"{place}: a conversation needs a chat template, and {why}; give a text", param=place.partition("[")[0]
+        )
     return given

@@ -5,8 +5,9 @@ The KV cache of a session stays in the prefix cache by itself; here are only its
 
 from __future__ import annotations
 
+import reprlib
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.prompts import Message, Prompt
@@ -24,7 +25,8 @@ class Turn:
 class Session:
     """Of texts as they are, or of conversations: whichever it began with.
 
-    `turn` is there while somebody reads an answer, and done at its end; `work` is what makes the answer.
+    `turn` is there while somebody reads an answer, and done at its end; `work` is what makes the answer; `before` is
+    what the session was until this turn.
     """
 
     session_id: int
@@ -33,6 +35,7 @@ class Session:
     turn: Future[None] | None = None
     work: Future[None] | None = None
     is_stopped: bool = False
+    before: Session | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -89,7 +92,9 @@ class Sessions:
         self._known: dict[int, Session] = {}
 
     def begin(self, session_id: int, sequence_start: bool, step: int) -> Session:
-        """The session of the next turn. Raises RequestError."""
+        """The session of the next turn. Raises RequestError, and then nothing has changed."""
+        if isinstance(session_id, bool) or not isinstance(session_id, int):
+            raise RequestError(f"session_id: {reprlib.repr(session_id)} must be a whole number", param="session_id")
         session = self._known.get(session_id)
         if session is not None and session.turn is not None:
             raise RequestError(
@@ -97,19 +102,32 @@ class Sessions:
                 param="session_id",
             )
         if sequence_start:
-            session = self._known[session_id] = Session(session_id)
-        elif session is None:
+            new = Session(session_id, before=session)
+        elif session is not None:
+            new = replace(session, turns=list(session.turns), before=session)
+        else:
             raise RequestError(
                 f"session_id: there is no session {session_id}; begin it with sequence_start=True", param="session_id"
             )
         if step:
-            session.rewind(step)
-        session.turn = Future()
-        return session
+            new.rewind(step)
+        new.turn = Future()
+        self._known[session_id] = new
+        return new
+
+    def refuse(self, session: Session) -> None:
+        """Its turn has not taken place: the session is what it was before."""
+        if self._known.get(session.session_id) is not session:
+            return
+        if session.before is not None:
+            self._known[session.session_id] = session.before
+        else:
+            del self._known[session.session_id]
 
     def finish(self, session: Session, is_last: bool) -> None:
         """Its turn has ended."""
         turn, session.turn, session.work, session.is_stopped = session.turn, None, None, False
+        session.before = None
         if is_last and self._known.get(session.session_id) is session:
             del self._known[session.session_id]
         if turn is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import reprlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from pd_cluster.errors import ConfigError
@@ -92,24 +91,25 @@ class Setup:
                 f"backend_config {reprlib.repr(config)}: expected a TurbomindEngineConfig or a PytorchEngineConfig "
                 f"(backend='pytorch' goes by its name)"
             )
-        if tp not in (1, config.tp):
+        if tp not in (1, count(type(config).__name__, "tp", config.tp, 1)):
             raise ConfigError(f"tp {tp}: backend_config has tp {config.tp}; give it there alone")
         return config
 
     def _asked_way(self, config: BackendConfig) -> Way | None:
         """None: the model folder's own."""
-        given: Any = self.chat_template_config
-        if isinstance(given, ChatTemplateConfig):
-            return way_of(given)
-        if given is not None:
-            raise ConfigError(f"chat_template_config {reprlib.repr(given)}: expected a ChatTemplateConfig")
-        name = self._name(config)
-        return way_of(ChatTemplateConfig(name)) if name.lower() in BUILT_IN else None
+        given, name = self.chat_template_config, self._name(config)
+        if given is None:
+            return way_of(ChatTemplateConfig(name)) if name.lower() in BUILT_IN else None
+        if isinstance(given, ChatTemplateConfig) and given.model_name is None:
+            given = replace(given, model_name=name or None)
+        return way_of(given)
 
     def _name(self, config: BackendConfig) -> str:
         names: list[Any] = [name for name in (self.model_name, config.model_name) if name]
         for name in names:
-            if not isinstance(name, str) or name != names[0]:
+            if not isinstance(name, str):
+                raise ConfigError(f"model_name {reprlib.repr(name)}: must be a text")
+            if name != names[0]:
                 raise ConfigError(
                     f"model_name {reprlib.repr(names[0])}: backend_config has model_name {reprlib.repr(name)}; give one"
                 )
@@ -132,6 +132,7 @@ class Setup:
         if level not in LEVELS:
             raise ConfigError(f"log_level {reprlib.repr(level)}: expected one of {', '.join(LEVELS)}")
         logging.getLogger("pd_cluster").setLevel(level)
+        arguments = _arguments(others)
         numbers = {name: count("pipeline", name, others.get(name, 0), 0) for name in ("prefill", "decode")}
         if config.tp > 1 and not any(numbers.values()):
             numbers = {"prefill": 1, "decode": 1}  # several ranks are several processes
@@ -142,18 +143,20 @@ class Setup:
                 prefill=numbers["prefill"],
                 decode=numbers["decode"],
                 max_logprobs=count("pipeline", "max_logprobs", others.get("max_logprobs", 20), 0),
-                arguments=_arguments(others, level) if any(numbers.values()) else (),
+                arguments=(*arguments, f"--log-level={level}") if any(numbers.values()) else (),
             )
+            if arguments and not settings.arguments:
+                remarks.append(f"arguments={arguments!r} (there are no worker processes)")
             return Offline(settings), remarks
         except ConfigError as error:
             raise _renamed(error, asdict(config)) from None
 
 
-def _arguments(others: dict[str, Any], level: str) -> tuple[str, ...]:
-    given: Sequence[str] = others.get("arguments", ())
-    if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+def _arguments(others: dict[str, Any]) -> list[str]:
+    given = others.get("arguments", ())
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         raise ConfigError(f"arguments {reprlib.repr(given)}: expected a list of flags, such as ['--kv-hmac']")
-    return (*given, f"--log-level={level}")
+    return list(given)
 
 
 def _renamed(error: ConfigError, given: dict[str, Any]) -> ConfigError:

@@ -16,6 +16,7 @@ from pd_cluster.offline.lmdeploy.arguments import checks_names
 
 PLAIN = ("completion", "python")  # capabilities that take texts as they are
 CAPABILITIES = ("chat", *PLAIN)
+AROUND = {"user", "assistant", "capability"}  # one of them at least makes a template
 
 
 @checks_names
@@ -119,7 +120,7 @@ LLAMA2 = Marks(
     separator="<s>[INST] ",
     opening="[INST] ",
 )
-VICUNA = Marks(user="USER: ", eoh="\n", assistant="ASSISTANT: ", eoa="</s>", separator="\n", stop_words=("</s>",))
+VICUNA = Marks(eosys=" ", user="USER: ", eoh=" ", assistant="ASSISTANT: ", eoa="</s>", stop_words=("</s>",))
 QWEN = replace(CHATML, meta_instruction="You are a helpful assistant.")
 INTERNLM2 = replace(CHATML, stop_words=("<|im_end|>", "<|action_end|>"))
 YI = replace(CHATML, stop_words=("<|im_end|>", "<|endoftext|>"))
@@ -140,17 +141,19 @@ BUILT_IN: dict[str, Marks] = {
 
 def way_of(config: ChatTemplateConfig) -> Way:
     """Raises ConfigError."""
+    if not isinstance(config, ChatTemplateConfig):
+        raise ConfigError(f"chat_template_config {reprlib.repr(config)}: expected a ChatTemplateConfig")
     given = {name: value for name, value in asdict(config).items() if value is not None}
     name = given.pop("model_name", None)
     if "stop_word_suffix" in given:
         given.setdefault("separator", given.pop("stop_word_suffix"))
     for field, value in given.items():
-        is_right = isinstance(value, list) if field == "stop_words" else isinstance(value, str)
-        if not is_right:
+        texts = value if field == "stop_words" and isinstance(value, list) else [value]
+        if (field == "stop_words") != isinstance(value, list) or not all(isinstance(text, str) for text in texts):
             wanted = "a list of texts" if field == "stop_words" else "a text"
             raise ConfigError(f"ChatTemplateConfig.{field} {reprlib.repr(value)}: must be {wanted}")
     base = BUILT_IN.get(str(name).lower())
-    if base is None and not given:
+    if base is None and not AROUND & given.keys():  # else nothing would tell who says what
         raise ConfigError(
             f"ChatTemplateConfig.model_name {name!r}: no chat template is known by that name; there are "
             f"{', '.join(sorted(BUILT_IN))}; or give user, eoh, assistant and eoa"

@@ -16,6 +16,7 @@ import threading
 import torch
 
 from pd_cluster.device import CPU, Device
+from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -39,13 +40,18 @@ class KVPool:
         self.device = device
         self.fd = -1  # of the memory, on CPU
         if device.is_accelerator:
-            self.data = torch.zeros(
-                shape_of(layout, num_blocks + NUM_EXTRA_BLOCKS),
-                dtype=TORCH_DTYPES[layout.dtype],
-                device=device.torch_name,
-            )
+            shape, dtype = shape_of(layout, num_blocks + NUM_EXTRA_BLOCKS), TORCH_DTYPES[layout.dtype]
+            try:
+                self.data = torch.zeros(shape, dtype=dtype, device=device.torch_name)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"{_described(layout, num_blocks)} does not fit {device.torch_name}: {error}; give it less"
+                ) from None
         else:
-            self.data = self._mapped()
+            try:
+                self.data = self._mapped()
+            except (OSError, OverflowError) as error:
+                raise ConfigError(f"{_described(layout, num_blocks)} cannot be had: {error}; give it less") from None
         self.probe_lock = threading.Lock()  # of the block where several links' probes land
         self.probe_seed = secrets.randbits(62)
         self.data[self.probe_block] = probe_content(layout, self.probe_seed)[0].to(self.data.device)
@@ -81,6 +87,10 @@ class KVPool:
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
+
+
+def _described(layout: KVLayout, num_blocks: int) -> str:
+    return f"the KV pool's {num_blocks * layout.block_nbytes / 2**30:.1f} GiB for --num-blocks {num_blocks}"
 
 
 def is_block(block: int, num_blocks_in_all: int) -> bool:

@@ -6,6 +6,7 @@ It is a worker as any other, but that its mail goes from thread to thread. Knows
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -48,7 +49,8 @@ class LocalEngine:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._loaded: Future[InstanceInfo] = Future()
-        self._thread = threading.Thread(target=self._work, name=NAME, daemon=True)
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
         self.router = Router(self, _alone, 0.0, ReplayLimits(0, 0.0, 0.0))  # type: ignore[arg-type]
         self._roster = _OneInstance(self.router)
         self.router.membership = self._roster
@@ -63,9 +65,12 @@ class LocalEngine:
         """After the step that runs."""
         from pd_cluster.engine.events import Stop
 
-        if self._thread.is_alive():
-            self._inbox.put(Stop())
-            await asyncio.to_thread(self._thread.join, END_TIMEOUT_S)
+        if not self._thread.is_alive():
+            return
+        self._inbox.put(Stop())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._ended.wait()  # not `join` on another thread: at the interpreter's end there is none
 
     # ---- the router's mailbox, and the worker's: one talks to the other
 
@@ -93,6 +98,12 @@ class LocalEngine:
             self._loop.call_soon_threadsafe(function, *arguments)  # type: ignore[arg-type]
 
     # ---- on the engine's thread
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._call(self._ended.set)
 
     def _work(self) -> None:
         try:

@@ -18,7 +18,7 @@ END_TIMEOUT_S = 10.0  # for what was cancelled to end
 class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._is_closed = False
 
@@ -48,6 +48,10 @@ class LoopThread:
                 future.cancel()
                 ended.wait(END_TIMEOUT_S)
 
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
     def _check_open(self, work: Coroutine[Any, Any, Any]) -> None:
         if self._is_closed:
             work.close()
@@ -59,18 +63,27 @@ class LoopThread:
             while (item := self.run(_next(items))) is not None:
                 yield item[0]
         finally:
-            if not self._is_closed:
+            if self._is_closed:
+                pass
+            elif threading.current_thread() is self._thread:  # a reader that was forgotten is collected anywhere
+                self.start(_close(items))
+            else:
                 self.run(_close(items))
 
     def close(self) -> None:
         """Cancels what runs, waits for it, ends the thread; once is enough."""
         if self._is_closed:
             return
-        self._is_closed = True
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
+        self.end(_nothing())
         self._thread.join(END_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+
+    def end(self, last: Coroutine[Any, Any, None]) -> None:
+        """Does this, and then as `close`, without waiting for any of it."""
+        if self._is_closed:
+            last.close()
+            return
+        self._is_closed = True
+        asyncio.run_coroutine_threadsafe(_end(last), self._loop)
 
 
 async def _signalled(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
@@ -90,6 +103,18 @@ async def _close(items: AsyncGenerator[T, None]) -> None:
     await items.aclose()
 
 
+async def _nothing() -> None: ...
+
+
+async def _end(last: Coroutine[Any, Any, None]) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        await last
+    finally:
+        await _cancel_all()
+        loop.call_soon(loop.stop)
+
+
 async def _cancel_all() -> None:
     loop = asyncio.get_running_loop()
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -98,4 +123,3 @@ async def _cancel_all() -> None:
     if others:
         await asyncio.wait(others, timeout=END_TIMEOUT_S / 2)
     await loop.shutdown_asyncgens()
-    loop.call_soon(loop.stop)

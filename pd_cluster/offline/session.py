@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
@@ -69,21 +69,21 @@ class Offline:
                 f"prefill {config.prefill}, decode {config.decode}: give how many of each there shall be, or neither "
                 f"for an engine in this process"
             )
-        self._loop = LoopThread("pd-cluster")
-        self._backend: LocalEngine | SplitCluster | None = None
-        self._service: TextService | None = None
-        self._at_exit = _close_at_exit(self)
+        self._parts = _Parts()
+        self._loop = self._parts.loop
+        atexit.register(self._parts.close)  # for who still has it then
+        weakref.finalize(self, self._parts.end).atexit = False  # for who forgets it earlier
         try:
             self.checkpoint = Checkpoint.open(config.engine.model)
-            self._service = self.run(self._open(config))
+            self._parts.service = self.run(self._open(config))
         except BaseException:
             self.close()
             raise
 
     @property
     def service(self) -> TextService:
-        assert self._service is not None  # else the constructor has raised
-        return self._service
+        assert self._parts.service is not None  # else the constructor has raised
+        return self._parts.service
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Its result, awaited by this thread. Ctrl-C cancels it. Raises Closed after the end."""
@@ -99,13 +99,7 @@ class Offline:
 
     def close(self) -> None:
         """Ends everything; once is enough."""
-        if self._loop.is_closed:
-            return
-        try:
-            self._loop.run(self._close())
-        finally:
-            self._loop.close()
-            atexit.unregister(self._at_exit)
+        self._parts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -124,32 +118,43 @@ class Offline:
             chat=config.chat,
         )
         if config.prefill:
-            split = self._backend = SplitCluster(api, _launch(config))
+            split = self._parts.backend = SplitCluster(api, _launch(config))
             await split.start()
             return split.edge.over(split.membership)
-        local = self._backend = LocalEngine(config.engine)
+        local = self._parts.backend = LocalEngine(config.engine)
         limit = self.checkpoint.max_model_len(config.engine.max_model_len)
         service = text_service(local.router, self.checkpoint, api, limit, config.engine.seed)
         await local.start()
         return service
 
+
+class _Parts:
+    """What an `Offline` has to end. Does not know it, so that it can be forgotten."""
+
+    def __init__(self) -> None:
+        self.loop = LoopThread("pd-cluster")
+        self.backend: LocalEngine | SplitCluster | None = None
+        self.service: TextService | None = None
+
+    def close(self) -> None:
+        if self.loop.is_closed:
+            return
+        try:
+            self.loop.run(self._close())
+        finally:
+            self.loop.close()
+            atexit.unregister(self.close)
+
+    def end(self) -> None:
+        """Without waiting: what is forgotten is collected on any thread, the loop's own among them."""
+        self.loop.end(self._close())
+        atexit.unregister(self.close)
+
     async def _close(self) -> None:
-        if self._service is not None:
-            await self._service.close()
-        if self._backend is not None:
-            await self._backend.close()
-
-
-def _close_at_exit(offline: Offline) -> Callable[[], None]:
-    """Does not keep it alive until then."""
-    known = weakref.ref(offline)
-
-    def close() -> None:
-        if (found := known()) is not None:
-            found.close()
-
-    atexit.register(close)
-    return close
+        if self.service is not None:
+            await self.service.close()
+        if self.backend is not None:
+            await self.backend.close()
 
 
 def _launch(config: OfflineConfig) -> Launch:

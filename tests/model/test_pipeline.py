@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -226,3 +228,38 @@ def test_a_model_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pipeline("internlm/internlm-chat-7b") as pipe:
         assert pipe("hi", gen_config=GenerationConfig()).text == GREETING
+
+
+ENDS = {
+    "at_its_end": "print(pipe('hi').text)",
+    "within_a_stream": "print(next(pipe.stream_infer('hi')).text)",
+    "by_sys_exit_within_a_stream": "for each in pipe.stream_infer('hi'): sys.exit(3)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_that_never_closes_its_pipeline_ends_quietly(tmp_path: Path, end: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nfrom pd_cluster import pipeline\npipe = pipeline({MODEL!r})\n{ENDS[end]}\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110, check=False)
+    assert (done.returncode, done.stderr) == (3 if "sys.exit" in ENDS[end] else 0, "")
+
+
+def test_a_pipeline_that_is_forgotten_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    pipe = pipeline(MODEL)
+    mine = set(threading.enumerate()) - before
+    assert {thread.name for thread in mine} >= {"pd-cluster", "engine"}
+    stream = pipe.stream_infer("hi")
+    next(stream)
+    del pipe, stream
+    gc.collect()
+    for thread in mine:
+        if not thread.name.startswith("asyncio"):  # of the loop's executor, which ends with the interpreter
+            thread.join(30)
+            assert not thread.is_alive(), thread.name
+
+
+def test_a_pool_that_the_host_cannot_give_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"num_gpu_blocks 1000000000000 cannot be had.*give it less"):
+        pipeline(MODEL, backend_config=PytorchEngineConfig(num_gpu_blocks=10**12))

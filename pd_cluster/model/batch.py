@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd_cluster.device import Device
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.types import Request
 
 Ints = npt.NDArray[np.int64]
+
+ALIGNMENT = 16  # bytes
+_DTYPES = {4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
@@ -30,6 +35,8 @@ class ForwardBatch:
     block_table: torch.Tensor  # [sum of blocks] int32
     table_starts: torch.Tensor  # [num_seqs + 1] int32
     sample_rows: torch.Tensor  # [num_samples] int64: rows whose logits are wanted, ascending
+    query_lens: Ints  # [num_seqs], on the host
+    host_context_lens: Ints  # [num_seqs], the same as `context_lens`
     pool: KVPool
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     layers_written: list[int] = field(default_factory=list)
@@ -99,17 +106,47 @@ def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
         first_block = np.repeat(table_starts[:-1], lens)
     block, offset = positions // block_size, positions % block_size
-    return ForwardBatch(
-        input_ids=torch.from_numpy(input_ids[None]),
-        positions=torch.from_numpy(np.ascontiguousarray(positions[None])),
-        slot_mapping=torch.from_numpy(block_table[first_block + block] * block_size + offset),
-        query_starts=torch.from_numpy(query_starts.astype(np.int32)),
-        context_lens=torch.from_numpy((starts + lens).astype(np.int32)),
-        block_table=torch.from_numpy(block_table.astype(np.int32)),
-        table_starts=torch.from_numpy(table_starts.astype(np.int32)),
-        sample_rows=torch.from_numpy(_last_rows(query_starts, counts)),
-        pool=pool,
+    context_lens = starts + lens
+    tensors: dict[str, Any] = on_device(
+        {
+            "input_ids": input_ids[None],
+            "positions": np.ascontiguousarray(positions[None]),
+            "slot_mapping": block_table[first_block + block] * block_size + offset,
+            "sample_rows": _last_rows(query_starts, counts),
+            "query_starts": query_starts.astype(np.int32),
+            "context_lens": context_lens.astype(np.int32),
+            "block_table": block_table.astype(np.int32),
+            "table_starts": table_starts.astype(np.int32),
+        },
+        pool.device,
     )
+    return ForwardBatch(**tensors, query_lens=lens, host_context_lens=context_lens, pool=pool)
+
+
+def on_device(arrays: Mapping[str, npt.NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:
+    """The arrays as tensors; on an accelerator all of them in one copy, which the host does not wait for."""
+    if not device.is_accelerator:
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return packed(arrays, lambda host: host.to(device.torch_name, non_blocking=True), pinned=True)
+
+
+def packed(
+    arrays: Mapping[str, npt.NDArray[Any]], copy: Callable[[torch.Tensor], torch.Tensor], pinned: bool
+) -> dict[str, torch.Tensor]:
+    """Views of what `copy` makes of one tensor of bytes that holds all arrays."""
+    starts, nbytes = {}, 0
+    for name, array in arrays.items():
+        starts[name] = nbytes
+        nbytes += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    buffer = host.numpy()
+    for name, array in arrays.items():
+        buffer[starts[name] : starts[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = copy(host)
+    return {
+        name: there[starts[name] : starts[name] + array.nbytes].view(_DTYPES[array.dtype.itemsize]).view(array.shape)
+        for name, array in arrays.items()
+    }
 
 
 def _check(block_table: Ints, wanted: int, num_blocks: int) -> None:

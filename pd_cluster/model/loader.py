@@ -143,7 +143,7 @@ def _probe_logits(model: CausalLM, dtype: str) -> torch.Tensor:
     probe = Request("probe", token_ids, SamplingParams(), block_table=[0])
     pool = KVPool(layout_of(model.config, PROBE_NUM_TOKENS, dtype), num_blocks=1)
     batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
-    batch.sample_rows = torch.arange(PROBE_NUM_TOKENS)
+    batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.positions.device)
     with torch.inference_mode():
         logits = model(batch)
     pool.close()

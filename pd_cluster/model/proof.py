@@ -69,7 +69,7 @@ def prove_same_logits(model: PlainCausalLM, pool: KVPool) -> None:
     """
     layout = replace(pool.layout, block_size=BLOCK_SIZE)
     token_ids = _token_ids(model.config.vocab_size)
-    small = KVPool(layout, num_blocks=2 * len(BLOCK_TABLES[0]))
+    small = KVPool(layout, num_blocks=2 * len(BLOCK_TABLES[0]), device=pool.device)
     with torch.inference_mode(), _refusal(model), _short_windows(model.model):
         actual = _in_chunks(model, small, token_ids.tolist())
         with _eager(model.model):
@@ -104,7 +104,7 @@ def _in_chunks(model: PlainCausalLM, pool: KVPool, token_ids: list[list[int]]) -
     rows: list[list[torch.Tensor]] = [[], []]
     for step in STEPS:
         batch = build_batch(list(zip(requests, step, strict=True)), pool)
-        batch.sample_rows = torch.arange(batch.num_tokens)
+        batch.sample_rows = torch.arange(batch.num_tokens, device=batch.positions.device)
         for i, part in enumerate(torch.split(model(batch), list(step))):
             rows[i].append(part)
             requests[i].num_computed_tokens += step[i]

@@ -94,6 +94,9 @@ def write_and_attend(
     window = scoring.sliding_window
     for i, context_len in enumerate(batch.context_lens.tolist()):
         rows = slice(query_starts[i], query_starts[i + 1])
+        if context_len == 0:  # a row of padding
+            output[rows] = 0
+            continue
         query_len = rows.stop - rows.start
         table = batch.block_table[table_starts[i] : table_starts[i + 1]]
         first = 0 if window is None else max(0, context_len - query_len - window + 1) // block_size
@@ -155,8 +158,9 @@ def _mask(batch: ForwardBatch, query_len: int, seen: int, window: int) -> torch.
     """[query_len, seen] bool: key j is visible to query i when it is not later, and within the window if any."""
     found = batch.masks.get((query_len, seen, window))
     if found is None:
-        query_at = torch.arange(seen - query_len, seen)[:, None]
-        key_at = torch.arange(seen)[None]
+        device = batch.positions.device
+        query_at = torch.arange(seen - query_len, seen, device=device)[:, None]
+        key_at = torch.arange(seen, device=device)[None]
         found = key_at <= query_at
         if window:
             found &= key_at > query_at - window

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -218,6 +218,33 @@ def _recorded(device: Device, stream: Any) -> Marker:
     event = _module(device).Event(blocking=True)  # whoever waits sleeps: the other threads need the core
     event.record(stream)
     return Marker(event)
+
+
+def capture(device: Device) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """What makes a graph of an accelerator's launches: called with what launches, it returns what launches all again.
+
+    Both return the same tensors. The graphs share their memory: what one returned, the next overwrites.
+    """
+    module = _module(device)
+    memory_pool = module.graph_pool_handle()
+
+    def make(run: Callable[[], Any]) -> Callable[[], Any]:
+        with SideStream(device) as side:  # once as it is: kernels are compiled and loaded, which no capture can hold
+            side.after(mark(device))
+            run()
+        synchronize(device)
+        graph = module.CUDAGraph()
+        # Other threads copy meanwhile: only this one's launches are captured, and may not wait.
+        with module.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
+            result = run()
+
+        def replay() -> Any:
+            graph.replay()
+            return result
+
+        return replay
+
+    return make
 
 
 def available_nbytes(device: Device) -> int:

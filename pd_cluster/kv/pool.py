@@ -13,6 +13,8 @@ import os
 import secrets
 import threading
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pd_cluster.device import CPU, Device
@@ -79,6 +81,15 @@ class KVPool:
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value of one layer, each [num_blocks + extra, block_size, local_kv_heads, head_dim] (strided)."""
         return self.data[:, layer_idx, 0], self.data[:, layer_idx, 1]
+
+    def check_blocks(self, table: npt.NDArray[np.int64], wanted: int) -> None:
+        """Kernels trust what passes here; `wanted` is how long it must be. Raises ValueError."""
+        least, most = int(table.min()), int(table.max())
+        if len(table) != wanted or least < 0 or most > self.num_blocks:  # that one is for padding
+            raise ValueError(
+                f"block tables hold {len(table)} blocks from {least} to {most}, "
+                f"wanted {wanted} from 0 to {self.num_blocks}"
+            )
 
     def flat(self) -> torch.Tensor:
         """The same memory as bytes: [num_blocks + extra, block_nbytes] uint8."""

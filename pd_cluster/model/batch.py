@@ -99,7 +99,7 @@ def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
     block_size, input_ids, block_table = pool.layout.block_size, step.input_ids, step.blocks
     lens, starts, nums_blocks, counts = step.rows.T  # each [num_seqs]
     query_starts, table_starts = _starts(lens), _starts(nums_blocks)
-    _check(block_table, int(table_starts[-1]), pool.num_blocks)
+    pool.check_blocks(block_table, int(table_starts[-1]))
     if len(lens) == len(input_ids):  # one token each
         positions, first_block = starts, table_starts[:-1]
     else:
@@ -147,16 +147,6 @@ def packed(
         name: there[starts[name] : starts[name] + array.nbytes].view(_DTYPES[array.dtype.itemsize]).view(array.shape)
         for name, array in arrays.items()
     }
-
-
-def _check(block_table: Ints, wanted: int, num_blocks: int) -> None:
-    """The kernels trust what passes here. Block `num_blocks` is the one for padding."""
-    least, most = int(block_table.min()), int(block_table.max())
-    if len(block_table) != wanted or least < 0 or most > num_blocks:
-        raise ValueError(
-            f"block tables hold {len(block_table)} blocks from {least} to {most}, "
-            f"wanted {wanted} from 0 to {num_blocks}"
-        )
 
 
 def _starts(lens: Ints) -> Ints:

@@ -1,0 +1,151 @@
+"""Decode steps through the buffers of graphs give what they give without; captured as calls that are made again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.device import CPU
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model import graphs as module
+from pd_cluster.model import loader
+from pd_cluster.model.batch import batch_of, step_input
+from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.graphs import DecodeGraphs, bucket_of, padded_size
+from pd_cluster.types import Request, SamplingParams
+from tests.support.checkpoints import VOCAB_SIZE
+
+BLOCK_SIZE, NUM_BLOCKS, MOST, MAX_LEN = 4, 60, 12, 24
+
+
+class World:
+    """Sequences in two pools that hold the same; one is decoded through graphs."""
+
+    def __init__(self, model: CausalLM, seed: int) -> None:
+        self.model, self.rng = model, random.Random(seed)
+        layout = loader.layout_of(model.config, BLOCK_SIZE, "float32")
+        self.eager, self.pool = KVPool(layout, NUM_BLOCKS), KVPool(layout, NUM_BLOCKS)
+        self.runs: list[int] = []  # how often each graph's launches were made
+        self.graphs = DecodeGraphs(model, self.pool, MOST, MAX_LEN, self.capture)
+        self.requests: list[Request] = []
+
+    def capture(self, run: module.Run) -> module.Run:
+        which = len(self.runs)
+        self.runs.append(0)
+
+        def again() -> torch.Tensor:
+            self.runs[which] += 1
+            return run()
+
+        return again
+
+    def start(self, num_requests: int) -> None:
+        free = list(range(NUM_BLOCKS))
+        self.rng.shuffle(free)
+        for i in range(num_requests):
+            prompt = [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.randrange(1, 9))]
+            self.requests.append(
+                Request(str(i), prompt, SamplingParams(), block_table=[free.pop() for _ in range(MAX_LEN // 4)][:4])
+            )
+        step = step_input([(r, len(r.prompt_token_ids)) for r in self.requests], BLOCK_SIZE)
+        assert self.graphs.compute(step) is None or all(len(r.prompt_token_ids) == 1 for r in self.requests)
+        for pool in (self.eager, self.pool):
+            self.model(batch_of(step, pool))
+        for request in self.requests:
+            request.num_computed_tokens = len(request.prompt_token_ids)
+
+    def decode(self) -> None:
+        """One token each of some, in any order."""
+        chosen = self.rng.sample(self.requests, self.rng.randrange(1, len(self.requests) + 1))
+        for request in chosen:
+            request.output_token_ids.append(self.rng.randrange(VOCAB_SIZE))
+        step = step_input([(request, 1) for request in chosen], BLOCK_SIZE)
+        expected = self.model(batch_of(step, self.eager))
+        actual = self.graphs.compute(step)
+        assert actual is not None
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        for request in chosen:
+            request.num_computed_tokens += 1
+
+
+@pytest.fixture(params=["llama", "gemma2"])
+def model(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> CausalLM:
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
+    return loader.load_model(Checkpoint.open(str(checkpoint(request.param))), "float32", CPU)
+
+
+def test_replayed_steps_are_the_steps(model: CausalLM) -> None:
+    with torch.inference_mode():
+        for seed in range(4):
+            world = World(model, seed)
+            world.start(3 * seed + 1)
+            for _ in range(6):
+                world.decode()
+            torch.testing.assert_close(
+                world.pool.data[:NUM_BLOCKS], world.eager.data[:NUM_BLOCKS], rtol=1e-4, atol=1e-4
+            )
+            assert 6 <= sum(world.runs) <= 7  # the prompts are a step, too, where each is one token
+            assert world.graphs.num_captured < sum(world.runs)
+
+
+def test_padding_touches_no_block_but_its_own(model: CausalLM) -> None:
+    with torch.inference_mode():
+        world = World(model, 5)
+        world.start(3)
+        before = world.pool.data.clone()
+        assert world.graphs.compute(step_input([(r, 1) for r in _grown(world.requests)], BLOCK_SIZE)) is not None
+        changed = (world.pool.data != before).flatten(1).any(1).nonzero().flatten().tolist()
+        own = {r.block_table[r.num_computed_tokens // BLOCK_SIZE] for r in world.requests}
+        assert set(changed) == own | {NUM_BLOCKS}
+
+
+def test_device_tokens_take_the_place_of_the_step_s(model: CausalLM) -> None:
+    with torch.inference_mode():
+        world = World(model, 6)
+        world.start(3)
+        step = step_input([(r, 1) for r in _grown(world.requests)], BLOCK_SIZE)
+        given = world.graphs.compute(step)
+        assert given is not None
+        expected = given.clone()
+        ids = torch.from_numpy(step.input_ids).clone()
+        step.input_ids[:] = 0
+        actual = world.graphs.compute(step, ids)
+        assert actual is not None
+        torch.testing.assert_close(actual, expected)
+
+
+def _grown(requests: list[Request]) -> list[Request]:
+    for request in requests:
+        if not request.num_behind:
+            request.output_token_ids.append(5)
+    return requests
+
+
+def test_sizes_and_buckets() -> None:
+    assert [padded_size(n, 20) for n in (1, 2, 3, 5, 8, 9, 16, 17, 20)] == [1, 2, 4, 8, 8, 16, 16, 20, 20]
+    assert [bucket_of(n) for n in (1, 512, 513, 2048, 2049)] == [512, 512, 2048, 2048, 8192]
+
+
+def test_steps_of_another_kind_are_left_to_others(model: CausalLM) -> None:
+    world = World(model, 7)
+    requests = [Request(str(i), [1, 2], SamplingParams(), block_table=[i]) for i in range(MOST + 1)]
+    assert world.graphs.compute(step_input([(requests[0], 2)], BLOCK_SIZE)) is None
+    assert world.graphs.compute(step_input([(requests[0], 1)], BLOCK_SIZE)) is None  # a prompt's part: not sampled
+    for request in requests:
+        request.num_computed_tokens = 1
+    assert world.graphs.compute(step_input([(request, 1) for request in requests], BLOCK_SIZE)) is None
+
+
+def test_a_block_that_the_pool_does_not_have_is_refused(model: CausalLM) -> None:
+    world = World(model, 8)
+    request = Request("0", [1], SamplingParams(), block_table=[NUM_BLOCKS + 1])
+    with pytest.raises(ValueError, match="block tables hold"):
+        world.graphs.compute(step_input([(request, 1)], BLOCK_SIZE))

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 NAME = "engine"
 END_TIMEOUT_S = 30.0  # for a step that has begun
+POLL_S = 0.005
 NO_TIMEOUTS = Timeouts(request_timeout_s=0.0)  # whoever waits here can end it by hand
 
 
@@ -65,7 +67,9 @@ class LocalEngine:
 
         if self._thread.is_alive():
             self._inbox.put(Stop())
-            await asyncio.to_thread(self._thread.join, END_TIMEOUT_S)
+            deadline_s = time.monotonic() + END_TIMEOUT_S
+            while self._thread.is_alive() and time.monotonic() < deadline_s:
+                await asyncio.sleep(POLL_S)  # no executor would do it: none starts threads at the interpreter's end
 
     # ---- the router's mailbox, and the worker's: one talks to the other
 

@@ -6,6 +6,8 @@ Knows nothing of whose names and shapes its callers have.
 from __future__ import annotations
 
 import atexit
+import os
+import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -18,7 +20,7 @@ from pd_cluster.api.service import TextService
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.launcher import Launch
 from pd_cluster.config import ApiConfig, ChatConfig, EngineConfig, RoutingConfig
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import Closed, ConfigError
 from pd_cluster.offline.local import NO_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.split import SplitCluster
@@ -57,7 +59,8 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offline:
-    """Ready when it is made, gone when it is closed: by `close`, by `with`, or at the interpreter's end.
+    """Ready when it is made, gone when it is closed: by `close`, by `with`, when nobody has it any more, or at the
+    interpreter's end. A process that was forked off does not have it.
 
     `service` belongs to the event loop of a thread of its own: what awaits it goes through `run`, `start` or `iterate`.
     """
@@ -69,6 +72,7 @@ class Offline:
                 f"prefill {config.prefill}, decode {config.decode}: give how many of each there shall be, or neither "
                 f"for an engine in this process"
             )
+        self._pid = os.getpid()
         self._loop = LoopThread("pd-cluster")
         self._backend: LocalEngine | SplitCluster | None = None
         self._service: TextService | None = None
@@ -86,26 +90,44 @@ class Offline:
         return self._service
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, awaited by this thread. Ctrl-C cancels it. Raises Closed after the end."""
+        """Its result, awaited by this thread. Ctrl-C cancels it. Raises Closed after the end, and in a fork."""
+        self._check_process(work)
         return self._loop.run(work)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Its result, later. Raises Closed after the end."""
-        return self._loop.start(work)
+        """Its result, later. Raises Closed after the end, and in a fork."""
+        self._check_process(work)
+        future = self._loop.start(work)
+        future.add_done_callback(lambda _: self._pid)  # so that this object is not collected before it is done
+        return future
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Its items, as this thread asks for them. Leaving the iteration closes the generator."""
-        return self._loop.iterate(items)
+        self._check_process()
+        yield from self._loop.iterate(items)
+
+    def _check_process(self, work: Coroutine[Any, Any, Any] | None = None) -> None:
+        """No thread comes along in a fork: what waited for one there would wait forever."""
+        if os.getpid() != self._pid:
+            if work is not None:
+                work.close()
+            raise Closed(f"this engine stayed in process {self._pid}, which this one was forked off; make one here")
 
     def close(self) -> None:
-        """Ends everything; once is enough."""
-        if self._loop.is_closed:
+        """Ends everything; once is enough. Nothing in a fork, which has none of it."""
+        if self._loop.is_closed or os.getpid() != self._pid:
             return
         try:
             self._loop.run(self._close())
         finally:
             self._loop.close()
             atexit.unregister(self._at_exit)
+
+    def __del__(self) -> None:
+        """`del llm` gives its memory and its processes back. Whoever collects this may be the loop that ends here."""
+        loop = getattr(self, "_loop", None)  # there is none when the constructor has refused its arguments
+        if loop is not None and not loop.is_closed and os.getpid() == self._pid:
+            threading.Thread(target=self.close, name="pd-cluster-end").start()
 
     def __enter__(self) -> Self:
         return self
@@ -134,10 +156,12 @@ class Offline:
         return service
 
     async def _close(self) -> None:
-        if self._service is not None:
-            await self._service.close()
-        if self._backend is not None:
-            await self._backend.close()
+        try:
+            if self._service is not None:
+                await self._service.close()
+        finally:
+            if self._backend is not None:
+                await self._backend.close()
 
 
 def _close_at_exit(offline: Offline) -> Callable[[], None]:

@@ -73,8 +73,16 @@ async def answer(service: TextService, ask: Ask) -> RequestOutput:
         generation = await _begun(service, ask)
         generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
         pieces = await service.complete([generation])
-    except PdClusterError as error:
+        return _answered(service, ask, generation, pieces, arrival)
+    except Exception as error:  # as the API does it: one request's fault is not the others'
+        if not isinstance(error, PdClusterError):
+            log.error("%s: unexpected error", ask.request_id, exc_info=error)
         return _failed(ask, error, generation, arrival)
+
+
+def _answered(
+    service: TextService, ask: Ask, generation: Generation, pieces: list[Piece], arrival: Arrival
+) -> RequestOutput:
     return RequestOutput(
         request_id=ask.request_id,
         prompt=_prompt_text(service, ask, generation),
@@ -121,7 +129,7 @@ async def _generation(service: TextService, ask: Ask, request: CompletionRequest
 # ---- how it ends
 
 
-def _failed(ask: Ask, error: PdClusterError, generation: Generation | None, arrival: Arrival) -> RequestOutput:
+def _failed(ask: Ask, error: Exception, generation: Generation | None, arrival: Arrival) -> RequestOutput:
     prompt = ask.prompt
     known = generation.prompt_token_ids if generation is not None else prompt if isinstance(prompt, list) else []
     return RequestOutput(
@@ -131,7 +139,7 @@ def _failed(ask: Ask, error: PdClusterError, generation: Generation | None, arri
         outputs=Outputs([CompletionOutput(finish_reason="error")]),
         metrics=RequestMetrics(arrival_time=arrival.wall_s, finished_time=time.time()),
         error_code=status_of(error),
-        error_msg=str(error),
+        error_msg=str(error) if isinstance(error, PdClusterError) else f"{type(error).__name__}: {error}",
     )
 
 

@@ -54,6 +54,7 @@ def asks_for_prompts(
             _check_together(each)
             fields = _with_guide(each.fields(), guided)
             request = parsed[id(each)] = checked({"prompt": "", **fields}, CompletionRequest)
+            _check_numbers(request)
         own = request if request.own_seed is not None else request.model_copy(update={"seed": new_seed()})
         asks.append(Ask(f"cmpl-{secrets.token_hex(12)}", own, prompt, _most_together(each), has_text))
     return asks
@@ -73,6 +74,7 @@ def asks_for_chats(
         _check_together(each)
         fields = _for_chat(each.fields())
         request = checked({"messages": plain("messages", messages), **fields, **shared}, ChatCompletionRequest)
+        _check_numbers(request)
         for at, message in enumerate(request.messages):
             message.to_template(at)
         tools_of(request, has_tool_parser)
@@ -98,6 +100,18 @@ def _with_guide(fields: dict[str, Any], guided: dict[str, Any]) -> dict[str, Any
                 param="guided_options_request",
             )
     return fields | guided
+
+
+def _check_numbers(request: CompletionRequest | ChatCompletionRequest) -> None:
+    """What the service finds out too, when work on other prompts has begun."""
+    most, least = request.max_tokens, request.min_tokens or 0
+    if most is not None and most < 1:
+        raise RequestError(f"max_tokens: {most}; must be at least 1", param="max_tokens")
+    if most is not None and least > most:
+        raise RequestError(
+            f"min_tokens: {least} is more than max_tokens, {most}; raise max_tokens or lower min_tokens",
+            param="min_tokens",
+        )
 
 
 def _check_together(params: SamplingParams) -> None:

@@ -5,6 +5,7 @@ Messages go to stderr; stdout may be the output.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -13,7 +14,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from pd_cluster.offline.batch_progress import shown
 from pd_cluster.offline.session import Offline, OfflineConfig
 
 STANDARD = "-"
+SYNC_EVERY_S = 1.0
 INTERRUPTED = 130  # exit code, as shells have it for Ctrl-C
 
 
@@ -65,7 +67,7 @@ class Job:
             if found.num_left:
                 with Offline(self.config) as offline:
                     batch = Batch(offline.service, output.write, self.concurrency)
-                    offline.run(_shown(batch, left, found.num_left))
+                    offline.run(_shown(batch, left, found.num_left, output))
         except KeyboardInterrupt:
             _say(f"stopped; {self._so_far(batch, found, resumes)}")
             return INTERRUPTED
@@ -89,9 +91,27 @@ class Job:
         )
 
 
-async def _shown(batch: Batch, left: Iterator[Entry], total: int) -> None:
-    async with shown(batch.counts, total):
+async def _shown(batch: Batch, left: Iterator[Entry], total: int, output: Output) -> None:
+    async with shown(batch.counts, total), _synced(output):
         await batch.run(left)
+
+
+@contextlib.asynccontextmanager
+async def _synced(output: Output) -> AsyncIterator[None]:
+    """A power cut takes back the answers of the last moments at most, and of none that are there at the end."""
+
+    async def sync() -> None:
+        while True:
+            await asyncio.sleep(SYNC_EVERY_S)
+            await asyncio.to_thread(output.sync)  # what it raises, the next line's write raises too
+
+    syncing = asyncio.create_task(sync())
+    try:
+        yield
+    finally:
+        syncing.cancel()
+        await asyncio.gather(syncing, return_exceptions=True)
+        output.sync()
 
 
 def _say(line: str) -> None:
@@ -122,17 +142,30 @@ def opened_target(name: str) -> Iterator[Target]:
         yield Target(sys.stdout.fileno(), None)
         return
     try:
-        is_file = not Path(name).exists() or stat.S_ISREG(Path(name).stat().st_mode)
+        is_new = not Path(name).exists()
+        is_file = is_new or stat.S_ISREG(Path(name).stat().st_mode)
         fd = os.open(name, (os.O_RDWR if is_file else os.O_WRONLY) | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise ConfigError(f"-o {name}: cannot be written: {error.strerror}") from None
     with os.fdopen(fd, "rb" if is_file else "wb", closefd=True) as file:
+        if is_new:
+            _sync_folder_of(name)
         if is_file:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ConfigError(f"-o {name}: another run-batch writes it; wait for its end, or end it") from None
         yield Target(fd, file if is_file else None)
+
+
+def _sync_folder_of(name: str) -> None:
+    """So that a power cut leaves the file itself, too."""
+    with contextlib.suppress(OSError):  # some systems cannot
+        fd = os.open(Path(name).absolute().parent, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _check_local(flag: str, name: str) -> None:

@@ -6,6 +6,7 @@ Python makes about 100). Knows nothing of engines or of what is in an answer.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import reprlib
@@ -24,6 +25,7 @@ MAX_LINE_NBYTES = MAX_BODY_NBYTES + (64 << 10)  # a body and what is around it
 MAX_ID_NUM_CHARS = 1024
 ID_PREFIX = "batch_req_"
 FIRST_BYTES = b'{"id":"' + ID_PREFIX.encode()  # of every line that is written here
+NOT_ON_DISK = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # what fsync says of pipes and the like
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -230,12 +232,34 @@ class Output:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._is_synced = True
+        self._failed: OutputFailed | None = None
 
     def write(self, line: bytes) -> None:
         """Raises OutputFailed."""
+        self._check()
         rest = memoryview(line)
         try:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
             raise OutputFailed(f"the output cannot be written: {error.strerror}") from None
+        self._is_synced = False
+
+    def sync(self) -> None:
+        """All that was written before is on the disk after it, where a power cut leaves it. Raises OutputFailed."""
+        self._check()
+        if self._is_synced:
+            return
+        self._is_synced = True  # first: another thread may write while this one waits
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            if error.errno not in NOT_ON_DISK:
+                self._failed = OutputFailed(f"the output did not reach the disk: {error.strerror}")
+        self._check()
+
+    def _check(self) -> None:
+        """The system tells once that a disk has failed; what was written then is lost, whatever it says later."""
+        if self._failed is not None:
+            raise self._failed

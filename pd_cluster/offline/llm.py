@@ -35,12 +35,15 @@ class LLM:
     `prefill` and `decode` are numbers of worker processes: prompts are computed by the first, and what follows by the
     second. Without them the engine runs in this process. Usable in `with`; `close` gives everything back.
 
+    In a process that was forked off, it is not there: make one in it. `del` ends it as well as `close`.
+
     Every other argument is one of TACO-LLM's, of FastDeploy's, or a flag of `pd-cluster serve` by its Python name
     (docs/flags.md): honoured, accepted with one warning where it cannot matter here, or refused with the reason. Worth
     knowing:
 
-    - `dtype` "auto" is float32 on the CPU, where 16 bits are emulated and slow. TACO-LLM's document makes float16 of a
-      float32 checkpoint: that is not done here, and a warning says so. "float16" and "bfloat16" are honoured.
+    - `dtype` "auto" is the checkpoint's own, but float32 on the CPU, where 16 bits are emulated and slow. TACO-LLM's
+      document makes float16 of a float32 checkpoint: that is not done here. Warnings say either. "float16" and
+      "bfloat16" are honoured.
     - `gpu_memory_utilization` 0.9, the default, asks for nothing: the pool then has a size that suits the CPU, whose
       memory is not the engine's alone. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
     - `seed` is what seeds of requests without their own are drawn from, in the order of the input, so that the same
@@ -104,13 +107,7 @@ class LLM:
         self._seeds: random.Random = random.SystemRandom() if seed is None else random.Random(seed)
         with in_python_names():
             self._offline = Offline(config)
-        for instance in self._offline.service.router.membership.instances:
-            if (info := instance.info) is not None and info.layout is not None:
-                size = info.layout.block_size
-                log.info("%s: %d KV cache blocks of %d tokens", instance.name, info.num_blocks, size)
-        own = self._offline.checkpoint.config
-        if dtype == "auto" and (own.get("dtype") or own.get("torch_dtype") or "float32") == "float32":
-            log.warning('dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that')
+        self._say_what_it_became(dtype)
 
     def generate(
         self,
@@ -191,6 +188,27 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _say_what_it_became(self, dtype: str) -> None:
+        """The number of blocks; and what "auto" means here, where the documents have it otherwise."""
+        own = self._offline.checkpoint.config
+        on_disk = used = own.get("dtype") or own.get("torch_dtype") or "float32"
+        for instance in self._offline.service.router.membership.instances:
+            if (info := instance.info) is not None and info.layout is not None:
+                used = info.layout.dtype
+                size = info.layout.block_size
+                log.info("%s: %d KV cache blocks of %d tokens", instance.name, info.num_blocks, size)
+        if dtype != "auto":
+            return
+        if on_disk == "float32":
+            log.warning('dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that')
+        elif used != on_disk:
+            log.warning(
+                'dtype "auto": the checkpoint is %s, the CPU computes in %s; say dtype="%s" to have that',
+                on_disk,
+                used,
+                on_disk,
+            )
 
     def _answered(self, asks: list[Ask], shows_progress: bool) -> list[RequestOutput]:
         with Progress(len(asks), shows_progress) as progress:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 NAME = "engine"
 END_TIMEOUT_S = 30.0  # for a step that has begun
+POLL_S = 0.005
 NO_TIMEOUTS = Timeouts(request_timeout_s=0.0)  # whoever waits here can end it by hand
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -21,17 +22,16 @@ class Progress:
         out: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._out = sys.stderr if out is None else out
+        stream = sys.stderr if out is None else out
         self._num_requests = num_requests
-        self._is_shown = is_shown
         self._clock = clock
         self._started_s = clock()
         self._num_done = self._num_in = self._num_out = 0
         self._bar: Any = None
-        if is_shown and self._out.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=num_requests, desc="Processed prompts", file=self._out, dynamic_ncols=True)
+        # A program's stderr can be closed, or not be there at all.
+        self._out: TextIO | None = stream if is_shown and stream is not None and not stream.closed else None
+        with self._nobody_has_to_read():
+            self._open_bar()
 
     def add(self, num_in: int, num_out: int) -> None:
         """One more has ended, with so many tokens."""
@@ -39,11 +39,26 @@ class Progress:
         self._num_done += 1
         self._num_in += num_in
         self._num_out += num_out
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._speed, refresh=False)
-            self._bar.update()
-        elif self._is_shown and self._num_done * NUM_LINES // self._num_requests > before:
-            print(f"Processed prompts: {self._num_done}/{self._num_requests} [{self._speed}]", file=self._out)
+        with self._nobody_has_to_read():
+            if self._bar is not None:
+                self._bar.set_postfix_str(self._speed, refresh=False)
+                self._bar.update()
+            elif self._out is not None and self._num_done * NUM_LINES // self._num_requests > before:
+                print(f"Processed prompts: {self._num_done}/{self._num_requests} [{self._speed}]", file=self._out)
+
+    def _open_bar(self) -> None:
+        if self._out is not None and self._out.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._num_requests, desc="Processed prompts", file=self._out, dynamic_ncols=True)
+
+    @contextlib.contextmanager
+    def _nobody_has_to_read(self) -> Iterator[None]:
+        """A pipe that is closed at its other end, a terminal that has gone: no reason to lose the answers."""
+        try:
+            yield
+        except (OSError, ValueError):
+            self._out = self._bar = None
 
     @property
     def _speed(self) -> str:
@@ -56,5 +71,6 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        with self._nobody_has_to_read():
+            if self._bar is not None:
+                self._bar.close()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_cluster.errors import RequestError
-from pd_cluster.offline.sampling import SamplingParams
+from pd_cluster.offline.sampling import HALF, SamplingParams, is_text
 
 Prompt = str | list[int]
 MULTIMODAL = ("multimodal_data", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
@@ -27,13 +27,13 @@ def read_prompts(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
     name, given = ("prompts", prompts) if prompts is not None else ("prompt_token_ids", prompt_token_ids)
     if isinstance(given, str | Mapping):
         return [_prompt(name, given)]
-    several = _listed(name, given)
+    several = _listed(name, given, KINDS)
     if not several:
         raise RequestError(f"{name}: empty; give {KINDS}", param=name)
     if _is_id(several[0]):
         return [_token_ids(name, several)]
     kinds = {_kind(each) for each in several}
-    if len(kinds) > 1:
+    if len(kinds) > 1 or not kinds <= {"strings", "dicts", "lists"}:
         raise RequestError(f"{name}: {' and '.join(sorted(kinds))} in one list; give {KINDS}", param=name)
     return [_prompt(f"{name}[{at}]", each) for at, each in enumerate(several)]
 
@@ -61,7 +61,7 @@ def paired(params: Any, num_prompts: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
-    several = _listed(name, params)
+    several = _listed(name, params, "SamplingParams, or a list of them")
     for at, each in enumerate(several):
         if not isinstance(each, SamplingParams):
             raise RequestError(f"{name}[{at}]: {type(each).__name__}; must be SamplingParams", param=name)
@@ -82,7 +82,7 @@ def refuse(given: Mapping[str, Any], why: str) -> None:
 def _prompt(name: str, given: Any) -> Prompt:
     if isinstance(given, Mapping):
         return _from_mapping(name, given)
-    return given if isinstance(given, str) else _token_ids(name, given)
+    return _text(name, given) if isinstance(given, str) else _token_ids(name, given)
 
 
 def _from_mapping(name: str, given: Mapping[str, Any]) -> Prompt:
@@ -94,14 +94,20 @@ def _from_mapping(name: str, given: Mapping[str, Any]) -> Prompt:
         if key not in (*known, *MULTIMODAL):
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
-            raise RequestError(f"{name}.{reprlib.repr(key)[1:-1]}: not known{hint}", param="prompts")
+            raise RequestError(f"{name}.{reprlib.repr(str(key))[1:-1]}: not known{hint}", param="prompts")
     found = [key for key in known if given.get(key) is not None]
     if len(found) != 1:
         raise RequestError(f"{name}: must have one of {' and '.join(known)}", param="prompts")
     value = given[found[0]]
     if isinstance(value, str) and found == ["prompt"]:
-        return value
+        return _text(f"{name}.prompt", value)
     return _token_ids(f"{name}.{found[0]}", value)
+
+
+def _text(name: str, given: str) -> str:
+    if not is_text(given):
+        raise RequestError(f"{name}: {reprlib.repr(given)}: {HALF}", param="prompts")
+    return given
 
 
 def _token_ids(name: str, given: Any) -> list[int]:
@@ -116,13 +122,13 @@ def _token_ids(name: str, given: Any) -> list[int]:
     return [operator.index(each) for each in ids]
 
 
-def _listed(name: str, given: Any) -> list[Any]:
+def _listed(name: str, given: Any, kinds: str = "a list") -> list[Any]:
     """A list, a tuple, or what has `tolist`, such as an array."""
     if hasattr(given, "tolist"):
         given = given.tolist()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         raise RequestError(
-            f"{name}: {type(given).__name__}; must be a list", param=name.partition("[")[0].partition(".")[0]
+            f"{name}: {type(given).__name__}; must be {kinds}", param=name.partition("[")[0].partition(".")[0]
         )
     return list(given)
 

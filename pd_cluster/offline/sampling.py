@@ -17,6 +17,7 @@ from pd_cluster.errors import RequestError
 
 # vLLM's and FastDeploy's names that the API knows nothing of -> why they are refused
 NOT_HERE = {"reasoning_max_tokens": "reasoning is not counted by itself; use max_tokens"}
+HALF = "half a character (a lone surrogate), which is no text"
 GUIDES = ("json", "regex", "choice", "grammar")
 
 
@@ -147,21 +148,37 @@ OPTIONS = {f"guided_{name}": name for name in (*GUIDES, "json_object", "whitespa
 
 
 def plain(name: str, value: Any) -> Any:
-    """As it comes out of JSON: lists for tuples and arrays, strings for keys. Raises RequestError."""
+    """As it comes out of JSON: lists for tuples and arrays, strings for keys, whole characters. Raises RequestError."""
     if name in ("logits_processors", "extra_args"):  # refused whatever they hold
         return value
     try:
         return _plain(value)
+    except UnicodeEncodeError:
+        raise RequestError(f"{name}: {reprlib.repr(value)}: {HALF}", param=name) from None
     except (TypeError, RecursionError):
         raise RequestError(f"{name}: {reprlib.repr(value)} is not a value that JSON could have", param=name) from None
 
 
+def is_text(given: str) -> bool:
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _plain(value: Any) -> Any:
-    """Also numpy's and torch's numbers and arrays, and for a pydantic model its schema. Raises TypeError."""
-    if value is None or isinstance(value, str | bool | int | float):
+    """Also numpy's and torch's numbers and arrays, and for a pydantic model its schema.
+
+    Raises TypeError, and UnicodeEncodeError for half a character.
+    """
+    if isinstance(value, str):
+        value.encode()
+        return value
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {_plain(str(key)): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(each) for each in value]
     if hasattr(value, "model_json_schema"):

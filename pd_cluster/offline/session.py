@@ -6,6 +6,7 @@ Knows nothing of whose names and shapes its callers have.
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from pd_cluster.api.service import TextService
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.launcher import Launch
 from pd_cluster.config import ApiConfig, ChatConfig, EngineConfig, RoutingConfig
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import Closed, ConfigError
 from pd_cluster.offline.local import NO_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.split import SplitCluster
@@ -57,7 +58,8 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offline:
-    """Ready when it is made, gone when it is closed: by `close`, by `with`, or at the interpreter's end.
+    """Ready when it is made, gone when it is closed: by `close`, by `with`, when nobody has it any more, or at the
+    interpreter's end. A process that was forked off does not have it.
 
     `service` belongs to the event loop of a thread of its own: what awaits it goes through `run`, `start` or `iterate`.
     """
@@ -86,19 +88,33 @@ class Offline:
         return self._parts.service
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, awaited by this thread. Ctrl-C cancels it. Raises Closed after the end."""
+        """Its result, awaited by this thread. Ctrl-C cancels it. Raises Closed after the end, and in a fork."""
+        self._check_process(work)
         return self._loop.run(work)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Its result, later. Raises Closed after the end."""
-        return self._loop.start(work)
+        """Its result, later. Raises Closed after the end, and in a fork."""
+        self._check_process(work)
+        future = self._loop.start(work)
+        future.add_done_callback(lambda _: self._parts)  # so that this object is not collected before it is done
+        return future
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Its items, as this thread asks for them. Leaving the iteration closes the generator."""
-        return self._loop.iterate(items)
+        self._check_process()
+        yield from self._loop.iterate(items)
+
+    def _check_process(self, work: Coroutine[Any, Any, Any] | None = None) -> None:
+        """No thread comes along in a fork: what waited for one there would wait forever."""
+        if not self._parts.is_own:
+            if work is not None:
+                work.close()
+            raise Closed(
+                f"this engine stayed in process {self._parts.pid}, which this one was forked off; make one here"
+            )
 
     def close(self) -> None:
-        """Ends everything; once is enough."""
+        """Ends everything; once is enough. Nothing in a fork, which has none of it."""
         self._parts.close()
 
     def __enter__(self) -> Self:
@@ -132,12 +148,18 @@ class _Parts:
     """What an `Offline` has to end. Does not know it, so that it can be forgotten."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self.loop = LoopThread("pd-cluster")
         self.backend: LocalEngine | SplitCluster | None = None
         self.service: TextService | None = None
 
+    @property
+    def is_own(self) -> bool:
+        """Not in a fork, where none of the threads is."""
+        return os.getpid() == self.pid
+
     def close(self) -> None:
-        if self.loop.is_closed:
+        if self.loop.is_closed or not self.is_own:
             return
         try:
             self.loop.run(self._close())
@@ -147,14 +169,17 @@ class _Parts:
 
     def end(self) -> None:
         """Without waiting: what is forgotten is collected on any thread, the loop's own among them."""
-        self.loop.end(self._close())
-        atexit.unregister(self.close)
+        if self.is_own:
+            self.loop.end(self._close())
+            atexit.unregister(self.close)
 
     async def _close(self) -> None:
-        if self.service is not None:
-            await self.service.close()
-        if self.backend is not None:
-            await self.backend.close()
+        try:
+            if self.service is not None:
+                await self.service.close()
+        finally:
+            if self.backend is not None:
+                await self.backend.close()
 
 
 def _launch(config: OfflineConfig) -> Launch:

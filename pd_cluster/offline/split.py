@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -61,23 +60,29 @@ class SplitCluster:
         await self._until_linked(time.monotonic() + START_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Ends the processes: asks, waits, kills. Removes the rank tables."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-            self.edge.mailbox.close()
-        running = [process for process in self._processes.values() if process.poll() is None]
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second one does not wait for requests
-            for process in running:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(number)
-            deadline_s = time.monotonic() + STOP_TIMEOUT_S / 2
-            while running and time.monotonic() < deadline_s:
-                running = [process for process in running if process.poll() is None]
-                await asyncio.sleep(POLL_S / 4)
-            if not running:
-                break
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Ends the processes: asks, waits, kills. Removes the rank tables. Cut short by a second Ctrl-C, kills."""
+        try:
+            if self._watching is not None:
+                self._watching.cancel()
+                await asyncio.gather(self._watching, return_exceptions=True)
+                self.edge.mailbox.close()
+            for _ in range(2):  # the second signal does not wait for requests
+                for process in self._running:
+                    process.terminate()
+                await self._until_ended(time.monotonic() + STOP_TIMEOUT_S / 2)
+        finally:
+            for process in self._running:
+                process.kill()
+                process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self._processes.values() if process.poll() is None]
+
+    async def _until_ended(self, deadline_s: float) -> None:
+        while self._running and time.monotonic() < deadline_s:
+            await asyncio.sleep(POLL_S / 4)
 
     async def _until_linked(self, deadline_s: float) -> None:
         num_pairs = self._launch.num_prefill * self._launch.num_decode

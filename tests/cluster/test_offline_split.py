@@ -20,6 +20,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.offline.session import Offline, OfflineConfig
 from pd_cluster.offline.split import SplitCluster
 from tests.support.checkpoints import reference_greedy
+from tests.support.cluster import children_of
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
@@ -87,6 +88,22 @@ def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:
     expected = {"exception": 1, "kill": -signal.SIGKILL, "interrupt": -signal.SIGINT}.get(how, 0)
     assert done.returncode in (expected, 130 if how == "interrupt" else expected), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how == "interrupt")
+    asyncio.run(until_gone(pids))
+
+
+def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C while it waits for processes, in a program that goes on: Jupyter's way."""
+    monkeypatch.setattr(subprocess.Popen, "terminate", lambda self: None)  # they take their time
+    made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
+    assert isinstance(made._backend, SplitCluster)
+    folder, processes = made._backend._folder, list(made._backend._processes.values())
+    pids = [pid for each in processes for pid in (each.pid, *children_of(each.pid))]
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        made.close()
+    assert [each.returncode for each in processes] == [-signal.SIGKILL] * 2
+    assert not folder.exists()
     asyncio.run(until_gone(pids))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 
 from pd_cluster import LLM, SamplingParams
-from pd_cluster.errors import ConfigError
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.device import Device, DeviceKind
+from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.model.loader import resolve_dtype
 from tests.support.checkpoints import reference_greedy
 from tests.support.scripted_scenarios import FAMILIES
 
@@ -213,6 +217,21 @@ def test_the_number_of_blocks_is_logged(path: Path, caplog: pytest.LogCaptureFix
     assert "engine: 256 KV cache blocks of 64 tokens" in caplog.messages
 
 
+@pytest.mark.parametrize(("kind", "wanted"), [("cpu", "float32"), ("cuda", "bfloat16"), ("npu", "bfloat16")])
+def test_auto_is_the_checkpoints_dtype_but_on_the_cpu(
+    path: Path, tmp_path: Path, kind: DeviceKind, wanted: str
+) -> None:
+    checkpoint = Checkpoint.open(str(copied(path, tmp_path, dtype=None, torch_dtype="bfloat16")))
+    assert resolve_dtype("auto", checkpoint, Device(kind)) == wanted
+
+
+def test_auto_on_the_cpu_is_said(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(copied(path, tmp_path, dtype=None, torch_dtype="bfloat16")), max_model_len=64, num_blocks=16):
+        pass
+    said = 'dtype "auto": the checkpoint is bfloat16, the CPU computes in float32; say dtype="bfloat16" to have that'
+    assert said in caplog.messages
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_other_precisions_are_honoured(path: Path, dtype: str) -> None:
     with LLM(str(path), dtype=dtype, max_model_len=64, num_blocks=16) as llm:
@@ -222,6 +241,31 @@ def test_other_precisions_are_honoured(path: Path, dtype: str) -> None:
         assert instance.info.layout.dtype == dtype
         (output,) = llm.generate([9], GREEDY, use_tqdm=False)
     assert len(output.outputs.token_ids) == 12
+
+
+def test_no_code_of_a_model_folder_is_run(path: Path, tmp_path: Path) -> None:
+    """Not even of one whose config asks for it."""
+    folder = copied(path, tmp_path, auto_map={"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"})
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')")
+    for trusts in (False, True):
+        with LLM(str(folder), trust_remote_code=trusts, max_model_len=64, num_blocks=16) as llm:
+            (output,) = llm.generate([9], GREEDY, use_tqdm=False)
+        assert output.outputs.token_ids == reference_greedy(path, [9], 12)[:12]
+    assert not (tmp_path / "was run").exists()
+
+
+def test_the_config_says_whether_weights_are_quantised(path: Path, tmp_path: Path) -> None:
+    """Nothing has to be said for that; such weights are refused before anything is loaded."""
+    folder = copied(path, tmp_path, quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ModelError, match=r"config\.json: quantization_config: quantized weights are not supported"):
+        LLM(str(folder), max_model_len=64, num_blocks=16)
+
+
+def copied(path: Path, to: Path, **config: Any) -> Path:
+    folder = to / "model"
+    shutil.copytree(path, folder)
+    (folder / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | config))
+    return folder
 
 
 @pytest.mark.slow

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import CancelledError
@@ -18,6 +24,7 @@ from pd_cluster.errors import Closed, ConfigError, GenerationError, ModelError, 
 from pd_cluster.offline.session import Offline, OfflineConfig
 from tests.support.checkpoints import reference_greedy
 
+SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [10, 11]]
 
 
@@ -116,6 +123,47 @@ def test_after_its_end(model: Path) -> None:
     with pytest.raises(Closed):
         made.run(pieces_of(made, PROMPTS))
     assert not [each for each in threading.enumerate() if each.name in ("engine", "pd-cluster") and each.is_alive()][2:]
+
+
+def test_forgotten_it_ends(model: Path) -> None:
+    """`del llm` and a new one is how programs go from model to model."""
+    before = set(threading.enumerate())
+    made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64)))
+    made.run(pieces_of(made, PROMPTS))
+    running = made.start(pieces_of(made, PROMPTS, max_tokens=30, ignore_eos=True))
+    own = set(threading.enumerate()) - before
+    del made
+    assert [len(piece.token_ids) for piece in running.result(60)] == [30] * len(PROMPTS), "work keeps it alive"
+    del running
+    gc.collect()
+    for thread in own | (set(threading.enumerate()) - before):
+        thread.join(30)
+        assert not thread.is_alive(), thread.name
+
+
+def test_a_fork_does_not_have_it(offline: Offline) -> None:
+    """Nor does its end touch what belongs to the process that made it."""
+    pid = os.fork()
+    if not pid:  # in the child: nothing may get out of here
+        code = 1
+        try:
+            signal.alarm(30)
+            with contextlib.suppress(Closed):
+                offline.run(pieces_of(offline, PROMPTS))
+                os._exit(2)
+            offline.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(offline.run(pieces_of(offline, PROMPTS))) == len(PROMPTS)
+
+
+def test_a_script_that_does_not_close_it_ends_without_a_word(model: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+    command = [sys.executable, str(SCRIPT), str(model), "0", "end"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_engine_that_fails_ends_what_it_had(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -22,7 +24,8 @@ from pd_cluster.config import EngineConfig
 from pd_cluster.errors import InstanceLost, Unavailable
 from pd_cluster.offline import batch as batch_module
 from pd_cluster.offline.batch import Batch
-from pd_cluster.offline.batch_lines import CHAT_URL, COMPLETIONS_URL, Entry, OutputFailed, entry_of
+from pd_cluster.offline.batch_job import Job
+from pd_cluster.offline.batch_lines import CHAT_URL, COMPLETIONS_URL, Entry, Output, OutputFailed, entry_of
 from pd_cluster.offline.session import Offline, OfflineConfig
 
 DEADLINE_S = 60.0
@@ -201,6 +204,39 @@ def test_a_full_disk_ends_the_batch_and_what_runs(offline: Offline) -> None:
     with pytest.raises(OutputFailed, match="No space"):
         offline.run(Batch(offline.service, write, 9).run(iter(entries)))
     assert [json.loads(line)["custom_id"] for line in tried] == ["1"]
+
+
+def test_what_a_run_counts_at_its_end_is_on_the_disk(
+    offline: Offline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it ends or is stopped: when it says how many answers there are, a power cut takes none back."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_input(source, 6, num_tokens=4)
+    on_disk, fsync = [b""], os.fsync
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        on_disk.append(target.read_bytes())
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr("pd_cluster.offline.batch_job.Offline", lambda config: contextlib.nullcontext(offline))
+    job = Job(str(source), str(target), OfflineConfig(engine=EngineConfig(model="")), concurrency=2)
+    write, num_written = Output.write, itertools.count(1)
+
+    def interrupted(self: Output, line: bytes) -> None:
+        write(self, line)
+        if next(num_written) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "write", interrupted)
+        code = job.run()
+    assert code in (0, 130)
+    assert on_disk[-1] == target.read_bytes()
+    assert job.run() == 0
+    assert on_disk[-1] == target.read_bytes()
+    assert target.read_bytes().count(b"\n") == 6
+    assert "run-batch: " in capsys.readouterr().err
 
 
 # ---- the command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -190,6 +191,50 @@ def test_an_output_that_takes_no_more_is_told() -> None:
             Output(fd).write(b"x\n")
     finally:
         os.close(fd)
+
+
+def test_what_was_written_is_brought_to_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with opened_target(str(tmp_path / "out.jsonl")) as target:
+        assert len(synced) == 1, "the folder's, which has a new file"
+        output = Output(target.fd)
+        output.sync()
+        output.write(b"a\n")
+        output.write(b"b\n")
+        output.sync()
+        output.sync()
+    assert synced[1:] == [target.fd]
+
+
+def test_a_disk_that_fails_is_told_and_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells it once; what is written later would be behind lines that are lost."""
+    errors = [OSError(errno.EIO, "Input/output error")]
+
+    def fsync(fd: int) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with open(os.devnull, "wb") as file:
+        output = Output(file.fileno())
+        output.write(b"a\n")
+        for again in (output.sync, output.sync, lambda: output.write(b"b\n")):
+            with pytest.raises(OutputFailed, match="did not reach the disk: Input/output error"):
+                again()
+
+
+def test_a_pipe_has_no_disk(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    try:
+        output = Output(writer)
+        output.write(b"a\n")
+        output.sync()
+        output.write(b"b\n")
+        assert os.read(reader, 9) == b"a\nb\n"
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:

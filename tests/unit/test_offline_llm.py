@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import io
 import logging
@@ -16,6 +17,7 @@ import pytest
 import pd_cluster
 from pd_cluster import LLM, RequestOutput, SamplingParams
 from pd_cluster.errors import InstanceLost, RequestError
+from pd_cluster.offline import llm as llm_module
 from pd_cluster.offline.outputs import CompletionOutput, Outputs
 from pd_cluster.offline.progress import Progress
 from pd_cluster.types import Logprobs, PromptOutput, TokenOutput
@@ -59,6 +61,14 @@ def test_the_package_has_the_names_and_stays_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_where_the_documents_modules_are_not_is_told() -> None:
+    """FastDeploy has them, too, as `entrypoints.llm` and `engine.sampling_params`."""
+    for name, told in (("entrypoints", "entrypoints.llm"), ("engine.sampling_params", "engine.sampling_params")):
+        assert importlib.util.find_spec(f"pd_cluster.{name}") is None
+        assert told in " ".join((llm_module.__doc__ or "").split())
+    assert "from pd_cluster import LLM, SamplingParams" in " ".join((llm_module.__doc__ or "").split())
 
 
 def test_every_exported_name_is_there_and_no_other() -> None:
@@ -115,7 +125,12 @@ def test_token_ids_under_their_older_name(make: MakeLLM, given: Any, wanted: lis
         ({"prompts": [1, "a"]}, "prompts[1]: 'a' is not a token id"),
         ({"prompts": [1, True]}, "prompts[1]: True is not a token id"),
         ({"prompts": [[1], [1.5]]}, "prompts[1][0]: 1.5 is not a token id"),
-        ({"prompts": 5}, "prompts: int; must be a list"),
+        ({"prompts": 5}, "prompts: int; must be a string, a list of token ids, a dict"),
+        ({"prompts": [1.0, 2.0]}, "prompts: floats in one list; give a string, a list of token ids, a dict"),
+        ({"prompts": {None: "a"}}, "prompts.None: not known"),
+        ({"prompts": ["a", "\ud800"]}, "prompts[1]: '\\ud800': half a character"),
+        ({"prompts": {"prompt": "\ud800"}}, "prompts.prompt: '\\ud800': half a character"),
+        ({"prompts": "a", "sampling_params": {"n": 1}}, "sampling_params: dict; must be SamplingParams, or a list"),
         ({"prompts": {"promt": "a"}}, "prompts.promt: not known; did you mean prompt?"),
         ({"prompts": [{}]}, "prompts[0]: must have one of prompt and prompt_token_ids"),
         ({"prompts": {"prompt": 5}}, "prompts.prompt: int; must be a list"),
@@ -315,6 +330,23 @@ def test_a_request_that_fails_on_its_way_hurts_only_itself(make: MakeLLM) -> Non
     assert outputs[1].prompt_token_ids == [2]
 
 
+def test_an_error_that_nobody_has_thought_of_hurts_only_its_request(
+    make: MakeLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm, offline = make("xyz")
+    complete = offline.service.complete
+
+    async def failing(generations: list[Any]) -> Any:
+        if generations[0].prompt_token_ids == [2]:
+            raise KeyError("bug")
+        return await complete(generations)
+
+    monkeypatch.setattr(offline.service, "complete", failing)
+    outputs = llm.generate([[1], [2], [3]], use_tqdm=False)
+    assert [(o.error_code, o.error_msg) for o in outputs] == [(200, None), (500, "KeyError: 'bug'"), (200, None)]
+    assert any(record.exc_info for record in caplog.records), "its place is told"
+
+
 # ---- chat
 
 
@@ -447,6 +479,26 @@ def test_plain_lines_elsewhere() -> None:
         "Processed prompts: 2/2 [10.0 tokens/s in, 6.0 tokens/s out]",
     ]
     assert len(shown(io.StringIO(), 95).splitlines()) == 10
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+class ClosedTerminal(ClosedPipe):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stderr", [None, ClosedPipe(), ClosedTerminal()])
+def test_answers_do_not_need_anybody_who_reads_of_them(
+    make: MakeLLM, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO | None
+) -> None:
+    """A program whose stderr was closed, such as a daemon's, or goes to a pipe that `head` has left."""
+    llm, _ = make("xyz")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert [output.outputs.text for output in llm.generate(["a", "b"])] == ["xyz", "xyz"]
 
 
 def test_progress_only_where_it_is_wanted(make: MakeLLM, capsys: pytest.CaptureFixture[str]) -> None:

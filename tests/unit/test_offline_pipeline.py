@@ -554,15 +554,16 @@ def test_a_pipeline_brings_its_chat_template(make: Make) -> None:
 
 
 def test_log_level_is_that_of_this_packages_loggers(make: Make) -> None:
-    log = logging.getLogger("pd_cluster.offline")
-    before = logging.getLogger("pd_cluster").level
+    logs = [logging.getLogger(name) for name in ("pd_cluster", "pd_cluster.offline.lmdeploy")]
+    before = [log.level for log in logs]
     try:
-        make(log_level="DEBUG")
-        assert log.isEnabledFor(logging.DEBUG)
         make()
-        assert not log.isEnabledFor(logging.WARNING)
+        assert [log.isEnabledFor(logging.WARNING) for log in logs] == [True, False]  # an `LLM` may be beside it
+        make(log_level="DEBUG")
+        assert logs[0].isEnabledFor(logging.DEBUG)
     finally:
-        logging.getLogger("pd_cluster").setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 def test_model_name_asks_for_a_built_in_chat_template(make: Make) -> None:

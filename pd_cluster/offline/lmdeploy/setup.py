@@ -32,6 +32,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_log_len": ((None,), "prompts are never logged"),
     "trust_remote_code": ((False, None), "code from a model folder is never run"),
 }
+DEFAULT_LEVEL = "ERROR"  # of what is said here; the engine's own log is left as it is
 OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs")
 KNOWN = (
     *("model_path", "model_name", "backend", "backend_config", "chat_template_config", "instance_num", "tp"),
@@ -128,10 +129,10 @@ class Setup:
         return Way(is_plain=True)
 
     def _offline(self, config: BackendConfig, others: dict[str, Any]) -> tuple[Offline, list[str]]:
-        level = others.get("log_level", "ERROR")
+        level = others.get("log_level", DEFAULT_LEVEL)
         if level not in LEVELS:
             raise ConfigError(f"log_level {reprlib.repr(level)}: expected one of {', '.join(LEVELS)}")
-        logging.getLogger("pd_cluster").setLevel(level)
+        logging.getLogger("pd_cluster" if level != DEFAULT_LEVEL else __package__).setLevel(level)
         arguments = _arguments(others)
         numbers = {name: count("pipeline", name, others.get(name, 0), 0) for name in ("prefill", "decode")}
         if config.tp > 1 and not any(numbers.values()):

@@ -633,7 +633,8 @@ def test_prefill_and_decode_are_numbers_of_worker_processes(make: Make) -> None:
 
 def test_several_ranks_are_worker_processes(make: Make) -> None:
     for arguments in ({"tp": 2}, {"backend_config": PytorchConfig(tp=2)}):
-        _, offline = make(**arguments)
+        with pytest.warns(UserWarning, match="tp=2: a prefill and a decode instance of 2 ranks each"):
+            _, offline = make(**arguments)
         assert (offline.config.prefill, offline.config.decode) == (1, 1)
         assert offline.config.engine.tensor_parallel_size == 2
 

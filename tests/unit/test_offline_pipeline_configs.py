@@ -225,7 +225,7 @@ def test_hugging_face_weights_are_the_format(model_format: str | None) -> None:
         ({"stop_words": ["end", "fin"]}, "stop", ["end", "fin"]),
         ({"bad_words": ["no"]}, "bad_words", ["no"]),
         ({"stop_token_ids": [4]}, "stop_token_ids", [4]),
-        ({"bad_token_ids": [4]}, "logit_bias", {"4": -100.0}),
+        ({"bad_token_ids": [4]}, "logit_bias", {"4": -math.inf}),
         ({"min_new_tokens": 3}, "min_tokens", 3),
         ({"skip_special_tokens": False}, "skip_special_tokens", False),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", False),

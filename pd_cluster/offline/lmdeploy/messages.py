@@ -133,9 +133,12 @@ def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple
         raise renamed(error) from None
     except (TypeError, ValueError) as error:  # what JSON has no word for
         raise RequestError(f"GenerationConfig: {error}") from None
+    update: dict[str, Any] = {}
+    if config.bad_token_ids:  # a ban, which is more than the most that a bias may be
+        update["logit_bias"] = dict.fromkeys(map(str, config.bad_token_ids), -math.inf)
     if config.top_k == 1 or config.do_sample is False:
-        return request.model_copy(update={"temperature": 0.0, "top_k": -1})
-    return request
+        update |= {"temperature": 0.0, "top_k": -1}
+    return request.model_copy(update=update)
 
 
 def renamed(error: RequestError) -> RequestError:

@@ -137,6 +137,9 @@ class Setup:
         numbers = {name: count("pipeline", name, others.get(name, 0), 0) for name in ("prefill", "decode")}
         if config.tp > 1 and not any(numbers.values()):
             numbers = {"prefill": 1, "decode": 1}  # several ranks are several processes
+            warn(
+                f"tp={config.tp}: a prefill and a decode instance of {config.tp} ranks each, both with all the weights"
+            )
         try:
             engine, remarks = engine_of(str(self.model_path), config)
             settings = OfflineConfig(

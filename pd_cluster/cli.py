@@ -59,15 +59,22 @@ def serve(
     max_model_len: Annotated[int | None, ENGINE(help="Tokens of prompt and output together.")] = None,
     max_num_seqs: Annotated[int, ENGINE(help="Sequences in one step.")] = 256,
     max_num_batched_tokens: Annotated[int, ENGINE(help="Tokens in one step; prompts are chunked.")] = 2048,
-    dtype: Annotated[str, ENGINE(help="auto, float32, float16 or bfloat16; auto is float32 on CPU.")] = "auto",
-    device: Annotated[str, ENGINE(help="auto or cpu.")] = "auto",
+    dtype: Annotated[
+        str, ENGINE(help="auto, float32, float16 or bfloat16; auto is the model's own, on CPU float32.")
+    ] = "auto",
+    device: Annotated[str, ENGINE(help="auto, cpu or cuda; auto is cuda where torch finds a GPU.")] = "auto",
+    enforce_eager: Annotated[bool, ENGINE(help="Capture no graphs, where the device could.")] = False,
     block_size: Annotated[int, ENGINE(help="Tokens in a KV cache block.")] = 16,
     num_blocks: Annotated[
         int | None, ENGINE("--num-blocks", "--num-gpu-blocks-override", help="Blocks in the KV pool.")
     ] = None,
     kv_cache_memory: Annotated[float | None, ENGINE(help="GiB for the KV pool.")] = None,
     gpu_memory_utilization: Annotated[
-        float | None, ENGINE(help="Share of the free memory for the KV pool, if the two above do not say.")
+        float | None,
+        ENGINE(
+            help="If the two above do not say: on CPU the share of the free memory for the KV pool; on a GPU that of "
+            "its memory for this instance, 0.9 by default."
+        ),
     ] = None,
     enable_prefix_caching: Annotated[bool, ENGINE(help="Keep KV blocks of ended requests for others.")] = True,
     preemption_mode: Annotated[str, ENGINE(help="recompute or swap: when the KV pool is full.")] = "recompute",

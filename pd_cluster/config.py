@@ -97,6 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     growth_tokens: int = 128  # decode reserves room for that many output tokens when it credits a transfer
     device: str = "auto"
+    enforce_eager: bool = False  # no graphs, where the device has them
     tensor_parallel_size: int = 1
     seed: int | None = None  # of the scheduler: requests without a seed get theirs from it
 

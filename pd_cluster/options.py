@@ -43,6 +43,7 @@ class ServeOptions:
     seed: int | None
     max_logprobs: int
     device: str
+    enforce_eager: bool
     num_blocks: int | None
     kv_cache_memory: float | None
     gpu_memory_utilization: float | None
@@ -113,6 +114,7 @@ class ServeOptions:
             max_num_batched_tokens=self.max_num_batched_tokens,
             growth_tokens=self.growth_tokens,
             device=self.device,
+            enforce_eager=self.enforce_eager,
             tensor_parallel_size=1 if self.tensor_parallel_size is None else self.tensor_parallel_size,
             seed=self.seed,
         )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pd_cluster import wire
 from pd_cluster.checkpoint import resolve_model
 from pd_cluster.config import EngineConfig, WorkerConfig
+from pd_cluster.device import Device, bind, use
 from pd_cluster.engine import rank_messages as to
 from pd_cluster.engine.channel import Channel
 from pd_cluster.engine.core import EngineCore
@@ -32,10 +33,13 @@ from pd_cluster.transport.factory import Transports
 
 
 def build_core(
-    config: EngineConfig, group: Group | None = None, followers: Sequence[Channel] = ()
+    config: EngineConfig,
+    group: Group | None = None,
+    followers: Sequence[Channel] = (),
+    device: Device | None = None,
 ) -> tuple[EngineCore, ModelRunner]:
     """A loaded engine without peers: what generates by itself, together with its followers if it has any."""
-    runner = ModelRunner(config, group)
+    runner = ModelRunner(config, group, device)
     prefix = PrefixScope(runner.model_identity, runner.pool.layout.dtype) if config.enable_prefix_caching else None
     scheduler = Scheduler(
         BlockPool(runner.pool.num_blocks),
@@ -63,15 +67,23 @@ def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
     )
 
 
-def meet(config: WorkerConfig) -> Group:
+def device_of(config: WorkerConfig) -> Device:
+    """This rank's, used from now on. Raises ConfigError."""
+    device = bind(config.engine.device, config.device_ids, config.ranks.rank)
+    use(device)
+    return device
+
+
+def meet(config: WorkerConfig, device: Device) -> Group:
     """Where all ranks of this instance are. Raises InstanceLost."""
     ranks = config.ranks
-    return join(Rendezvous(ranks.store, ranks.rank, ranks.size, config.timeouts.collective_timeout_s))
+    return join(Rendezvous(ranks.store, ranks.rank, ranks.size, config.timeouts.collective_timeout_s), device)
 
 
 def build_follower(config: WorkerConfig) -> Follower:
     """A rank other than 0, loaded; the caller starts and runs it."""
-    runner = ModelRunner(config.engine, meet(config))
+    device = device_of(config)
+    runner = ModelRunner(config.engine, meet(config, device), device)
     channel = Channel(config.ranks.fds[0], to.ToFollower, config.timeouts.collective_timeout_s)
     transports = Transports(config, runner.pool)
     return Follower(runner, channel, LocalLanes(side_of(config, runner), transports, send_to_rank_0(channel)))
@@ -124,7 +136,8 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
     """A worker that is bound and loaded; the caller starts the mailbox and runs the worker."""
     wait_s = config.timeouts.collective_timeout_s
     followers = [Channel(fd, to.FromFollower, wait_s) for fd in config.ranks.fds]
-    core, runner = build_core(config.engine, meet(config), followers)
+    device = device_of(config)
+    core, runner = build_core(config.engine, meet(config, device), followers, device)
     handler = _Handler(inbox)
     mailbox = Mailbox(config.name, config.epoch, "worker", config.secret, config.timeouts, handler)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)

@@ -14,11 +14,13 @@ from typing import Protocol
 import torch
 
 from pd_cluster.engine import beam_groups
+from pd_cluster.engine.ahead import LookAhead
 from pd_cluster.engine.beams import BeamSearch, answer, first_tokens_of
 from pd_cluster.engine.plan import Move, StepPlan
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.model.guided import Guides, no_guides
 from pd_cluster.model.sampler import NO_TOKEN, Row, Sampled, Sampler
+from pd_cluster.model.tokens import After, Tokens
 from pd_cluster.types import Candidate, PromptOutput, Request, TokenOutput
 
 OnLayer = Callable[[int], None]
@@ -32,6 +34,9 @@ class Runner(Protocol):
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copies blocks, in this order."""
+
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> Tokens | None:
+        """See ahead.Launcher."""
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
         """Logits [num_rows, vocab_size] float32: of each chunk in turn, its last `num_logit_rows` tokens.
@@ -83,12 +88,15 @@ class EngineCore:
         self.sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
         self.times = StepTimes()
         self.num_steps = 0
+        self.ahead = LookAhead(runner, scheduler)
         self._clock = clock
 
     def plan(self) -> StepPlan:
         start_s = self._clock()
-        plan = self.scheduler.plan()
-        plan.chunks = self.guides.without_unready(plan.chunks)
+        plan = self.ahead.plan()
+        if plan is None:
+            plan = self.scheduler.plan()
+            plan.chunks = self.guides.without_unready(plan.chunks)
         self.times.plan_s += self._clock() - start_s
         return plan
 
@@ -99,6 +107,15 @@ class EngineCore:
         if plan.moves:
             self.runner.move(plan.moves)
         if not plan.chunks:
+            return result
+        if on_layer is None and (token_ids := self.ahead.sample(plan)) is not None:
+            sampled_s = self._clock()
+            times.forward_s += sampled_s - start_s
+            ready = self.scheduler.computed(plan)
+            rows = [Row(request, request.index, len(request.output_token_ids)) for request in ready]
+            self._commit(result, ready, rows, [Sampled(token_id, None) for token_id in token_ids], {})
+            times.commit_s += self._clock() - sampled_s
+            self.num_steps += 1
             return result
         guided = self.guides.begin(plan.chunks)  # masks are made while the model runs
         logits = self.runner.forward(plan.chunks, on_layer)  # [num_rows, vocab_size]

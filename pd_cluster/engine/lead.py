@@ -20,6 +20,7 @@ from pd_cluster.engine.plan import Move
 from pd_cluster.errors import InstanceLost
 from pd_cluster.model.batch import step_input
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.tokens import After, Tokens
 from pd_cluster.types import Request
 
 ALL_LAYERS = 1 << 30
@@ -85,6 +86,10 @@ class LeadRunner:
     def move(self, moves: Sequence[Move]) -> None:
         self._tell(to.Moves(list(moves)))
         self._runner.move(moves)
+
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> Tokens | None:
+        """Followers are told of a step by the host."""
+        return None
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
         step = step_input(chunks, self._runner.pool.layout.block_size)

@@ -185,6 +185,15 @@ class Scheduler:
             self._admit(plan, budget)
         return plan
 
+    def grow_ahead(self, requests: Sequence[Request]) -> bool:
+        """Room for the token after the one that each computes now, whose block is its own. All get it or none."""
+        missing = [r for r in requests if self.num_blocks_for(r.num_computed_tokens + 2) > len(r.block_table)]
+        if len(missing) > self.blocks.num_available:
+            return False
+        for request in missing:
+            request.block_table += self.blocks.take(1)
+        return True
+
     def computed(self, plan: StepPlan) -> list[Request]:
         """Books a step that was computed; returns those that caught up and sample now, in the plan's order."""
         for request, num_tokens in plan.chunks:

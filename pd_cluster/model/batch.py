@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,17 @@ def step_input(chunks: list[tuple[Request, int]], block_size: int) -> StepInput:
         rows.append((num_tokens, start, num_blocks, request.num_logit_rows(num_tokens)))
     return StepInput(
         np.array(rows, dtype=np.int64), np.array(input_ids, dtype=np.int64), np.array(blocks, dtype=np.int64)
+    )
+
+
+def step_ahead(requests: Sequence[Request], block_size: int) -> StepInput:
+    """One token each, behind the one that is computed now; input ids are not known here, and 0."""
+    starts = [request.num_computed_tokens + 1 for request in requests]
+    nums_blocks = [start // block_size + 1 for start in starts]
+    blocks = [b for request, count in zip(requests, nums_blocks, strict=True) for b in request.block_table[:count]]
+    rows = [(1, start, count, 1) for start, count in zip(starts, nums_blocks, strict=True)]
+    return StepInput(
+        np.array(rows, dtype=np.int64), np.zeros(len(rows), dtype=np.int64), np.array(blocks, dtype=np.int64)
     )
 
 

@@ -55,6 +55,14 @@ def peaks(logits: Tensor, fallback: Callable[[int], int] = lambda row: 0) -> tup
     return token_ids, best
 
 
+def best_tokens(logits: Tensor) -> Tensor:
+    """The most likely token of each row, [num_rows] int64, where the logits are, without waiting for it.
+
+    As `peaks` has it: the lowest id among equals, NaN is nothing, and of a row without anything 0.
+    """
+    return logits.float().nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(-1)
+
+
 def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
     if not on_host(logits):
         values, indices = logits.max(-1)

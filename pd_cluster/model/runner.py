@@ -1,22 +1,33 @@
-"""Runs one step's forward pass: a plan's chunks in, logits of the sampled rows out."""
+"""Runs one step's forward pass: a plan's chunks in, logits of the sampled rows out.
+
+On an accelerator decode steps are graphs, and steps may be launched whose tokens the host does not know yet.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.config import EngineConfig
-from pd_cluster.device import resolve
+from pd_cluster.device import Device, capture, resolve, use
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import Kind, SwapSpace
-from pd_cluster.model.batch import StepInput, batch_of, step_input
+from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
+from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
+from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
 from pd_cluster.model.parallel.group import Alone, Group
+from pd_cluster.model.passes import best_tokens
+from pd_cluster.model.profile import peak_of_a_step
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sizing import num_pool_blocks, num_swap_blocks
+from pd_cluster.model.tokens import After, DeviceTokens
 from pd_cluster.types import Request
+
+log = logging.getLogger(__name__)
 
 OnLayer = Callable[[int], None]
 
@@ -24,11 +35,12 @@ OnLayer = Callable[[int], None]
 class ModelRunner:
     """A loaded model and its KV pool on one device."""
 
-    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
+    def __init__(self, config: EngineConfig, group: Group | None = None, device: Device | None = None) -> None:
         """`group`: the ranks that share the model; every one of them builds its runner at the same time."""
         self.group = group or Alone()
         assert self.group.size == config.tensor_parallel_size
-        device = resolve(config.device)
+        self.device = device = device or resolve(config.device)
+        use(device)
         checkpoint = Checkpoint.open(config.model)
         self.max_model_len = checkpoint.max_model_len(config.max_model_len)
         self.eos_token_ids = checkpoint.eos_token_ids
@@ -39,11 +51,23 @@ class ModelRunner:
         layout = layout_of(self.model.config, config.block_size, dtype)
         if self.group.size > 1:
             layout = plan_of(checkpoint, self.group.size).layout_of_rank(layout, self.group.rank)
-        num_blocks = num_pool_blocks(config, layout, self.max_model_len, device)
-        self.pool = KVPool(layout, self.group.least(num_blocks))
+        peak = peak_of_a_step(self.model, layout, config, self.max_model_len, device)
+        num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
+        self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
         self.window = prove(self.model, self.pool)
+        self._graphs = self._make_graphs(config)
         self.group.loaded()
+
+    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        """Only for fused layers, which are known to launch the same again and never to ask the device."""
+        if not self.device.is_accelerator or self.group.size > 1:
+            return None
+        why = "--enforce-eager" if config.enforce_eager else "its layers are not fused"
+        if config.enforce_eager or not isinstance(self.model, FusedCausalLM):
+            log.info("decode steps run eagerly: %s", why)
+            return None
+        return make_graphs(self.model, self.pool, config.max_num_seqs, self.max_model_len)
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
         """See `compute`."""
@@ -52,14 +76,39 @@ class ModelRunner:
     def compute(self, step: StepInput, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Computes the chunks into the pool; returns logits [num_samples, vocab_size] float32 of the rows wanted.
 
-        `on_layer` is told after each layer how many layers of the chunks' keys and values are in the pool.
+        `on_layer` is told after each layer how many layers of the chunks' keys and values are in the pool; on an
+        accelerator, that what writes them was launched.
         """
-        batch = batch_of(step, self.pool)
-        batch.on_layer = on_layer
+        return self._logits(step, None, on_layer).float()
+
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens | None:
+        """See engine/ahead.py. Where the device is the host, there is nothing to gain."""
+        if not self.device.is_accelerator or self.group.size > 1:
+            return None
+        block_size = self.pool.layout.block_size
+        if after is None:
+            step, input_ids = step_input([(request, 1) for request in requests], block_size), None
+        else:
+            step, input_ids = step_ahead(requests, block_size), after.tokens.rows(after.rows)
+        return DeviceTokens(best_tokens(self._logits(step, input_ids)), self.device)
+
+    def _logits(self, step: StepInput, input_ids: torch.Tensor | None, on_layer: OnLayer | None = None) -> torch.Tensor:
+        """In the model's dtype; `input_ids` [num_tokens], on the device, take the place of the step's."""
         with torch.inference_mode():
-            logits = self.model(batch)
-        return logits.float()
+            if self._graphs is not None and on_layer is None:
+                logits = self._graphs.compute(step, input_ids)
+                if logits is not None:
+                    return logits
+            batch = batch_of(step, self.pool)
+            if input_ids is not None:
+                batch.input_ids = input_ids[None]
+            batch.on_layer = on_layer
+            return self.model(batch)
 
     def move(self, moves: Sequence[tuple[Kind, int, int]]) -> None:
         """Copies blocks (kind, source, target) in this order; see SwapSpace."""
         self.swap.move(moves)
+
+
+def make_graphs(model: CausalLM, pool: KVPool, max_num_seqs: int, max_model_len: int) -> DecodeGraphs:
+    return DecodeGraphs(model, pool, max_num_seqs, max_model_len, capture(pool.device))

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device, available_nbytes
+from pd_cluster.device import Device, available_nbytes, memory
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout
 
 DEFAULT_KV_CACHE_NBYTES = 1 << 30
 GIB = 1 << 30
+DEFAULT_UTILIZATION = 0.9  # of an accelerator
+UNSEEN_NBYTES = 1 << 30  # of an accelerator: the driver's context, libraries' workspaces, graphs
 
 
-def num_pool_blocks(config: EngineConfig, layout: KVLayout, max_model_len: int, device: Device) -> int:
-    """Called when the weights are loaded. At least one request of max_model_len fits; raises ConfigError if not."""
+def num_pool_blocks(
+    config: EngineConfig, layout: KVLayout, max_model_len: int, device: Device, peak_nbytes: int = 0
+) -> int:
+    """Called when the weights are loaded. At least one request of max_model_len fits; raises ConfigError if not.
+
+    `peak_nbytes`: what the weights and the largest step take of an accelerator.
+    """
     per_request = layout.num_blocks_for(max_model_len)
     if config.num_blocks is not None:
         num_blocks, flag = config.num_blocks, f"--num-blocks {config.num_blocks}"
     elif config.kv_cache_memory_gib is not None:
         num_blocks = int(config.kv_cache_memory_gib * GIB) // layout.block_nbytes
         flag = f"--kv-cache-memory {config.kv_cache_memory_gib:g}"
+    elif device.is_accelerator:
+        share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
+        num_blocks = _left_nbytes(device, share, peak_nbytes) // layout.block_nbytes
+        flag = f"--gpu-memory-utilization {share:g}, of which weights and steps take {peak_nbytes / GIB:.1f} GiB"
     elif config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization / max(1, config.num_local_ranks)
         num_blocks = int(available_nbytes(device) * share) // layout.block_nbytes
@@ -32,6 +43,12 @@ def num_pool_blocks(config: EngineConfig, layout: KVLayout, max_model_len: int, 
             f"--max-model-len {max_model_len} ({per_request} blocks); raise the one or lower the other"
         )
     return num_blocks
+
+
+def _left_nbytes(device: Device, share: float, peak_nbytes: int) -> int:
+    """This process's share of an accelerator without what else it needs; no more than nobody has."""
+    known = memory(device)
+    return max(0, min(int(known.total * share) - peak_nbytes, known.free) - UNSEEN_NBYTES)
 
 
 def num_swap_blocks(config: EngineConfig, layout: KVLayout) -> int:

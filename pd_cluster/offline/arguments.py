@@ -37,6 +37,7 @@ ALIASES = {
 HONOURED = (
     *("model", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device"),
     *("block_size", "num_blocks", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching"),
+    "enforce_eager",
     *("preemption_mode", "swap_space", "growth_tokens", "seed", "max_logprobs", "guided_decoding_backend"),
     *("chat_template", "response_role", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"),
     "enable_reasoning",
@@ -64,9 +65,9 @@ OTHERS_WITHOUT_EFFECT = {
     "data_parallel_size": Ignored("there is one engine", values=("1",)),
     "enable_custom_all_reduce": Ignored("there is no custom all-reduce"),
     "enable_logprob": Ignored("logprobs are there for who asks"),
-    "graph_optimization_config": Ignored("the CPU captures no graphs"),
+    "graph_optimization_config": Ignored("graphs are captured for the sizes in use"),
     "max_num_partial_prefills": Ignored("prefill shares a step's tokens in order of arrival"),
-    "use_cudagraph": Ignored("the CPU captures no graphs"),
+    "use_cudagraph": Ignored("graphs are captured for the sizes in use"),
     "use_warmup": Ignored("a model is tried when it is loaded"),
 }
 OTHERS_REFUSED = {
@@ -165,9 +166,6 @@ def _judge(name: str, value: Any, model: str) -> None:
     refused = REFUSED.get(flag) or OTHERS_REFUSED.get(name)
     if name == "tokenizer":
         _check_tokenizer(value, model)
-    elif name == "enforce_eager":
-        if value is False:
-            log.warning("enforce_eager False has no effect: %s", NO_EFFECT[flag].why)
     elif without_effect is not None:
         if without_effect.values:
             if str(value) not in without_effect.values:

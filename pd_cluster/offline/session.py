@@ -189,6 +189,8 @@ def _launch(config: OfflineConfig) -> Launch:
         value = getattr(engine, name)
         if value is not None and value != getattr(defaults, name):
             flags.append(f"{flag}={value}")
+    if engine.enforce_eager:
+        flags.append("--enforce-eager")
     if not engine.enable_prefix_caching:
         flags.append("--no-enable-prefix-caching")
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]

@@ -12,6 +12,7 @@ import torch
 
 from pd_cluster.engine.plan import Move
 from pd_cluster.model.sampler import Row, Sampler
+from pd_cluster.model.tokens import After
 from pd_cluster.types import Request, SamplingParams
 from tests.support.reference_beams import search_everything
 
@@ -25,6 +26,16 @@ def logits_after(token_ids: Sequence[int]) -> torch.Tensor:
     return _TABLE[random.Random(repr(tuple(token_ids))).randrange(len(_TABLE))]
 
 
+class ToyTokens:
+    """What a device has chosen; the host has to wait for it."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def wait(self) -> list[int]:
+        return self.ids
+
+
 class ToyRunner:
     """Runs chunks against modelled memory, and asserts that what they read is what they should find."""
 
@@ -34,6 +45,7 @@ class ToyRunner:
     def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0, window: int | None = None) -> None:
         self.block_size = block_size
         self.window = window
+        self.launches = False  # steps of which the host need know nothing
         self.memory: list[tuple[int, ...] | None] = [None] * (num_blocks + 1)  # one for padding
         self.host: list[tuple[int, ...] | None] = [None] * num_swap_blocks
         self.num_moves = {"copy": 0, "out": 0, "in": 0}
@@ -47,7 +59,7 @@ class ToyRunner:
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         for request, num_tokens in chunks:
-            self._read(request)
+            self._read(request, tuple(request.token_ids(0, request.num_computed_tokens)))
             for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
                 self.memory[request.block_table[position // self.block_size]] = tuple(
                     request.token_ids(0, position + 1)
@@ -59,8 +71,22 @@ class ToyRunner:
             rows += [logits_after(request.token_ids(0, end)) for end in ends]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
-    def _read(self, request: Request) -> None:
-        tokens = tuple(request.token_ids(0, request.num_computed_tokens))
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> ToyTokens | None:
+        """As a device that computes at once what it is told to: `after` is known to it, not to the requests."""
+        if not self.launches:
+            return None
+        rows = []
+        for at, request in enumerate(requests):
+            tokens = request.token_ids(0, request.num_tokens)
+            if after is not None:
+                assert isinstance(after.tokens, ToyTokens)
+                tokens = [*tokens, after.tokens.ids[after.rows[at]]]
+            self._read(request, tuple(tokens[:-1]))
+            self.memory[request.block_table[(len(tokens) - 1) // self.block_size]] = tuple(tokens)
+            rows.append(logits_after(tokens))
+        return ToyTokens(torch.stack(rows).argmax(-1).tolist())
+
+    def _read(self, request: Request, tokens: tuple[int, ...]) -> None:
         least = 0 if self.window is None else max(0, len(tokens) - self.window + 1)  # the next token sees no earlier
         stops = range(self.block_size, len(tokens) + self.block_size, self.block_size)
         expected = [tokens[: min(stop, len(tokens))] for stop in stops if stop > least]

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import pytest
 
+from pd_cluster.engine.ahead import LookAhead
 from pd_cluster.engine.beams import Growth
 from pd_cluster.engine.core import EngineCore, StepResult
+from pd_cluster.engine.plan import StepPlan
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
@@ -56,8 +58,21 @@ def random_prompt(rng: random.Random) -> list[int]:
     return shared[: rng.choice([0, 3, 8, 16, 20])] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
 
 
+def plain_sampling(rng: random.Random) -> SamplingParams:
+    """Greedy and nothing else: what a device can go on with by itself."""
+    return SamplingParams(
+        n=1,
+        max_tokens=rng.randrange(1, 16),
+        temperature=0.0,
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1]))),
+        ignore_eos=rng.random() < 0.7,
+    )
+
+
 class Traffic:
-    def __init__(self, seed: int) -> None:
+    """`launches`: the runner goes ahead of the host where it can, and most requests let it."""
+
+    def __init__(self, seed: int, launches: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 7])
         num_blocks = -(-LONGEST // block_size) + rng.randrange(0, 12)
@@ -65,6 +80,7 @@ class Traffic:
         prefix = PrefixScope("model", "float32") if rng.random() < 0.8 else None
         window = rng.choice([None, None, 1, 5, 12])
         self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks, window)
+        self.runner.launches = launches
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size,
@@ -98,7 +114,9 @@ class Traffic:
 
     def submit(self, name: str, now_s: float) -> None:
         prompt = random_prompt(self.rng)
-        request = Request(name, prompt, random_sampling(self.rng, len(prompt)), arrival_s=now_s)
+        is_plain = self.runner.launches and self.rng.random() < 0.95
+        sampling = plain_sampling(self.rng) if is_plain else random_sampling(self.rng, len(prompt))
+        request = Request(name, prompt, sampling, arrival_s=now_s)
         request.cache_salt = ""
         self.requests[name] = request
         self.scheduler.add(request)
@@ -141,14 +159,15 @@ class Traffic:
         return Counter(
             preemptions=self.scheduler.num_preemptions,
             hits=self.scheduler.num_prefix_hit_tokens,
+            ahead=self.core.ahead.num_ahead,
             **self.runner.num_moves,
         )
 
 
-def explore(seeds: range, num_requests: int = 25) -> Counter[str]:
+def explore(seeds: range, num_requests: int = 25, launches: bool = False) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
-        traffic = Traffic(seed)
+        traffic = Traffic(seed, launches)
         try:
             traffic.run(num_requests)
             seen += traffic.verify()
@@ -161,6 +180,34 @@ def test_random_traffic_gives_the_tokens_of_each_request_alone() -> None:
     seen = explore(SEEDS)
     for what in ("preemptions", "hits", "copy", "out", "in"):
         assert seen[what] > 20, f"{what} was hardly seen: {seen}"
+
+
+def test_a_step_ahead_of_the_host_changes_no_token() -> None:
+    """Whatever stops, is aborted, arrives or gives way meanwhile."""
+    seen = explore(range(300, 340), launches=True)
+    for what, least in (("ahead", 200), ("preemptions", 20), ("hits", 20)):
+        assert seen[what] > least, f"{what} was hardly seen: {seen}"
+
+
+def test_a_step_ahead_that_forgets_who_has_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everybody(self: LookAhead) -> StepPlan | None:
+        return self._plan
+
+    monkeypatch.setattr(LookAhead, "plan", everybody)
+    with pytest.raises((AssertionError, ValueError, LookupError)):
+        explore(range(300, 340), launches=True)
+
+
+def test_a_step_ahead_into_a_block_of_somebody_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "grow_ahead", lambda self, requests: True)
+    with pytest.raises((AssertionError, LookupError)):
+        explore(range(300, 340), launches=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_much_random_traffic_a_step_ahead() -> None:
+    explore(range(2500, 4000), launches=True)
 
 
 @pytest.mark.slow

@@ -122,16 +122,21 @@ def test_arguments_of_chats_reach_the_text_service(make: MakeLLM) -> None:
     ("arguments", "warning"),
     [
         ({"trust_remote_code": True}, "trust_remote_code has no effect: code from a model folder is never run"),
-        ({"enforce_eager": False}, "enforce_eager False has no effect: the CPU always runs eagerly"),
-        ({"max_context_len_to_capture": 10}, "max_context_len_to_capture has no effect: the CPU captures no graphs"),
-        ({"max_seq_len_to_capture": 10}, "max_seq_len_to_capture has no effect: the CPU captures no graphs"),
+        (
+            {"max_context_len_to_capture": 10},
+            "max_context_len_to_capture has no effect: graphs are captured for the sizes in use",
+        ),
+        (
+            {"max_seq_len_to_capture": 10},
+            "max_seq_len_to_capture has no effect: graphs are captured for the sizes in use",
+        ),
         ({"disable_custom_all_reduce": True}, "disable_custom_all_reduce has no effect: there is no custom all-reduce"),
         ({"disable_async_output_proc": True}, "disable_async_output_proc has no effect: there is no such switch"),
         ({"port": 9001}, "port has no effect: nothing is served offline"),
         ({"metrics_port": 9001}, "metrics_port has no effect: nothing is served offline"),
         ({"request_timeout": 1.0}, "request_timeout has no effect: nothing is served offline"),
         ({"kv_transport": "dist"}, "kv_transport has no effect: the engine runs in this process (prefill, decode)"),
-        ({"use_cudagraph": True}, "use_cudagraph has no effect: the CPU captures no graphs"),
+        ({"use_cudagraph": True}, "use_cudagraph has no effect: graphs are captured for the sizes in use"),
         ({"enable_chunked_prefill": True}, "enable_chunked_prefill has no effect: prefill is always chunked"),
     ],
 )
@@ -146,6 +151,7 @@ def test_what_cannot_matter_here_is_said_once(
     "arguments",
     [
         {"enforce_eager": True},
+        {"enforce_eager": False},
         {"trust_remote_code": False},
         {"tokenizer_mode": "auto"},
         {"cpu_offload_gb": 0},

@@ -1,6 +1,6 @@
 """What the ranks of one instance compute together: sums over all of them, and the pieces of a row of logits.
 
-gloo on CPU, between processes of one host. Knows nothing of models or of plans.
+gloo on CPU, NCCL on CUDA, between processes of one host. Knows nothing of models or of plans.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, FileStore, GatherOptions, ProcessGroupGloo, ReduceOp
 
+from pd_cluster.device import CPU, Device
 from pd_cluster.errors import InstanceLost
 
 TAG = 1  # messages between two ranks come in order
@@ -81,9 +82,9 @@ class GlooGroup:
         options._timeout = self._timeout
         options._threads = 1
         try:
-            self._store = FileStore(place.path, place.size)
-            self._store.set_timeout(self._timeout)
-            self._group: Any = ProcessGroupGloo(self._store, place.rank, place.size, options)
+            self.store = FileStore(place.path, place.size)
+            self.store.set_timeout(self._timeout)
+            self._group: Any = ProcessGroupGloo(self.store, place.rank, place.size, options)
         except RuntimeError as error:
             raise InstanceLost(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
 
@@ -143,5 +144,46 @@ class GlooGroup:
         return InstanceLost(f"rank {self.rank} of {self.size} lost another rank: {error}")
 
 
-def join(place: Rendezvous | None) -> Group:
-    return Alone() if place is None or place.size == 1 else GlooGroup(place)
+class NcclGroup:
+    """Sums and gathers on the devices, in the order of each one's stream; the host waits for none of them.
+
+    What NCCL finds wrong ends the process, after the timeout at the latest. Numbers of the host go over gloo.
+    """
+
+    def __init__(self, place: Rendezvous, device: Device) -> None:
+        from torch._C._distributed_c10d import PrefixStore, ProcessGroupNCCL  # a torch without CUDA has none
+
+        self.rank, self.size = place.rank, place.size
+        self.reduce_s = 0.0  # not known: the host does not wait
+        self._host = GlooGroup(place)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=place.load_timeout_s)
+        store = PrefixStore("nccl", self._host.store)
+        self._group: Any = ProcessGroupNCCL(store, place.rank, place.size, options)
+        self._timeout = timedelta(seconds=place.timeout_s)
+        self._device = device
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        self._group.allreduce([x], AllreduceOptions()).wait()
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._group.allgather([parts], [x]).wait()
+        return torch.cat(parts, dim=-1) if self.rank == 0 else x
+
+    def least(self, number: int) -> int:
+        return self._host.least(number)
+
+    def loaded(self) -> None:
+        self._host.loaded()
+        self._group._set_default_timeout(self._timeout)
+
+
+def join(place: Rendezvous | None, device: Device = CPU) -> Group:
+    """Raises InstanceLost."""
+    if place is None or place.size == 1:
+        return Alone()
+    return NcclGroup(place, device) if device.is_accelerator else GlooGroup(place)

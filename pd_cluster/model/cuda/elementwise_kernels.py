@@ -1,0 +1,163 @@
+"""Triton kernels between a decoder's linear layers: norms, the gate, and what turns a row of QKV into heads.
+
+All arithmetic is float32; values are rounded to the activations' dtype where transformers' modules round them. Knows
+nothing of launch sizes: see `pd_cluster.model.cuda.ops`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scaled(normed, weight, dtype: tl.constexpr):
+    """Llama rounds before it multiplies by a weight of its own dtype, Gemma multiplies by a float32 one."""
+    if weight.dtype != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
+    return normed * weight.to(tl.float32)
+
+
+@triton.jit
+def rms_norm(
+    x,
+    delta,
+    weight,
+    out,
+    x_stride,
+    delta_stride,
+    eps,
+    NUM_FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+):
+    """One program a row: x += delta, out = norm(x)."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < NUM_FEATURES
+    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        due = tl.load(delta + row * delta_stride + at, mask=inside, other=0.0).to(tl.float32)
+        value = (value + due).to(dtype)
+        tl.store(x + row * x_stride + at, value, mask=inside)
+        value = value.to(tl.float32)
+    factor = tl.load(weight + at, mask=inside, other=0.0)
+    variance = tl.sum(value * value, axis=0) / NUM_FEATURES
+    normed = scaled(value * tl.rsqrt(variance + eps), factor, dtype)
+    tl.store(out + row * NUM_FEATURES + at, normed.to(dtype), mask=inside)
+
+
+@triton.jit
+def activated(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
+    """float32 in and out; the activation is rounded before the product."""
+    if GELU:  # 0.5 * x * (1 + tanh(u)) is x / (1 + exp(-2u)), with u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        exponent = gate
+    gate = gate / (1.0 + tl.exp(-exponent))
+    return gate.to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def gated(gate_up, out, row_stride, NUM_FEATURES: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """One program a part of a row."""
+    dtype: tl.constexpr = gate_up.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < NUM_FEATURES
+    source = gate_up + row * row_stride + at
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + NUM_FEATURES, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * NUM_FEATURES + at, activated(gate, up, dtype, GELU).to(dtype), mask=inside)
+
+
+@triton.jit
+def rotated(
+    source,  # [HEADS, HALF] pointers to the left halves
+    inside,
+    weight,
+    cos,  # [1, HALF] pointers, as of the next
+    sin,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Left and right halves of some heads, normed and rotated, in float32 but rounded."""
+    dtype: tl.constexpr = source.dtype.element_ty
+    half: tl.constexpr = HEAD_DIM // 2
+    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    at = tl.arange(0, HALF)[None, :]
+    if HAS_NORM:
+        squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        left_weight = tl.load(weight + at, mask=at < half, other=0.0)
+        right_weight = tl.load(weight + half + at, mask=at < half, other=0.0)
+        left = scaled(left * factor, left_weight, dtype).to(dtype).to(tl.float32)
+        right = scaled(right * factor, right_weight, dtype).to(dtype).to(tl.float32)
+    c = tl.load(cos + at, mask=at < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + at, mask=at < half, other=0.0).to(tl.float32)
+    turned_left = (left * c).to(dtype).to(tl.float32) - (right * s).to(dtype).to(tl.float32)
+    turned_right = (right * c).to(dtype).to(tl.float32) + (left * s).to(dtype).to(tl.float32)
+    return turned_left.to(dtype), turned_right.to(dtype)
+
+
+@triton.jit
+def prepare_heads(
+    qkv,  # [num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
+    cos,  # [num_tokens, HEAD_DIM]; both halves are the same
+    sin,
+    q_weight,
+    k_weight,
+    query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    key_pool,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM], strided
+    value_pool,
+    slots,  # [num_tokens]
+    qkv_stride,
+    rope_stride,
+    block_stride,
+    offset_stride,
+    head_stride,
+    q_eps,
+    k_eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """One program is one token and HEADS of its query heads, or of its key and value heads."""
+    half: tl.constexpr = HEAD_DIM // 2
+    query_tiles: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    at = tl.arange(0, HALF)[None, :]
+    cos += token * rope_stride
+    sin += token * rope_stride
+    qkv += token * qkv_stride
+    if tile < query_tiles:
+        head = (tile * HEADS + tl.arange(0, HEADS))[:, None]
+        inside = (head < NUM_HEADS) & (at < half)
+        left, right = rotated(qkv + head * HEAD_DIM + at, inside, q_weight, cos, sin, q_eps, HEAD_DIM, HALF, HAS_NORM)
+        target = query + (token * NUM_HEADS + head) * HEAD_DIM + at
+        tl.store(target, left, mask=inside)
+        tl.store(target + half, right, mask=inside)
+    else:
+        head = ((tile - query_tiles) * HEADS + tl.arange(0, HEADS))[:, None]
+        inside = (head < NUM_KV_HEADS) & (at < half)
+        source = qkv + (NUM_HEADS + head) * HEAD_DIM + at
+        slot = tl.load(slots + token)
+        place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * offset_stride + head * head_stride + at
+        left, right = rotated(source, inside, k_weight, cos, sin, k_eps, HEAD_DIM, HALF, HAS_NORM)
+        pool_dtype: tl.constexpr = key_pool.dtype.element_ty
+        tl.store(key_pool + place, left.to(tl.float32).to(pool_dtype), mask=inside)
+        tl.store(key_pool + place + half, right.to(tl.float32).to(pool_dtype), mask=inside)
+        source += NUM_KV_HEADS * HEAD_DIM
+        value_left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        value_right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+        tl.store(value_pool + place, value_left.to(pool_dtype), mask=inside)
+        tl.store(value_pool + place + half, value_right.to(pool_dtype), mask=inside)

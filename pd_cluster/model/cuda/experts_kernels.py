@@ -1,0 +1,226 @@
+"""Triton kernels of a sparse MLP: routing, sorting by expert, and one grouped product each for gate_up and down.
+
+A pair is one row and one of the `TOP_K` experts chosen for it; pair i is row i // TOP_K. Pairs in the order of their
+experts are called sorted; those of expert e are [starts[e], starts[e + 1]). Knows nothing of launch sizes: see
+`pd_cluster.model.cuda.experts`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pd_cluster.model.cuda.elementwise_kernels import activated
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def route(
+    logits,  # [num_rows, NUM_EXPERTS]
+    chosen,  # [num_rows, TOP_K] int32
+    weights,  # [num_rows, TOP_K] float32
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+):
+    """One program is ROWS rows. The lowest expert among equals comes first; a row of NaN chooses experts that exist."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS_BLOCK)[None, :]
+    rank = tl.arange(0, TOP_K_BLOCK)[None, :]
+    exists = expert < NUM_EXPERTS
+    source = logits + row.to(tl.int64)[:, None] * NUM_EXPERTS + expert
+    score = tl.load(source, mask=(row < num_rows)[:, None] & exists, other=0.0).to(tl.float32)
+    score = tl.where(exists, score, float("-inf"))
+    mass = tl.exp(score - tl.max(score, axis=1)[:, None])
+    left = tl.where(exists, mass / tl.sum(mass, axis=1)[:, None], -1.0)
+    picked = tl.zeros((ROWS, TOP_K_BLOCK), dtype=tl.float32)
+    picked_experts = tl.zeros((ROWS, TOP_K_BLOCK), dtype=tl.int32)
+    for i in tl.static_range(TOP_K):
+        best = tl.max(left, axis=1)[:, None]
+        found = tl.min(tl.where(left == best, expert, NUM_EXPERTS - 1), axis=1)[:, None]
+        picked = tl.where(rank == i, best, picked)
+        picked_experts = tl.where(rank == i, found, picked_experts)
+        left = tl.where(expert == found, -1.0, left)
+    if RENORMALISE:
+        picked = picked / tl.sum(picked, axis=1)[:, None]
+    if ROUND:
+        picked = picked.to(logits.dtype.element_ty).to(tl.float32)
+    target = row.to(tl.int64)[:, None] * TOP_K + rank
+    stored = (row < num_rows)[:, None] & (rank < TOP_K)
+    tl.store(chosen + target, picked_experts, mask=stored)
+    tl.store(weights + target, picked, mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_pair_tiles"])
+def sort_pairs(
+    chosen,  # [num_pairs] int32
+    order,  # [num_pairs] int32: sorted pairs
+    starts,  # [NUM_EXPERTS + 1] int32
+    num_pairs,
+    num_pair_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A pair's place is the number of pairs before it: of lower experts, or earlier ones of the same.
+
+    The programs behind those of the pairs ask the same for a pair of each expert that would come first: its start.
+    """
+    tile = tl.program_id(0)
+    if tile < num_pair_tiles:
+        pair = tile * BLOCK + tl.arange(0, BLOCK)
+        own = tl.load(chosen + pair, mask=pair < num_pairs, other=NUM_EXPERTS)
+    else:
+        pair = tl.full((BLOCK,), -1, dtype=tl.int32)
+        own = (tile - num_pair_tiles) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(0, num_pairs, BLOCK):
+        other = first + tl.arange(0, BLOCK)
+        others = tl.load(chosen + other, mask=other < num_pairs, other=NUM_EXPERTS + BLOCK)
+        same = others[None, :] == own[:, None]
+        before = (others[None, :] < own[:, None]) | (same & (other[None, :] < pair[:, None]))
+        place += tl.sum(before.to(tl.int32), axis=1)
+    if tile < num_pair_tiles:
+        tl.store(order + place, pair, mask=pair < num_pairs)
+    else:
+        tl.store(starts + own, place, mask=own <= NUM_EXPERTS)
+
+
+@triton.jit
+def tile_of(num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """Row tile and column tile of this program: GROUP row tiles at a time, so that both operands stay in the cache."""
+    at = tl.program_id(0)
+    group = at // (GROUP * NUM_COLUMN_TILES)
+    first = group * GROUP
+    size = tl.minimum(num_row_tiles - first, GROUP)
+    within = at - group * (GROUP * NUM_COLUMN_TILES)
+    return first + within % size, within // size
+
+
+@triton.jit
+def rows_of_tile(starts, row_tile, NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first sorted pair, the one after the expert's last); no pairs where no expert needs the tile."""
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    exists = expert < NUM_EXPERTS
+    start = tl.load(starts + expert, mask=exists, other=0)
+    stop = tl.load(starts + expert + 1, mask=exists, other=0)
+    num_tiles = (stop - start + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(num_tiles, axis=0)
+    own = exists & (ends > row_tile) & (ends - num_tiles <= row_tile)
+    found = tl.sum(tl.where(own, expert, 0), axis=0)
+    first = tl.sum(tl.where(own, start + (row_tile - (ends - num_tiles)) * BLOCK_M, 0), axis=0)
+    return found, first, tl.sum(tl.where(own, stop, 0), axis=0)
+
+
+@triton.jit
+def product(
+    a,  # [BLOCK_M, 1] pointers to rows of NUM_INNER numbers
+    b,  # [1, BLOCK_N] the same
+    NUM_INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """a @ b, [BLOCK_M, BLOCK_N] float32."""
+    inner = tl.arange(0, BLOCK_K)
+    result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, NUM_INNER, BLOCK_K):
+        at = first + inner
+        if NUM_INNER % BLOCK_K == 0:
+            left = tl.load(a + at[None, :])
+            right = tl.load(b + at[:, None])
+        else:
+            left = tl.load(a + at[None, :], mask=(at < NUM_INNER)[None, :], other=0.0)
+            right = tl.load(b + at[:, None], mask=(at < NUM_INNER)[:, None], other=0.0)
+        result = tl.dot(left, right, result, input_precision="ieee")
+    return result
+
+
+@triton.jit(do_not_specialize=["num_row_tiles"])
+def gate_up_product(
+    x,  # [num_rows, HIDDEN_SIZE]
+    matrices,  # [NUM_EXPERTS, 2 * NUM_FEATURES, HIDDEN_SIZE]
+    out,  # [num_pairs, NUM_FEATURES], sorted
+    order,
+    starts,
+    x_stride,
+    num_row_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
+    NUM_FEATURES: tl.constexpr,
+    GELU: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program is BLOCK_M sorted pairs and BLOCK_N columns: gates and ups of BLOCK_N / 2 features, by turns."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    features: tl.constexpr = BLOCK_N // 2
+    row_tile, column_tile = tile_of(num_row_tiles, (NUM_FEATURES + features - 1) // features, GROUP)
+    expert, first, stop = rows_of_tile(starts, row_tile, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    if first < stop:
+        place = first + tl.arange(0, BLOCK_M)
+        row = tl.load(order + tl.minimum(place, stop - 1)).to(tl.int64) // TOP_K
+        column = tl.arange(0, BLOCK_N)
+        feature = tl.minimum(column_tile * features + column // 2, NUM_FEATURES - 1)
+        matrix_row = expert.to(tl.int64) * (2 * NUM_FEATURES) + (column % 2) * NUM_FEATURES + feature
+        result = product(
+            x + row[:, None] * x_stride,
+            matrices + matrix_row[None, :] * HIDDEN_SIZE,
+            HIDDEN_SIZE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        gate, up = tl.split(tl.reshape(result.to(dtype).to(tl.float32), (BLOCK_M, features, 2)))
+        at = column_tile * features + tl.arange(0, features)
+        target = out + place.to(tl.int64)[:, None] * NUM_FEATURES + at[None, :]
+        stored = (place < stop)[:, None] & (at < NUM_FEATURES)[None, :]
+        tl.store(target, activated(gate, up, dtype, GELU).to(dtype), mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_row_tiles"])
+def down_product(
+    x,  # [num_pairs, NUM_FEATURES], sorted
+    matrices,  # [NUM_EXPERTS, HIDDEN_SIZE, NUM_FEATURES]
+    weights,  # [num_pairs] float32
+    out,  # [num_pairs, HIDDEN_SIZE]
+    order,
+    starts,
+    num_row_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
+    NUM_FEATURES: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program is BLOCK_M sorted pairs and BLOCK_N columns; results go back to the order of pairs, weighted."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    row_tile, column_tile = tile_of(num_row_tiles, (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N, GROUP)
+    expert, first, stop = rows_of_tile(starts, row_tile, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    if first < stop:
+        place = first + tl.arange(0, BLOCK_M)
+        row = tl.minimum(place, stop - 1).to(tl.int64)
+        at = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        matrix_row = expert.to(tl.int64) * HIDDEN_SIZE + tl.minimum(at, HIDDEN_SIZE - 1)
+        result = product(
+            x + row[:, None] * NUM_FEATURES,
+            matrices + matrix_row[None, :] * NUM_FEATURES,
+            NUM_FEATURES,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        pair = tl.load(order + row)
+        weighted = result.to(dtype).to(tl.float32) * tl.load(weights + pair)[:, None]
+        target = out + pair.to(tl.int64)[:, None] * HIDDEN_SIZE + at[None, :]
+        tl.store(target, weighted.to(dtype), mask=(place < stop)[:, None] & (at < HIDDEN_SIZE)[None, :])

@@ -1,0 +1,84 @@
+"""The Triton kernels but for attention, without a GPU: interpreted on CPU, and compiled for GPUs that are not there.
+
+Both happen in child processes: triton decides when it is imported whether kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.interpreted import ROOT, run_cases
+
+pytest.importorskip("triton")
+
+MAX_SHARED_NBYTES = {80: 163 << 10, 90: 227 << 10}  # of one program
+CASES = [("cuda_ops_cases.py", "cuda_heads_cases.py"), ("cuda_experts_cases.py",)]
+
+
+@pytest.mark.parametrize("files", CASES)
+def test_kernels_agree_with_their_references(files: tuple[str, ...]) -> None:
+    """Which: see the files; their cases are named one by one where this fails."""
+    assert " passed" in run_cases(files, "-m", "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("files", CASES)
+def test_kernels_agree_with_their_references_at_random_shapes(files: tuple[str, ...]) -> None:
+    assert " passed" in run_cases(files, "-m", "slow", timeout_s=280)
+
+
+def compiled(*arguments: str, folder: Path) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.compile_cuda_ops", *arguments],
+        cwd=ROOT,
+        env={**environment, "TRITON_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        assert facts["shared_nbytes"] <= MAX_SHARED_NBYTES[facts["arch"]], facts
+        assert facts["stack_nbytes"] == 0, f"spills registers: {facts}"
+        if facts["kernel"].endswith("_product") and facts["is_16_bits"]:
+            assert facts["tensor_cores"], f"multiplies without tensor cores: {facts}"
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
+    """And move 16 bytes an instruction where bandwidth is all that counts."""
+    found = compiled(str(arch), folder=tmp_path)
+    check(found)
+    kernels = {facts["kernel"] for facts in found}
+    assert kernels == {
+        *("rms_norm", "gated", "prepare_heads", "route", "sort_pairs", "gate_up_product", "down_product"),
+        *("best_of_parts", "best_of_rows"),
+    }
+    for facts in found:
+        if facts["kernel"] in ("rms_norm", "gated", "prepare_heads", "best_of_parts"):
+            assert facts["widest_load_nbytes"] == 16, facts
+        if facts["kernel"] in ("rms_norm", "gated", "prepare_heads"):
+            assert facts["narrowest_store_nbytes"] == 16, facts
+        if facts["kernel"].endswith("_product"):
+            assert facts["copies_16_bytes"], facts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_compile_and_fit_at_other_shapes(arch: int, tmp_path: Path) -> None:
+    check(compiled(str(arch), "all", folder=tmp_path))

@@ -1,0 +1,169 @@
+"""Compiles what CudaOps, the experts and the argmax launch, for GPUs that are not there: JSON lines on stdout.
+
+`python -m tests.support.compile_cuda_ops ARCH…`, in a process of its own and without TRITON_INTERPRET. The launches are
+those of the real functions on tensors of the meta device, specialised as Triton itself would.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.compiler import compile as compile_kernel
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from pd_cluster.model.cuda.argmax import argmax_rows
+from pd_cluster.model.cuda.experts import GroupedExperts, Routing
+from pd_cluster.model.cuda.ops import CudaOps, prepare
+from pd_cluster.model.ops import Heads, Norm, Rope
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OPS = CudaOps(lambda *_: torch.empty(0))
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def empty(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def norm(num_features: int, dtype: torch.dtype, is_wide: bool = False) -> None:
+    weight = Norm(empty(num_features, dtype=FP32 if is_wide else dtype), 1e-6)
+    OPS.add_norm(empty(8, num_features, dtype=dtype), empty(8, num_features, dtype=dtype), weight)
+
+
+def gate(num_rows: int, num_features: int, dtype: torch.dtype) -> None:
+    OPS.gate(empty(num_rows, 2 * num_features, dtype=dtype), "gelu_tanh" if dtype == FP32 else "silu")
+
+
+def heads(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, has_norm: bool) -> None:
+    weight = Norm(empty(head_dim, dtype=dtype), 1e-6) if has_norm else None
+    pool = empty(4000, 32, 2, 16, num_kv_heads, head_dim, dtype=dtype)
+    prepare(
+        Heads(3, num_heads, num_kv_heads, head_dim, 1.0, q_norm=weight, k_norm=weight),
+        empty(8, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
+        Rope(empty(8, head_dim, dtype=dtype), empty(8, head_dim, dtype=dtype)),
+        pool[:, 3, 0],
+        pool[:, 3, 1],
+        empty(8, dtype=torch.int64),
+    )
+
+
+def sparse(num_rows: int, hidden_size: int, num_features: int, num_experts: int, top_k: int, dtype: Any) -> None:
+    GroupedExperts(
+        empty(num_experts, hidden_size, dtype=dtype),
+        empty(num_experts, 2 * num_features, hidden_size, dtype=dtype),
+        empty(num_experts, hidden_size, num_features, dtype=dtype),
+        Routing(top_k, round_weights=num_experts > 8),
+        "silu",
+    )(empty(num_rows, hidden_size, dtype=dtype))
+
+
+def argmax(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
+    argmax_rows(empty(num_rows, vocab_size, dtype=dtype))
+
+
+# Llama 3.1 8B, Qwen3 0.6B, Gemma 2 and Mixtral, at the sizes that the tables of launch sizes tell apart.
+FEW: dict[str, Callable[[], None]] = {
+    "norm": lambda: norm(4096, BF16),
+    "gate, few rows": lambda: gate(32, 14336, BF16),
+    "gate, many rows": lambda: gate(4096, 14336, BF16),
+    "heads": lambda: heads(32, 8, 128, BF16, has_norm=False),
+    "heads with norms": lambda: heads(16, 8, 128, BF16, has_norm=True),
+    "experts, one row": lambda: sparse(1, 4096, 14336, 8, 2, BF16),
+    "experts, 100 rows": lambda: sparse(100, 4096, 14336, 8, 2, BF16),
+    "experts, 192 rows": lambda: sparse(192, 4096, 14336, 8, 2, BF16),
+    "experts, 2048 rows": lambda: sparse(2048, 4096, 14336, 8, 2, BF16),
+    "argmax, one row": lambda: argmax(1, 151936, BF16),
+    "argmax, 128 rows": lambda: argmax(128, 151936, FP32),
+}
+OTHERS: dict[str, Callable[[], None]] = {
+    **{f"norm of {n} {dtype}": lambda n=n, dtype=dtype: norm(n, dtype) for n in (64, 896, 5120, 16384)
+       for dtype in (FP16, FP32)},
+    "norm, wide weight": lambda: norm(2304, BF16, is_wide=True),
+    "norm of 32768": lambda: norm(32768, BF16),
+    "gate, float32": lambda: gate(4, 4864, FP32),
+    "gate, float16": lambda: gate(4, 4864, FP16),
+    **{f"heads {shape} {dtype}": lambda shape=shape, dtype=dtype: heads(*shape, dtype, has_norm=True)
+       for shape in ((14, 2, 64), (32, 32, 80), (16, 8, 256), (1, 1, 2)) for dtype in (FP16, FP32)},
+    **{f"experts of {shape} {dtype}": lambda shape=shape, dtype=dtype: sparse(*shape, dtype)
+       for shape in ((4, 2048, 768, 128, 8), (700, 2048, 768, 128, 8), (3, 90, 70, 5, 2), (2000, 90, 70, 5, 2))
+       for dtype in (FP16, FP32)},
+    "argmax, float16": lambda: argmax(1, 32000, FP16),
+}  # fmt: skip
+
+
+def launches_of(function: Callable[[], None]) -> list[Launch]:
+    found: list[Launch] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert all(0 < size < (2**31 if axis == 0 else 65536) for axis, size in enumerate(grid)), grid
+        found.append((self, args, kwargs))
+
+    original, JITFunction.run = JITFunction.run, record
+    try:
+        function()
+    finally:
+        JITFunction.run = original
+    return found
+
+
+def compiled(launch: Launch, target: GPUTarget) -> Any:
+    kernel, args, kwargs = launch
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*args, **kwargs)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    source = ASTSource(kernel, signature, constants, attributes)
+    return compile_kernel(source, target=target, options=parsed.__dict__)
+
+
+def facts(name: str, launch: Launch, arch: int) -> dict[str, Any]:
+    binary = compiled(launch, GPUTarget("cuda", arch, 32))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    usage = dict(re.findall(r"(REG|STACK):(\d+)", text))
+    ptx = binary.asm["ptx"]
+    return {
+        "case": name,
+        "kernel": launch[0].__name__,
+        "arch": arch,
+        "shared_nbytes": binary.metadata.shared,
+        "registers": int(usage["REG"]),
+        "stack_nbytes": int(usage["STACK"]),
+        "num_warps": binary.metadata.num_warps,
+        "widest_load_nbytes": max(_widths("ld", ptx), default=0),
+        "narrowest_store_nbytes": min(_widths("st", ptx), default=0),
+        "copies_16_bytes": "cp.async.cg" in ptx,
+        "is_16_bits": any(isinstance(arg, torch.Tensor) and arg.dtype in (BF16, FP16) for arg in launch[1]),
+        "tensor_cores": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
+    }
+
+
+def _widths(instruction: str, ptx: str) -> list[int]:
+    """Bytes of each of these instructions on global memory, by one thread."""
+    found = re.findall(rf"\b{instruction}\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)\b", ptx)
+    return [int(count or 1) * int(bits) // 8 for count, bits in found]
+
+
+def main() -> None:
+    cases = {**FEW, **OTHERS} if "all" in sys.argv else FEW
+    for arch in (int(word) for word in sys.argv[1:] if word.isdigit()):
+        for name, function in cases.items():
+            for launch in launches_of(function):
+                print(json.dumps(facts(name, launch, arch)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""What Triton's interpreter makes of the grouped experts, against `fuse.Experts` and transformers' sparse blocks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from pd_cluster.model.cuda import experts as module
+from pd_cluster.model.cuda.experts import GroupedExperts, Routing, num_row_tiles, route, routing_of, sort_pairs, tiling
+from pd_cluster.model.fuse import Experts
+from pd_cluster.model.ops import Activation, TorchOps
+from tests.support.interpreted import DTYPES, choose_device
+
+choose_device()
+
+
+def mixtral(hidden_size: int, num_features: int, num_experts: int, top_k: int, act: str = "silu") -> Any:
+    config = MixtralConfig(
+        hidden_size=hidden_size,
+        intermediate_size=num_features,
+        num_local_experts=num_experts,
+        num_experts_per_tok=top_k,
+        hidden_act=act,
+    )
+    return filled(MixtralSparseMoeBlock(config))
+
+
+def filled(block: Any) -> Any:
+    for parameter in block.parameters():
+        parameter.data.normal_(std=0.2)
+    return block.eval()
+
+
+def expected_of(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """transformers' own block in float64 arithmetic, but for the choice of experts, which is the dtype's."""
+    with torch.no_grad():
+        _, weights, chosen = block.gate(x)
+        experts = block.experts.double()
+        result: torch.Tensor = experts(x.double(), chosen, weights.double())
+    return result
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    assert actual.dtype == dtype
+    assert (actual.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "hidden_size", "num_features", "num_experts", "top_k", "dtype"),
+    [
+        (1, 64, 48, 8, 2, torch.bfloat16),
+        (1, 64, 48, 8, 2, torch.float32),
+        (5, 80, 72, 4, 1, torch.float16),
+        (33, 48, 16, 6, 3, torch.float32),
+        (7, 32, 200, 5, 5, torch.bfloat16),
+    ],
+)
+def test_experts_are_those_of_transformers(
+    num_rows: int, hidden_size: int, num_features: int, num_experts: int, top_k: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(num_rows)
+    block = mixtral(hidden_size, num_features, num_experts, top_k).to(dtype)
+    x = torch.randn(num_rows, hidden_size).to(dtype)
+    gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
+    expected = expected_of(block, x)
+    grouped = GroupedExperts(block.gate.weight.detach(), gate_up, down, routing_of(block.gate), "silu")
+    assert_near(grouped(x), expected, dtype)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_experts_are_those_of_the_fused_model(activation: Activation) -> None:
+    """And take the block apart as they do."""
+    torch.manual_seed(1)
+    name = "silu" if activation == "silu" else "gelu_pytorch_tanh"
+    block, other = (mixtral(64, 96, 8, 2, name) for _ in range(2))
+    other.load_state_dict(block.state_dict())
+    x = torch.randn(20, 64)
+    expected = Experts(other, TorchOps(), activation)(x)
+    grouped = GroupedExperts.of_block(block, activation)
+    assert not hasattr(block, "experts")
+    assert_near(grouped(x), expected.double(), torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "renormalise"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_other_architectures_route_in_their_own_way(dtype: torch.dtype, renormalise: bool) -> None:
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 32, "num_experts": 12, "num_experts_per_tok": 3, "norm_topk_prob": renormalise}
+    blocks = [
+        Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**sizes, moe_intermediate_size=40)),
+        OlmoeSparseMoeBlock(OlmoeConfig(**sizes, intermediate_size=40)),
+    ]
+    x = torch.randn(9, 32).to(dtype)
+    for block in blocks:
+        filled(block).to(dtype)
+        logits, weights, chosen = block.gate(x)
+        actual_chosen, actual_weights = route(logits.detach(), routing_of(block.gate))
+        assert actual_chosen.tolist() == chosen.tolist()
+        assert (actual_weights - weights.float()).abs().max() <= (1e-6 if dtype == torch.float32 else 4e-3)
+        assert torch.equal(actual_weights.to(dtype).float(), actual_weights)
+        expected = expected_of(block, x)
+        block.to(dtype)
+        assert_near(GroupedExperts.of_block(block, "silu")(x), expected, dtype)
+
+
+def test_equal_logits_choose_the_lowest_experts() -> None:
+    chosen, weights = route(torch.zeros(3, 6), Routing(4))
+    assert chosen.tolist() == [[0, 1, 2, 3]] * 3
+    assert weights.tolist() == [[0.25] * 4] * 3
+
+
+def test_experts_without_any_weight_are_chosen_once() -> None:
+    """Weights of exactly 0, which are as many as needed to fill the choice."""
+    chosen, weights = route(torch.tensor([[-500.0, 500.0, -500.0, -500.0]]), Routing(3))
+    assert chosen.tolist() == [[1, 0, 2]]
+    assert weights.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_a_row_of_nan_hurts_only_itself() -> None:
+    torch.manual_seed(3)
+    block = mixtral(32, 32, 4, 2)
+    grouped = GroupedExperts.of_block(block, "silu")
+    x = torch.randn(6, 32)
+    expected = grouped(x)
+    x[2] = float("nan")
+    x[4, 7] = float("inf")
+    actual = grouped(x)
+    fine = [0, 1, 3, 5]
+    assert_near(actual[fine], expected[fine].double(), torch.float32)
+    assert actual[[2, 4]].isnan().any(1).all()
+
+
+@pytest.mark.parametrize("chosen", [[3, 3, 3, 3, 3], [0, 4, 0, 4, 0], [4] * 70, [2] * 64 + [0] * 64])
+def test_experts_without_rows_and_experts_with_all(chosen: list[int]) -> None:
+    pairs = torch.tensor(chosen, dtype=torch.int32)[:, None]
+    order, starts = sort_pairs(pairs, torch.arange(6, dtype=torch.int32))
+    assert order.tolist() == sorted(range(len(chosen)), key=lambda pair: chosen[pair])
+    assert starts.tolist() == [sum(expert < e for expert in chosen) for e in range(6)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sorting_is_the_same_on_both_ways(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    num_experts, top_k = rng.choice([(5, 2), (64, 8), (130, 3)])
+    chosen = torch.randint(0, num_experts, (rng.randint(1, 40), top_k), dtype=torch.int32)
+    experts = torch.arange(num_experts + 1, dtype=torch.int32)
+    compared = sort_pairs(chosen, experts)
+    monkeypatch.setattr(module, "MAX_PAIRS_COMPARED", 0)
+    for mine, theirs in zip(compared, sort_pairs(chosen, experts), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.dtype == theirs.dtype == torch.int32
+
+
+def test_tiles_suffice_however_pairs_are_spread() -> None:
+    """The bound is reached, and never passed."""
+    rng = random.Random(0)
+    for _ in range(300):
+        num_experts, block_m, num_pairs = rng.randint(1, 9), rng.choice([4, 16]), rng.randint(1, 100)
+        most = num_row_tiles(num_pairs, num_experts, block_m)
+        weights = [rng.choice([0, 1, 50]) for _ in range(num_experts)]
+        drawn = rng.choices(range(num_experts), [*weights[1:], 1], k=num_pairs)
+        assert sum(-(-drawn.count(expert) // block_m) for expert in range(num_experts)) <= most
+        spread = [1] * (min(num_experts, num_pairs) - 1)
+        counts = [*spread, num_pairs - len(spread)]
+        assert most - len(counts) < sum(-(-count // block_m) for count in counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_tiling_computes_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough rows for several tiles of some experts, and row tiles in more than one group."""
+    torch.manual_seed(5)
+    monkeypatch.setattr(module, "ROW_TILES_TOGETHER", 2)
+    block = mixtral(48, 72, 3, 2).to(dtype)
+    x = torch.randn(75, 48).to(dtype)
+    gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
+    expected = expected_of(block, x)
+    grouped = GroupedExperts(block.gate.weight.detach(), gate_up, down, routing_of(block.gate), "silu")
+    tilings = module.TILINGS_32_BITS if dtype == torch.float32 else module.TILINGS_16_BITS
+    for tile in tilings:
+        monkeypatch.setattr(module, "tiling", lambda *_, tile=tile: tile)
+        assert_near(grouped(x), expected, dtype)
+
+
+def test_tilings_grow_with_the_rows_of_an_expert() -> None:
+    for dtype in DTYPES:
+        sizes = [tiling(num_pairs, 8, dtype).block_m for num_pairs in (1, 60, 130, 300, 2000, 100000)]
+        assert sizes == sorted(sizes)
+        assert sizes[0] == 16
+
+
+def test_no_rows_at_all() -> None:
+    block = mixtral(32, 16, 4, 2)
+    assert GroupedExperts.of_block(block, "silu")(torch.empty(0, 32)).shape == (0, 32)
+
+
+def test_rows_may_be_strided() -> None:
+    torch.manual_seed(7)
+    grouped = GroupedExperts.of_block(mixtral(32, 16, 4, 2), "silu")
+    wide = torch.randn(5, 96)
+    assert torch.equal(grouped(wide[:, 32:64]), grouped(wide[:, 32:64].contiguous()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(25))
+def test_random_shapes(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = rng.choice(DTYPES)
+    num_experts = rng.randint(1, 70)
+    block = mixtral(rng.randint(1, 150), rng.randint(1, 150), num_experts, rng.randint(1, min(8, num_experts)))
+    block = block.to(dtype)
+    x = torch.randn(rng.randint(1, 90), block.gate.weight.shape[1]).to(dtype)
+    gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
+    routing = routing_of(block.gate)
+    logits, _, chosen = block.gate(x)
+    if route(logits.detach(), routing)[0].tolist() != chosen.tolist():  # only ties may be broken otherwise
+        chosen = route(logits.detach(), routing)[0].long()
+        picked = logits.detach().gather(1, chosen)
+        assert torch.equal(picked, logits.detach().topk(routing.top_k).values)
+        return
+    expected = expected_of(block, x)
+    grouped = GroupedExperts(block.gate.weight.detach(), gate_up, down, routing, "silu")
+    assert_near(grouped(x), expected, dtype)

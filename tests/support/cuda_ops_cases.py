@@ -1,0 +1,165 @@
+"""What Triton's interpreter makes of the kernels that work on rows, against TorchOps and transformers' modules.
+
+On a GPU, if there is one: `python -m pytest tests/support/cuda_*_cases.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers.activations import ACT2FN
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from pd_cluster.model.cuda.argmax import argmax_rows
+from pd_cluster.model.cuda.ops import CudaOps
+from pd_cluster.model.ops import Activation, Norm, TorchOps
+from pd_cluster.model.passes import peaks
+from tests.support.interpreted import DTYPES, assert_like, choose_device, strided, whole_numbers
+
+choose_device()
+
+EPS = 1e-6
+ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh"]
+
+
+OPS = CudaOps(lambda *_: torch.empty(0))  # without attention
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_features", [1, 64, 896, 5120])
+def test_norm_rounds_as_llama_does(dtype: torch.dtype, num_features: int) -> None:
+    """Bit for bit where the sum of squares has no rounding of its own."""
+    torch.manual_seed(num_features)
+    module = LlamaRMSNorm(num_features, EPS).to(dtype)
+    module.weight.data = (torch.rand(num_features) + 0.5).to(dtype)
+    norm = Norm(module.weight.data, EPS)
+    whole = whole_numbers(3, num_features).to(dtype)
+    actual, expected = OPS.norm(whole, norm), module(whole)
+    if dtype == torch.float32:
+        assert_like(actual, expected)
+    else:
+        assert torch.equal(actual, expected)
+    x = torch.randn(3, num_features).to(dtype)
+    assert_like(OPS.norm(x, norm), module(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_with_a_wide_weight_rounds_as_gemma_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    module = Gemma2RMSNorm(2304, EPS).to(dtype)
+    module.weight.data = torch.randn(2304).to(dtype) * 0.3
+    norm = Norm(1.0 + module.weight.data.float(), EPS)
+    whole = whole_numbers(2, 2304).to(dtype)
+    if dtype == torch.float32:
+        assert_like(OPS.norm(whole, norm), module(whole))
+    else:
+        assert torch.equal(OPS.norm(whole, norm), module(whole))
+        narrow = Norm(norm.weight.to(dtype), EPS)
+        assert not torch.equal(OPS.norm(whole, narrow), module(whole))
+    x = torch.randn(2, 2304).to(dtype)
+    assert_like(OPS.norm(x, norm), module(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "num_features"), [(1, 896), (5, 96)])
+def test_add_norm_adds_in_place_in_the_own_dtype(dtype: torch.dtype, num_rows: int, num_features: int) -> None:
+    torch.manual_seed(2)
+    x, delta = (strided(torch.randn(num_rows, num_features).to(dtype)) for _ in range(2))
+    module = LlamaRMSNorm(num_features, EPS).to(dtype)
+    expected_sum, before = x + delta, delta.clone()
+    normed = OPS.add_norm(x, delta, Norm(module.weight.data, EPS))
+    assert torch.equal(x, expected_sum)
+    assert torch.equal(delta, before)
+    assert_like(normed, module(expected_sum))
+    around = x._base
+    assert around is not None
+    assert around.isnan().sum() == 32 * num_rows
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "num_features"), [(1, 1), (1, 4864), (4, 200)])
+def test_gate_rounds_before_the_product(
+    activation: Activation, dtype: torch.dtype, num_rows: int, num_features: int
+) -> None:
+    """torch's GELU loses all digits where 1 + tanh is nearly 0; there the kernel is held against float64 alone."""
+    torch.manual_seed(3)
+    x = strided((torch.randn(num_rows, 2 * num_features) * 3).to(dtype))
+    function = ACT2FN["silu" if activation == "silu" else "gelu_pytorch_tanh"]
+    gate, up = x.chunk(2, dim=-1)
+    actual = OPS.gate(x, activation)
+    exponent = gate.double()
+    if activation == "gelu_tanh":
+        exponent = (exponent + 0.044715 * exponent**3) * (8 / math.pi) ** 0.5
+    assert_like(actual, (gate.double() * exponent.sigmoid()).to(dtype) * up)
+    plain = (gate > -1) | torch.tensor(activation == "silu")
+    assert_like(torch.where(plain, actual, 0), torch.where(plain, function(gate) * up, 0))
+
+
+def test_gate_of_the_far_ends() -> None:
+    x = torch.tensor([[-1e4, -100.0, -0.0, 100.0, 1e4, float("nan"), 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    for activation in ACTIVATIONS:
+        actual, expected = OPS.gate(x, activation), TorchOps().gate(x, activation)
+        assert torch.allclose(actual, expected, equal_nan=True, atol=1e-37)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows(dtype: torch.dtype) -> None:
+    norm = Norm(torch.ones(8, dtype=dtype), EPS)
+    assert OPS.norm(torch.empty(0, 8, dtype=dtype), norm).shape == (0, 8)
+    assert OPS.gate(torch.empty(0, 8, dtype=dtype), "silu").shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 7), (2, 5000), (9, 9001), (17, 1024)])
+def test_argmax_finds_the_lowest_of_equals(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
+    """Few values, so that most rows have several best tokens, in several parts."""
+    torch.manual_seed(num_rows)
+    logits = strided(torch.randint(-90, -85, (num_rows, vocab_size)).to(dtype))
+    logits[0] = torch.randn(vocab_size).to(dtype)
+    token_ids, best, irregular = argmax_rows(logits)
+    assert token_ids.tolist() == logits.float().cpu().numpy().argmax(-1).tolist()
+    assert torch.equal(best, logits.float().amax(-1))
+    assert (token_ids.dtype, best.dtype, irregular.tolist()) == (torch.int64, torch.float32, [False] * num_rows)
+
+
+def test_argmax_takes_what_is_not_finite_as_the_sampler_does() -> None:
+    nan, inf = float("nan"), float("inf")
+    torch.manual_seed(6)
+    logits = torch.randn(10, 3000)
+    logits[0, 2999] = nan
+    logits[1] = nan
+    logits[2] = -inf
+    logits[3, [4, 2047]] = inf
+    logits[4, 5], logits[4, 6] = nan, inf
+    logits[5, :2999] = -inf
+    logits[6, 1000:] = nan
+    logits[7, 10], logits[7, 5] = torch.finfo(torch.float32).max, inf
+    logits[8, ::2], logits[8, 1::2] = nan, -inf
+    actual = argmax_rows(logits)
+    mended = logits.clone()
+    token_ids, best = peaks(mended)
+    assert actual.token_ids.tolist() == token_ids.tolist()
+    assert np.array_equal(actual.logits.cpu().numpy(), best)
+    assert actual.irregular.tolist() == [True, True, True, True, True, False, True, True, True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_random_shapes(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = rng.choice(DTYPES)
+    num_rows, num_features = rng.randint(1, 6), rng.choice([rng.randint(1, 300), rng.randint(300, 9000)])
+    x, delta = (strided(torch.randn(num_rows, num_features).to(dtype)) for _ in range(2))
+    module = LlamaRMSNorm(num_features, EPS).to(dtype)
+    expected_sum = x + delta
+    assert_like(OPS.add_norm(x, delta, Norm(module.weight.data, EPS)), module(expected_sum))
+    assert torch.equal(x, expected_sum)
+    logits = torch.randn(rng.randint(1, 12), rng.randint(1, 30000)).to(dtype)
+    assert argmax_rows(logits).token_ids.tolist() == logits.float().cpu().numpy().argmax(-1).tolist()

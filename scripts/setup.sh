@@ -10,6 +10,7 @@
 set -eu
 
 TORCH="torch==2.13.0" # deploy/Dockerfile.cpu has the same
+TRITON="triton==3.6.0" # for tests without a GPU: its interpreter is what they were written for
 LOCK_TIMEOUT_S=1800
 
 say() {
@@ -132,6 +133,9 @@ install() {
         say "installing $TORCH"
         pip_install "$TORCH"
     fi
+    case ",$extras," in
+    *,test,*) .venv/bin/python -c 'import triton' 2>/dev/null || pip_install "$TRITON" ;; # torch for CUDA brings its own
+    esac
     say "installing pd-cluster${extras:+ with extras: $extras}"
     pip_install -c constraints.txt -e ".${extras:+[$extras]}"
 }

@@ -143,6 +143,14 @@ def num_multiprocessors(device: Device) -> int:
     return _module(device).get_device_properties(device.index).multi_processor_count if device.is_accelerator else 1
 
 
+def compute_capability(device: Device) -> tuple[int, int]:
+    """Of a CUDA device; on CPU, where kernels are interpreted, that of Hopper."""
+    if not device.is_accelerator:
+        return 9, 0
+    properties = _module(device).get_device_properties(device.index)
+    return properties.major, properties.minor
+
+
 def synchronize(device: Device) -> None:
     """Waits for everything that was launched."""
     if device.is_accelerator:

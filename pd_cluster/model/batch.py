@@ -42,6 +42,7 @@ class ForwardBatch:
     layers_written: list[int] = field(default_factory=list)
     windows: set[int | None] = field(default_factory=set)  # that its layers attended through
     on_layer: Callable[[int], None] | None = None  # told how many layers' keys and values are in the pool
+    write_and_attend: Callable[..., torch.Tensor] | None = None  # in place of attention/sdpa.py's
     kernel_state: object = None  # what the kernels keep from layer to layer
 
     @property

@@ -35,11 +35,17 @@ class CausalLM(Protocol):
 class PlainCausalLM:
     """transformers' forward, with attention through the function that the loader registered."""
 
-    kernels = "transformers' modules"
-
-    def __init__(self, model: Any, vocab_size: int = 0, group: Group | None = None) -> None:
-        """`vocab_size` of the whole model, where this is one rank's share."""
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int = 0,
+        group: Group | None = None,
+        attend: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        """`vocab_size` of the whole model, where this is one rank's share. `attend`: in place of attention/sdpa.py's."""
         self.config = model.config
+        self.kernels = f"transformers' modules, attention by {'SDPA' if attend is None else 'Triton'}"
+        self._attend = attend
         self.model = model
         self._vocab_size = vocab_size or model.config.vocab_size
         self._group = group or Alone()
@@ -50,6 +56,7 @@ class PlainCausalLM:
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         self._batch = batch
+        batch.write_and_attend = self._attend
         logits: torch.Tensor = self.model(
             input_ids=batch.input_ids,
             position_ids=batch.positions,

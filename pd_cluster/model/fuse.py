@@ -1,4 +1,4 @@
-"""From transformers' loaded modules to fused layers: QKV as one linear, gate and up as one, packed weights.
+"""From transformers' loaded modules to fused layers: QKV as one linear, gate and up as one, weights packed on CPU.
 
 Known architectures only, by class; what is not recognised stays as it is. Layer by layer, and each plain weight is
 dropped as soon as it is packed, so that memory stays near one copy.
@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
-from pd_cluster.model.linear import Linear, join, make_linear
+from pd_cluster.model.linear import Linear, can_pack, join, make_linear
 from pd_cluster.model.ops import Activation, Heads, Norm, Ops
 from pd_cluster.model.parallel.layers import Share
 
@@ -29,9 +29,9 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 
 def can_fuse(model: torch.nn.Module) -> bool:
-    """Whether the architecture is known, and computes in float32 on CPU."""
+    """Whether the architecture is known, and computes in float32 where it computes on CPU."""
     known = type(model).__name__ in [f"{name}ForCausalLM" for name in ARCHITECTURES]
-    plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
+    plain = all(p.dtype == torch.float32 or p.device.type != "cpu" for p in model.parameters())
     return known and plain and type(model).__module__.startswith("transformers.models.")
 
 
@@ -47,9 +47,10 @@ def fuse(model: Any, ops: Ops, share: Share | None = None) -> FusedCausalLM:
     head = join([model.lm_head])
     del model.lm_head
     embedding = model.model.embed_tokens
-    embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
-    if tied:
-        log.info("tied embeddings: the output layer has a packed copy of the embedding's rows")
+    if can_pack(embedding.weight):  # else the head's is this one, or one of its own
+        embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+        if tied:
+            log.info("tied embeddings: the output layer has a packed copy of the embedding's rows")
     return FusedCausalLM(
         config=model.config,
         ops=ops,
@@ -109,7 +110,7 @@ def _heads(attention: Any, config: Any) -> Heads:
 
 def _norm(module: Any) -> Norm:
     if type(module).__name__ == "Gemma2RMSNorm":
-        return Norm(1.0 + module.weight.detach(), module.eps)
+        return Norm(1.0 + module.weight.detach().float(), module.eps)  # in 16 bits the sum would lose the weight
     return Norm(module.weight.detach().clone(), module.variance_epsilon)
 
 
@@ -132,11 +133,17 @@ def _mlp(mlp: Any, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor]:
     if activation is None:  # an activation without a kernel: the module itself, on a batch of one sequence
         return lambda x: mlp(x[None])[0]
     if hasattr(mlp, "experts"):
-        return Experts(mlp, ops, activation)
+        return Experts(mlp, ops, activation) if ops.name != "Triton" else _grouped(mlp, activation)
     intermediate_size: int = mlp.gate_proj.out_features
     gate_up, down = join([mlp.gate_proj, mlp.up_proj]), join([mlp.down_proj])
     del mlp.gate_proj, mlp.up_proj, mlp.down_proj
     return GatedMLP(gate_up, down, ops, activation, intermediate_size)
+
+
+def _grouped(block: Any, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    from pd_cluster.model.cuda.experts import GroupedExperts  # Triton is only where its ops are
+
+    return GroupedExperts.of_block(block, activation)
 
 
 class GatedMLP:
@@ -151,7 +158,7 @@ class GatedMLP:
         self._num_rows = max(MLP_LEAST_ROWS, MLP_NBYTES_AT_ONCE // (2 * intermediate_size * 4))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) <= 2 * self._num_rows:  # still below the limit, and faster whole
+        if len(x) <= 2 * self._num_rows or not x.is_cpu:  # still below the limit, and faster whole
             return self._some(x)
         result = torch.empty_like(x)
         for start in range(0, len(x), self._num_rows):

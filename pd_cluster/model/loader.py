@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.device import Device
-from pd_cluster.errors import ModelError
+from pd_cluster.device import CPU, Device, has_triton
+from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa
@@ -35,7 +36,8 @@ from pd_cluster.types import Request, SamplingParams
 log = logging.getLogger(__name__)
 
 PROBE_NUM_TOKENS = 4
-PROBE_TOLERANCE = 1e-3  # relative; fusing moves logits by about 1e-6
+PROBE_BLOCK_SIZE = 16
+PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}  # relative; in float32 fusing moves about 1e-6
 ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -52,20 +54,27 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: Device, group: Group 
     """The whole model, or this rank's share of it. Raises ModelError when the weights do not fit the architecture."""
     share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
     model = load_plain(checkpoint, dtype, device, share)
-    plain = PlainCausalLM(model) if share is None else PlainCausalLM(model, share.plan.vocab_size, share.group)
-    if device.kind != "cpu" or not can_fuse(model):
+    attend = paged_attention(model.config, device)
+    whole = (0, None) if share is None else (share.plan.vocab_size, share.group)
+    plain = PlainCausalLM(model, *whole, attend)
+    if not can_fuse(model):
+        log.info("model: %s", plain.kernels)
         return plain
-    expected = _probe_logits(plain, dtype)
-    fused = fuse(model, choose_ops(model.config), share)
-    error = (_probe_logits(fused, dtype) - expected).abs().max() / expected.abs().max()
-    if not error <= PROBE_TOLERANCE:
+    expected = _probe_logits(plain, dtype, device)
+    fused = fuse(model, choose_ops(model.config, device), share)
+    error = (_probe_logits(fused, dtype, device) - expected).abs().max() / expected.abs().max()
+    if not error <= PROBE_TOLERANCE[dtype]:
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
     log.info("model: %s", fused.kernels)
     return fused
 
 
-def choose_ops(config: Any) -> Ops:
-    """The C kernels, unless they cannot be built, do not know the shape or PD_CLUSTER_CPU_KERNELS is 0."""
+def choose_ops(config: Any, device: Device = CPU) -> Ops:
+    """On CUDA Triton's kernels, where they can serve the model; on CPU the C kernels, unless they cannot be built, do
+    not know the shape or PD_CLUSTER_CPU_KERNELS is 0.
+    """
+    if device.is_accelerator:
+        return TorchOps() if why_not_triton(layout_of(config, PROBE_BLOCK_SIZE, "float32"), config) else cuda_ops()
     if not are_wanted() or not supports(config):
         return TorchOps()
     try:
@@ -136,15 +145,49 @@ def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:
     )
 
 
-def _probe_logits(model: CausalLM, dtype: str) -> torch.Tensor:
+def paged_attention(config: Any, device: Device) -> Callable[..., torch.Tensor] | None:
+    """What attends for transformers' modules; None: attention/sdpa.py. The log tells which, and why not Triton."""
+    if not device.is_accelerator:
+        return None
+    if why := why_not_triton(layout_of(config, PROBE_BLOCK_SIZE, "float32"), config):
+        log.warning("attention by SDPA, sequence by sequence, which is slow: %s", why)
+        return None
+    from pd_cluster.model.cuda.paged import write_and_attend
+
+    return write_and_attend
+
+
+def check_block_size(block_size: int, device: Device) -> None:
+    """Raises ConfigError for what Triton's kernels cannot read, where they serve."""
+    if device.kind == "cuda" and has_triton() and (block_size & (block_size - 1) or not 4 <= block_size <= 256):
+        raise ConfigError(f"--block-size {block_size}: on CUDA a power of 2 from 4 to 256; 16 is the default")
+
+
+def why_not_triton(layout: KVLayout, config: Any) -> str:
+    """Why Triton's kernels do not serve such a pool and model on CUDA; "" when they do."""
+    if not has_triton():
+        return "Triton is not installed"
+    from pd_cluster.model.cuda.paged import problem
+
+    return problem(layout.k_head_dim, config.num_attention_heads, layout.num_kv_heads, layout.block_size)
+
+
+def cuda_ops() -> Ops:
+    from pd_cluster.model.cuda.ops import CudaOps  # Triton may be missing
+    from pd_cluster.model.cuda.paged import attend_batch
+
+    return CudaOps(attend_batch)
+
+
+def _probe_logits(model: CausalLM, dtype: str, device: Device) -> torch.Tensor:
     """Logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a pool of their own."""
     vocab_size = model.config.vocab_size
     token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
     probe = Request("probe", token_ids, SamplingParams(), block_table=[0])
-    pool = KVPool(layout_of(model.config, PROBE_NUM_TOKENS, dtype), num_blocks=1)
+    pool = KVPool(layout_of(model.config, PROBE_BLOCK_SIZE, dtype), num_blocks=1, device=device)
     batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
     batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.positions.device)
     with torch.inference_mode():
-        logits = model(batch)
+        logits = model(batch).float()
     pool.close()
     return logits

@@ -1,6 +1,7 @@
 """What a fused decoder computes between its linear layers: one interface, here in torch operations.
 
-`pd_cluster.model.cpu.ops` has the same in C. Rows are tokens: activations are [num_tokens, features], float32.
+`pd_cluster.model.cpu.ops` has the same in C, for float32, `pd_cluster.model.cuda.ops` in Triton. Rows are tokens:
+activations are [num_tokens, features]; norms compute in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root-mean-square norm. Where an architecture multiplies by 1 + w, `weight` is that sum."""
+    """Root-mean-square norm. Where an architecture multiplies by 1 + w, `weight` is that sum, in float32.
+
+    A normed value is rounded to the weight's dtype before it is multiplied.
+    """
 
     weight: torch.Tensor  # [features]
     eps: float
@@ -73,7 +77,9 @@ class TorchOps:
     name = "torch"
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        return (normed.to(norm.weight.dtype) * norm.weight).to(x.dtype)
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
         return self.norm(x.add_(delta), norm)

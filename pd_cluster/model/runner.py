@@ -18,7 +18,7 @@ from pd_cluster.kv.swap import Kind, SwapSpace
 from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
 from pd_cluster.model.graphs import DecodeGraphs
-from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
+from pd_cluster.model.loader import check_block_size, layout_of, load_model, plan_of, resolve_dtype
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.passes import best_tokens
 from pd_cluster.model.profile import peak_of_a_step
@@ -49,6 +49,7 @@ class ModelRunner:
         self.model = load_model(checkpoint, dtype, device, self.group)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, config.block_size, dtype)
+        check_block_size(config.block_size, device)
         if self.group.size > 1:
             layout = plan_of(checkpoint, self.group.size).layout_of_rank(layout, self.group.rank)
         peak = peak_of_a_step(self.model, layout, config, self.max_model_len, device)

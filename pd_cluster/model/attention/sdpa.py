@@ -62,7 +62,8 @@ def forward(
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     scoring = Scoring(scaling, window, softcap, s_aux)
-    return write_and_attend(layer_idx, query[0], keys, values, forward_batch, scoring)[None], None
+    attend = forward_batch.write_and_attend or write_and_attend
+    return attend(layer_idx, query[0], keys, values, forward_batch, scoring)[None], None
 
 
 def _refuse_unknown(module: torch.nn.Module, given: dict[str, object]) -> None:

@@ -1,0 +1,97 @@
+"""A step's attention through Triton: its plan and what of it the device must know, made once for all layers.
+
+`attend_batch` is what the fused layers call, `write_and_attend` what transformers' modules reach. `problem` tells
+beforehand what the kernels cannot do: then nobody calls them, and the log says so.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from pd_cluster.device import Device, compute_capability, num_multiprocessors
+from pd_cluster.model.attention.sdpa import Scoring
+from pd_cluster.model.batch import ForwardBatch, on_device
+from pd_cluster.model.cuda.attention import (
+    MAX_BLOCK_SIZE,
+    MIN_BLOCK_SIZE,
+    BatchMetadata,
+    attend,
+    write_kv,
+)
+from pd_cluster.model.cuda.attention_configs import AttentionConfigs, configs_for
+from pd_cluster.model.cuda.plan import AttentionPlan, plan_attention
+
+Planned = tuple[AttentionPlan, BatchMetadata]
+
+
+def problem(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int) -> str:
+    """Why these kernels cannot serve such a model and pool; "" when they can."""
+    if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+        return f"blocks of {block_size} tokens: the Triton attention takes powers of 2 from {MIN_BLOCK_SIZE} on"
+    try:
+        configs_for(head_dim, 16, num_heads // num_kv_heads, (9, 0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def attend_batch(
+    query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, batch: ForwardBatch, scoring: Scoring
+) -> torch.Tensor:
+    """[num_tokens, num_heads, head_dim] to the same; this step's keys and values are in the pool."""
+    plan, metadata = _planned(batch, query, key_pool.shape[2])
+    return attend(query, key_pool, value_pool, metadata, plan, scoring)
+
+
+def write_and_attend(
+    layer_idx: int,
+    query: torch.Tensor,  # [num_heads, num_tokens, head_dim]
+    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    values: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Puts the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
+    key_pool, value_pool = batch.pool.layer(layer_idx)
+    write_kv(keys.contiguous(), values.contiguous(), key_pool, value_pool, batch.slot_mapping)
+    batch.layer_written(layer_idx, scoring.sliding_window)
+    return attend_batch(query.transpose(0, 1).contiguous(), key_pool, value_pool, batch, scoring)
+
+
+def _planned(batch: ForwardBatch, query: torch.Tensor, num_kv_heads: int) -> Planned:
+    """The batch's own; made by its first layer."""
+    _, num_heads, head_dim = query.shape
+    key = num_heads, num_kv_heads, head_dim
+    known = batch.kernel_state
+    if not isinstance(known, dict):
+        known = batch.kernel_state = {}
+    if key not in known:
+        known[key] = _plan(batch, query.element_size() * 8, *key)
+    found: Planned = known[key]
+    return found
+
+
+def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Planned:
+    device, group = batch.pool.device, num_heads // num_kv_heads
+    configs = _configs(head_dim, dtype_bits, group, device)
+    plan = plan_attention(
+        batch.query_lens, batch.host_context_lens, group, num_kv_heads, configs, num_multiprocessors(device)
+    )
+    there = {"decode_seqs": batch.table_starts[:0], "tiles": batch.table_starts[:0]}
+    if not plan.all_decode:
+        there = on_device({"decode_seqs": plan.decode_seqs, "tiles": plan.tiles}, device)
+    return plan, BatchMetadata(
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_starts,
+        there["decode_seqs"],
+        there["tiles"],
+    )
+
+
+@functools.cache
+def _configs(head_dim: int, dtype_bits: int, group: int, device: Device) -> AttentionConfigs:
+    return configs_for(head_dim, dtype_bits, group, compute_capability(device))

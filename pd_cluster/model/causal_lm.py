@@ -42,7 +42,7 @@ class PlainCausalLM:
         group: Group | None = None,
         attend: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        """`vocab_size` of the whole model, where this is one rank's share. `attend`: in place of attention/sdpa.py's."""
+        """`vocab_size` of the whole model, where this is one rank's share. `attend` takes the place of SDPA's."""
         self.config = model.config
         self.kernels = f"transformers' modules, attention by {'SDPA' if attend is None else 'Triton'}"
         self._attend = attend

@@ -41,6 +41,7 @@ class ModelRunner:
         assert self.group.size == config.tensor_parallel_size
         self.device = device = device or resolve(config.device)
         use(device)
+        check_block_size(config.block_size, device)
         checkpoint = Checkpoint.open(config.model)
         self.max_model_len = checkpoint.max_model_len(config.max_model_len)
         self.eos_token_ids = checkpoint.eos_token_ids
@@ -49,7 +50,6 @@ class ModelRunner:
         self.model = load_model(checkpoint, dtype, device, self.group)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, config.block_size, dtype)
-        check_block_size(config.block_size, device)
         if self.group.size > 1:
             layout = plan_of(checkpoint, self.group.size).layout_of_rank(layout, self.group.rank)
         peak = peak_of_a_step(self.model, layout, config, self.max_model_len, device)

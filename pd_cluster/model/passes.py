@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pd_cluster.device import has_triton
+
 Floats: TypeAlias = NDArray[np.floating[Any]]
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -60,11 +62,21 @@ def best_tokens(logits: Tensor) -> Tensor:
 
     As `peaks` has it: the lowest id among equals, NaN is nothing, and of a row without anything 0.
     """
-    return logits.float().nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(-1)
+    if not on_host(logits) and has_triton():
+        from pd_cluster.model.cuda.argmax import argmax_rows  # Triton may be missing
+
+        return argmax_rows(logits).token_ids
+    return logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(-1)
 
 
 def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
     if not on_host(logits):
+        if has_triton():
+            from pd_cluster.model.cuda.argmax import argmax_rows
+
+            found = argmax_rows(logits)
+            values = found.logits.masked_fill(found.irregular, math.nan)  # the caller mends those rows itself
+            return found.token_ids.cpu().numpy(), values.cpu().numpy()
         values, indices = logits.max(-1)
         return indices.cpu().numpy().copy(), values.cpu().numpy().copy()
     table = logits.numpy()

@@ -58,6 +58,7 @@ class ModelRunner:
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
         self.window = prove(self.model, self.pool)
         self._graphs = self._make_graphs(config)
+        self.goes_ahead = device.is_accelerator and self.group.size == 1  # where the device is the host, why should it
         self.group.loaded()
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
@@ -83,8 +84,8 @@ class ModelRunner:
         return self._logits(step, None, on_layer).float()
 
     def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens | None:
-        """See engine/ahead.py. Where the device is the host, there is nothing to gain."""
-        if not self.device.is_accelerator or self.group.size > 1:
+        """See engine/ahead.py."""
+        if not self.goes_ahead:
             return None
         block_size = self.pool.layout.block_size
         if after is None:

@@ -1,0 +1,93 @@
+"""Whole models on the CUDA path: interpreted on CPU everywhere, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.config import EngineConfig
+from pd_cluster.engine.build import build_core
+from pd_cluster.types import SamplingParams
+from tests.support.checkpoints import reference_model
+from tests.support.engines import generate, random_prompt
+from tests.support.interpreted import run_cases
+
+pytest.importorskip("triton")
+
+CASES = ("cuda_model_cases.py",)
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def test_the_path_is_exact_in_the_interpreter() -> None:
+    assert " passed" in run_cases(CASES, "-m", "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_more_architectures_are_exact_in_the_interpreter() -> None:
+    assert " passed" in run_cases(CASES, "-m", "slow", timeout_s=280)
+
+
+@needs_gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "phi3"]
+)
+def test_greedy_tokens_are_those_of_transformers_on_the_gpu(
+    architecture: str, eager: bool, checkpoint: Callable[[str], Path]
+) -> None:
+    """float32; a difference counts where the reference's two best tokens are not closer than 1e-4."""
+    folder = checkpoint(architecture)
+    config = EngineConfig(
+        model=str(folder), device="cuda", dtype="float32", num_blocks=200, max_model_len=256, enforce_eager=eager
+    )
+    core, _ = build_core(config)
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, length) for length in (1, 7, 40, 130)]
+    reference = reference_model(folder).to("cuda")
+    for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+        expected = _greedy_on_gpu(reference, prompt)
+        if output != expected:
+            at = next(i for i, (mine, its) in enumerate(zip(output, expected, strict=True)) if mine != its)
+            with torch.inference_mode():
+                logits = reference(torch.tensor([prompt + expected[:at]], device="cuda")).logits[0, -1]
+            best = logits.topk(2).values.tolist()
+            assert best[0] - best[1] < 1e-4, f"token {at} of a prompt of {len(prompt)}: {output[at]}, {expected[at]}"
+    assert eager or core.ahead.num_ahead > 0
+
+
+def _greedy_on_gpu(reference: torch.nn.Module, prompt: list[int]) -> list[int]:
+    """One forward pass for the whole sequence a token: no cache that could differ."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(GREEDY.max_tokens):
+            logits = reference(torch.tensor([tokens], device="cuda")).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+@needs_gpu
+def test_a_pool_is_as_large_as_the_memory_lets_it(checkpoint: Callable[[str], Path]) -> None:
+    free, total = torch.cuda.mem_get_info()
+    config = EngineConfig(model=str(checkpoint("llama")), device="cuda", gpu_memory_utilization=0.3)
+    _, runner = build_core(config)
+    assert 0.2 * total < runner.pool.nbytes < 0.3 * total
+    assert torch.cuda.mem_get_info()[0] > free - 0.31 * total
+
+
+@needs_gpu
+def test_drawn_tokens_are_the_same_whatever_else_is_in_the_batch(checkpoint: Callable[[str], Path]) -> None:
+    config = EngineConfig(
+        model=str(checkpoint("llama")), device="cuda", dtype="float32", num_blocks=200, max_model_len=256
+    )
+    core, _ = build_core(config)
+    rng = random.Random(2)
+    prompts = [random_prompt(rng, length) for length in (3, 20, 60)]
+    drawn = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+    together = generate(core, prompts, drawn)
+    assert together == [generate(core, [prompt], drawn)[0] for prompt in prompts]

@@ -1,0 +1,87 @@
+"""Whole models through the CUDA path's kernels, graphs and steps ahead, against transformers' `generate()`.
+
+Interpreted on CPU, where graphs are calls that are made again. Run by tests/model/test_cuda_model.py.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.config import EngineConfig
+from pd_cluster.device import CPU
+from pd_cluster.engine.build import build_core
+from pd_cluster.model import loader
+from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.cuda.paged import write_and_attend
+from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.types import SamplingParams
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import assert_same, generate, random_prompt
+from tests.support.interpreted import choose_device
+
+choose_device()
+
+GREEDY = SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True)
+LENS = (1, 5, 33)
+ALWAYS, SOMETIMES = ("llama", "mixtral"), ("qwen3", "gemma2")
+
+
+def as_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader chooses on CPU what it would choose on CUDA."""
+    monkeypatch.setattr(loader, "choose_ops", lambda config, device=CPU: loader.cuda_ops())
+    monkeypatch.setattr(loader, "paged_attention", lambda config, device: write_and_attend)
+
+
+@pytest.mark.parametrize("architecture", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in SOMETIMES)])
+def test_fused_layers_graphs_and_steps_ahead(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_cuda(monkeypatch)
+    folder = make_checkpoint(tmp_path, architecture)
+    core, runner = build_core(
+        EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, max_num_batched_tokens=16, device="cpu")
+    )
+    assert isinstance(runner.model, FusedCausalLM)
+    assert runner.model.ops.name == "Triton"
+    runner._graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
+    runner.goes_ahead = True
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, length) for length in LENS]
+    for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+        assert_same(folder, prompt, output, GREEDY.max_tokens)
+    assert graphs.num_captured > 0
+    assert core.ahead.num_ahead > 0
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("qwen2", marks=pytest.mark.slow)])
+def test_modules_of_transformers_attend_through_the_kernels(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_cuda(monkeypatch)
+    monkeypatch.setattr(loader, "can_fuse", lambda model: False)
+    folder = make_checkpoint(tmp_path, architecture)
+    core, runner = build_core(EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu"))
+    assert isinstance(runner.model, PlainCausalLM)
+    assert runner.model.kernels == "transformers' modules, attention by Triton"
+    prompts = [random_prompt(random.Random(4), length) for length in LENS]
+    for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+        assert_same(folder, prompt, output, GREEDY.max_tokens)
+
+
+def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
+    """bfloat16 weights and pool; transformers' modules in bfloat16 are as far from float32."""
+    folder = make_checkpoint(tmp_path, "llama")
+    checkpoint = Checkpoint.open(str(folder))
+    exact = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), "float32", CPU)
+    rounded = loader.load_plain(checkpoint, "bfloat16", CPU)
+    by_modules = loader._probe_logits(PlainCausalLM(rounded), "bfloat16", CPU)
+    by_kernels = loader._probe_logits(loader.fuse(rounded, loader.cuda_ops()), "bfloat16", CPU)
+    error_of_modules = (by_modules - exact).norm() / exact.norm()
+    error_of_kernels = (by_kernels - exact).norm() / exact.norm()
+    assert torch.isfinite(by_kernels).all()
+    assert error_of_kernels < 1.5 * error_of_modules + 1e-3, (float(error_of_kernels), float(error_of_modules))

@@ -55,8 +55,8 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: Device, group: Group 
     share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
     model = load_plain(checkpoint, dtype, device, share)
     attend = paged_attention(model.config, device)
-    whole = (0, None) if share is None else (share.plan.vocab_size, share.group)
-    plain = PlainCausalLM(model, *whole, attend)
+    vocab_size = 0 if share is None else share.plan.vocab_size
+    plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attend)
     if not can_fuse(model):
         log.info("model: %s", plain.kernels)
         return plain

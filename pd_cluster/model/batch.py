@@ -17,7 +17,7 @@ from pd_cluster.types import Request
 Ints = npt.NDArray[np.int64]
 
 ALIGNMENT = 16  # bytes
-_DTYPES = {4: torch.int32, 8: torch.int64}
+_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ def packed(
         buffer[starts[name] : starts[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
     there = copy(host)
     return {
-        name: there[starts[name] : starts[name] + array.nbytes].view(_DTYPES[array.dtype.itemsize]).view(array.shape)
+        name: there[starts[name] : starts[name] + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
         for name, array in arrays.items()
     }
 

@@ -57,16 +57,20 @@ def peaks(logits: Tensor, fallback: Callable[[int], int] = lambda row: 0) -> tup
     return token_ids, best
 
 
-def best_tokens(logits: Tensor) -> Tensor:
-    """The most likely token of each row, [num_rows] int64, where the logits are, without waiting for it.
+def best_there(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely token of each row, int64, and its logit, float32; [num_rows], where the logits are, unwaited for.
 
-    As `peaks` has it: the lowest id among equals, NaN is nothing, and of a row without anything 0.
+    As `peaks` has it: the lowest id among equals, NaN is nothing, +inf the largest float32, and a row without anything
+    is token 0.
     """
     if not on_host(logits) and has_triton():
         from pd_cluster.model.cuda.argmax import argmax_rows  # Triton may be missing
 
-        return argmax_rows(logits).token_ids
-    return logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(-1)
+        found = argmax_rows(logits)
+        return found.token_ids, found.logits
+    table = logits.float().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+    token_ids = table.argmax(-1)
+    return token_ids, table.gather(1, token_ids[:, None])[:, 0]
 
 
 def _argmax(logits: Tensor) -> tuple[Ints, Floats]:

@@ -17,10 +17,10 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import Kind, SwapSpace
 from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
+from pd_cluster.model.choice import choose
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.loader import check_block_size, layout_of, load_model, plan_of, resolve_dtype
 from pd_cluster.model.parallel.group import Alone, Group
-from pd_cluster.model.passes import best_tokens
 from pd_cluster.model.profile import peak_of_a_step
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sizing import num_pool_blocks, num_swap_blocks
@@ -92,7 +92,9 @@ class ModelRunner:
             step, input_ids = step_input([(request, 1) for request in requests], block_size), None
         else:
             step, input_ids = step_ahead(requests, block_size), after.tokens.rows(after.rows)
-        return DeviceTokens(best_tokens(self._logits(step, input_ids)), self.device)
+        with torch.inference_mode():
+            logits = self._logits(step, input_ids)
+            return DeviceTokens(choose(logits, requests, 0 if after is None else 1, self.device), self.device)
 
     def _logits(self, step: StepInput, input_ids: torch.Tensor | None, on_layer: OnLayer | None = None) -> torch.Tensor:
         """In the model's dtype; `input_ids` [num_tokens], on the device, take the place of the step's."""

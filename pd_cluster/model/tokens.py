@@ -11,7 +11,7 @@ from pd_cluster.device import Device, mark
 
 
 class Tokens(Protocol):
-    """The best token of each row of a step that was launched."""
+    """The token that was chosen for each row of a step that was launched."""
 
     def wait(self) -> list[int]:
         """Once the device has come so far."""

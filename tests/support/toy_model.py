@@ -83,8 +83,10 @@ class ToyRunner:
                 tokens = [*tokens, after.tokens.ids[after.rows[at]]]
             self._read(request, tuple(tokens[:-1]))
             self.memory[request.block_table[(len(tokens) - 1) // self.block_size]] = tuple(tokens)
-            rows.append(logits_after(tokens))
-        return ToyTokens(torch.stack(rows).argmax(-1).tolist())
+            position = len(tokens) - len(request.prompt_token_ids)
+            rows.append((logits_after(tokens)[None].clone(), Row(request, request.index, position)))
+        sampler = Sampler(VOCAB_SIZE, EOS)
+        return ToyTokens([sampler.sample(logits, [row])[0].token_id for logits, row in rows])
 
     def _read(self, request: Request, tokens: tuple[int, ...]) -> None:
         least = 0 if self.window is None else max(0, len(tokens) - self.window + 1)  # the next token sees no earlier

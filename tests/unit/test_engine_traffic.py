@@ -59,11 +59,13 @@ def random_prompt(rng: random.Random) -> list[int]:
 
 
 def plain_sampling(rng: random.Random) -> SamplingParams:
-    """Greedy and nothing else: what a device can go on with by itself."""
+    """Greedy or drawn, and nothing else: what a device can go on with by itself."""
     return SamplingParams(
         n=1,
         max_tokens=rng.randrange(1, 16),
-        temperature=0.0,
+        temperature=rng.choice([0.0, 1.0]),
+        min_p=rng.choice([0.0, 0.05]),
+        seed=rng.randrange(1000),
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1]))),
         ignore_eos=rng.random() < 0.7,
     )

@@ -57,6 +57,7 @@ ONLY_IN = {
     "typer": ("cli", "instances", "quickstart", "bench.commands", "offline.batch_command"),
     "matplotlib": ("trace.png",),
     "tqdm": ("offline.progress",),
+    "triton": ("model.cuda",),
 }
 TORCH_FREE = [
     "pd_cluster.api.guide_child",

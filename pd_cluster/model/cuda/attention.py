@@ -1,0 +1,252 @@
+"""Paged attention on CUDA: what is launched for a batch. Nothing here waits for the device, or asks it anything.
+
+Launches go to the process's current device and stream. Importing this file imports Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from pd_cluster.model.attention.sdpa import Scoring
+from pd_cluster.model.cuda.attention_configs import padded
+from pd_cluster.model.cuda.attention_decode import decode_kernel, merge_kernel
+from pd_cluster.model.cuda.attention_kernels import prefill_kernel
+from pd_cluster.model.cuda.attention_write import write_kernel
+from pd_cluster.model.cuda.plan import AttentionPlan
+
+LOG2_E = math.log2(math.e)
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
+MERGE_CHUNK = 16  # splits that a program of the merge reads at once
+WRITE_CHUNK = 1024  # numbers of a token that a program writes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchMetadata:
+    """On the device, int32. Sequence i owns query rows [query_starts[i], query_starts[i + 1]) and a part of the table.
+
+    A padding row has context_len 0 and an empty table; its output is zero.
+    """
+
+    query_starts: torch.Tensor  # [num_seqs + 1]
+    context_lens: torch.Tensor  # [num_seqs]
+    block_table: torch.Tensor  # [sum of blocks]
+    table_starts: torch.Tensor  # [num_seqs + 1]
+    decode_seqs: torch.Tensor  # [num_decode], of the plan; not read when all sequences are decoded
+    tiles: torch.Tensor  # [num_tiles, 2], of the plan
+
+
+def attend(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], its last dimension contiguous
+    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_pool: torch.Tensor,
+    batch: BatchMetadata,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    out: torch.Tensor | None = None,  # contiguous, like the query
+    workspace: torch.Tensor | None = None,  # float32, at least plan.workspace_numel(num_heads, head_dim)
+) -> torch.Tensor:
+    """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must be in the pool already."""
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _check(query, key_pool, value_pool, out, scoring)
+    if len(plan.tiles):
+        _prefill(query, key_pool, value_pool, batch, plan, scoring, out)
+    if len(plan.decode_seqs):
+        if workspace is None:
+            numel = plan.workspace_numel(query.shape[1], query.shape[2])
+            workspace = torch.empty(numel, dtype=torch.float32, device=query.device)
+        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace)
+    return out
+
+
+def write_kv(
+    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], a token's numbers contiguous
+    values: torch.Tensor,
+    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
+) -> None:
+    """Puts keys and values of the step into their slots, in the pool's precision."""
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    _check_pools(key_pool, value_pool)
+    for given, pool in ((keys, key_pool), (values, value_pool)):
+        assert given.shape == (num_tokens, *pool.shape[2:])
+        assert given.stride()[1:] == (head_dim, 1)
+    assert slot_mapping.dtype == torch.int64
+    assert len(slot_mapping) == num_tokens
+    width = num_kv_heads * head_dim
+    chunk = min(WRITE_CHUNK, padded(width))
+    write_kernel[num_tokens, -(-width // chunk)](
+        keys,
+        values,
+        key_pool,
+        value_pool,
+        slot_mapping,
+        keys.stride(0),
+        values.stride(0),
+        key_pool.stride(0),
+        key_pool.stride(1),
+        WIDTH=width,
+        CHUNK=chunk,
+        BLOCK_SIZE=key_pool.shape[1],
+    )
+
+
+def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
+    """The kernels trust what passes here; block ids were checked when the batch was built."""
+    _, block_size, _, head_dim = key_pool.shape
+    assert key_pool.shape == value_pool.shape
+    assert key_pool.stride() == value_pool.stride()
+    assert key_pool.stride()[2:] == (head_dim, 1)
+    assert block_size & (block_size - 1) == 0
+    assert MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE, f"block_size {block_size}"
+
+
+def _check(
+    query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, out: torch.Tensor, scoring: Scoring
+) -> None:
+    _check_pools(key_pool, value_pool)
+    num_heads, num_kv_heads = query.shape[1], key_pool.shape[2]
+    assert num_heads % num_kv_heads == 0
+    assert query.shape[2] == key_pool.shape[3]
+    assert query.stride(2) == 1
+    assert query.dtype == key_pool.dtype == value_pool.dtype == out.dtype
+    assert out.shape == query.shape
+    assert out.is_contiguous()
+    assert scoring.scaling > 0
+    assert scoring.sinks is None or scoring.sinks.shape == (num_heads,)
+
+
+def _scales(scoring: Scoring) -> tuple[float, float]:
+    """(scale, softcap) as `_attend_tile` wants them: in units of log2."""
+    if scoring.softcap is None:
+        return scoring.scaling * LOG2_E, 0.0
+    return 2 * LOG2_E * scoring.scaling / scoring.softcap, scoring.softcap * LOG2_E
+
+
+def _constants(query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring) -> dict[str, object]:
+    """What both attention kernels are specialised for."""
+    head_dim = query.shape[2]
+    return {
+        "GROUP": query.shape[1] // key_pool.shape[2],
+        "HEAD_DIM": head_dim,
+        "D": padded(head_dim),
+        "BLOCK_SIZE": key_pool.shape[1],
+        "HAS_WINDOW": scoring.sliding_window is not None,
+        "HAS_SOFTCAP": scoring.softcap is not None,
+        "HAS_SINKS": scoring.sinks is not None,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",  # of no meaning for 16 bits
+    }
+
+
+def _prefill(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: BatchMetadata,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    out: torch.Tensor,
+) -> None:
+    config = plan.configs.prefill
+    num_kv_heads = key_pool.shape[2]
+    prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
+        query,
+        out,
+        key_pool,
+        value_pool,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_starts,
+        batch.tiles,
+        scoring.sinks if scoring.sinks is not None else out,
+        num_kv_heads,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        key_pool.stride(0),
+        key_pool.stride(1),
+        key_pool.stride(2),
+        scoring.sliding_window or 0,
+        *_scales(scoring),
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **_constants(query, key_pool, scoring),
+    )
+
+
+def _decode(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: BatchMetadata,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+) -> None:
+    config, num_splits, num_decode = plan.configs.decode, plan.num_splits, len(plan.decode_seqs)
+    _, num_heads, head_dim = query.shape
+    assert workspace.dtype == torch.float32
+    assert workspace.numel() >= plan.workspace_numel(num_heads, head_dim)
+    assert not plan.all_decode or num_decode == len(query)
+    partial = workspace[: num_decode * num_heads * num_splits * head_dim] if num_splits > 1 else out
+    partial_lse = workspace[partial.numel() :] if num_splits > 1 else out
+    sinks = scoring.sinks if scoring.sinks is not None else out
+    decode_kernel[key_pool.shape[2], num_splits, num_decode](
+        query,
+        out,
+        partial,
+        partial_lse,
+        key_pool,
+        value_pool,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_starts,
+        batch.decode_seqs,
+        sinks,
+        num_splits,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        key_pool.stride(0),
+        key_pool.stride(1),
+        key_pool.stride(2),
+        scoring.sliding_window or 0,
+        *_scales(scoring),
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
+        ALL_DECODE=plan.all_decode,
+        SPLIT=num_splits > 1,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **_constants(query, key_pool, scoring),
+    )
+    if num_splits == 1:
+        return
+    merge_kernel[num_heads, num_decode](
+        partial,
+        partial_lse,
+        out,
+        batch.query_starts,
+        batch.context_lens,
+        batch.decode_seqs,
+        sinks,
+        num_splits,
+        out.stride(0),
+        scoring.sliding_window or 0,
+        HEAD_DIM=head_dim,
+        D=padded(head_dim),
+        BLOCK_N=config.keys,
+        CHUNK=MERGE_CHUNK,
+        HAS_WINDOW=scoring.sliding_window is not None,
+        HAS_SINKS=scoring.sinks is not None,
+        ALL_DECODE=plan.all_decode,
+    )

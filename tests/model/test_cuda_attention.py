@@ -1,0 +1,336 @@
+"""The Triton attention without a GPU: interpreted against the SDPA reference, and compiled for the GPUs it is for."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, configs_for
+from pd_cluster.model.cuda.plan import MAX_SPLITS, PROGRAMS_PER_SM, plan_attention, plan_decode, splits_for
+from tests.support.triton_child import TritonChild, triton_child
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
+SHARED_NBYTES = {90: 227 << 10, 80: 99 << 10}  # a program can have so much; 80 stands for 86, 89 and 120 as well
+H100_SMS = 132
+MIXED = [(1, 40), (3, 60), (17, 17), (1, 270), (1, 1)]
+LONG = [(130, 300), (1, 300), (17, 130)]
+
+# heads, KV heads, head_dim, block_size, window, softcap, sinks, splits
+SHAPES: list[tuple[int, int, int, int, int | None, float | None, bool, int]] = [
+    (2, 2, 16, 8, None, None, False, 1),
+    (4, 2, 16, 16, 1, None, False, 2),
+    (4, 1, 16, 32, 5, 3.0, True, 5),
+    (7, 1, 16, 64, 64, None, True, 1),
+    (8, 1, 64, 8, 64, 5.0, False, 2),
+    (4, 2, 64, 16, None, None, True, 5),
+    (2, 2, 80, 16, 5, None, True, 2),
+    (7, 1, 80, 32, None, 30.0, False, 5),
+    (8, 1, 128, 16, None, None, False, 2),
+    (4, 1, 128, 8, 64, None, False, 5),
+    (2, 1, 192, 16, 1, 5.0, True, 1),
+    (20, 1, 16, 16, None, None, False, 2),  # more heads than a product's least rows
+]
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonChild]:
+    with triton_child(True, tmp_path_factory.mktemp("triton")) as child:
+        yield child
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonChild]:
+    with triton_child(False, tmp_path_factory.mktemp("triton")) as child:
+        yield child
+
+
+def difference(child: TritonChild, sequences: list[tuple[int, int]], **shape: Any) -> float:
+    found = child.call("triton_attention", "parity", sequences=sequences, **shape)
+    assert isinstance(found, float)
+    return found
+
+
+def named(shape: tuple[int, int, int, int, int | None, float | None, bool, int]) -> dict[str, Any]:
+    names = ("num_heads", "num_kv_heads", "head_dim", "block_size", "window", "softcap", "has_sinks", "num_splits")
+    return dict(zip(names, shape, strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_same_as_sdpa_in_float32(interpreter: TritonChild, shape: Any) -> None:
+    assert difference(interpreter, MIXED, **named(shape)) < TOLERANCE["float32"]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[5], SHAPES[8]], ids=str)
+def test_same_as_sdpa_of_the_rounded_inputs(interpreter: TritonChild, shape: Any, dtype: str) -> None:
+    assert difference(interpreter, MIXED, dtype=dtype, **named(shape)) < TOLERANCE[dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize(("rows", "keys"), [(32, 16), (64, 64)])
+@pytest.mark.parametrize("window", [None, 64])
+def test_long_chunks_in_tiles_of_other_sizes(
+    interpreter: TritonChild, window: int | None, rows: int, keys: int
+) -> None:
+    shape = named((4, 2, 16, 16, window, None, False, 2))
+    assert difference(interpreter, LONG, rows=rows, keys=keys, **shape) < TOLERANCE["float32"]
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
+def test_same_as_sdpa_over_the_grid(interpreter: TritonChild, group: int, head_dim: int) -> None:
+    features = itertools.product([8, 16, 32], [None, 1, 5, 64], [(None, False), (5.0, True)], [1, 2, 5])
+    for block_size, window, (softcap, has_sinks), num_splits in features:
+        shape = named((group, 1, head_dim, block_size, window, softcap, has_sinks, num_splits))
+        assert difference(interpreter, [*MIXED, (33, 120)], **shape) < TOLERANCE["float32"], shape
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_long_chunks_in_every_precision(interpreter: TritonChild, dtype: str, shape: Any) -> None:
+    assert difference(interpreter, LONG, dtype=dtype, rows=32, **named(shape)) < TOLERANCE[dtype]
+
+
+def random_shape(draw: random.Random) -> tuple[list[tuple[int, int]], dict[str, Any]]:
+    def sequence() -> tuple[int, int]:
+        query_len = draw.choice([1, 1, 2, 3, 8, 17, 40])
+        return query_len, query_len + draw.choice([0, 1, 15, 16, 31, 32, 33, draw.randrange(150)])
+
+    group = draw.randint(1, 9)
+    num_kv_heads = draw.randint(1, 2)
+    shape = {
+        "num_heads": group * num_kv_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": 8 * draw.randint(1, 6),
+        "block_size": 2 ** draw.randint(3, 7),
+        "window": draw.choice([None, 1, 2, 31, 32, 33, draw.randint(1, 200)]),
+        "softcap": draw.choice([None, 2.0]),
+        "has_sinks": draw.random() < 0.5,
+        "num_splits": draw.choice([None, 1, 2, 3, 8]),
+        "rows": draw.choice([16, 32]),
+        "keys": draw.choice([16, 32, 64]),
+        "seed": draw.randrange(1 << 30),
+    }
+    return [sequence() for _ in range(draw.randint(1, 5))], shape
+
+
+@needs_triton
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))])
+def test_same_as_sdpa_for_random_shapes(interpreter: TritonChild, chunk: int) -> None:
+    for seed in range(chunk * 10, chunk * 10 + 10):
+        sequences, shape = random_shape(random.Random(seed))
+        assert difference(interpreter, sequences, **shape) < TOLERANCE["float32"], (seed, sequences, shape)
+
+
+@needs_triton
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (40, True)])
+def test_a_captured_plan_serves_other_contexts_and_padding(
+    interpreter: TritonChild, window: int | None, has_sinks: bool, num_splits: int
+) -> None:
+    steps = [[300, 40, 7, 0, 0], [1, 0, 0, 0, 0], [64, 129, 32, 33, 250]]
+    told = interpreter.call(
+        "triton_attention", "replays", steps=steps, num_splits=num_splits, window=window, has_sinks=has_sinks
+    )
+    assert len(told) == len(steps)
+    for step in told:
+        assert step["difference"] < TOLERANCE["float32"]
+        assert step["padding"] == 0
+
+
+@needs_triton
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_row_does_not_depend_on_the_batch(interpreter: TritonChild, num_splits: int) -> None:
+    sequences = [(1, 40), (9, 60), (1, 200), (33, 33), (1, 1)]
+    same = interpreter.call("triton_attention", "alone_and_together", sequences=sequences, num_splits=num_splits)
+    assert same == [True] * len(sequences)
+
+
+@needs_triton
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(2, 80, 8), (9, 128, 16), (1, 16, 256)])
+def test_keys_and_values_reach_their_slots(
+    interpreter: TritonChild, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+    assert interpreter.call("triton_attention", "written", num_tokens=6, **shape)
+
+
+# What stands in the kernels, what is put in its place, window and block size with which it shows. Tiles are of 32 keys.
+MUTANTS = [
+    ("visible = at <= positions[:, None]", "visible = at < positions[:, None]", None, 16),
+    ("visible = at <= positions[:, None]", "visible = at <= positions[:, None] + 1", None, 16),
+    ("at > positions[:, None] - window", "at >= positions[:, None] - window", 64, 16),
+    ("whole_hi = (least + 1)", "whole_hi = (least + 2)", None, 16),
+    ("tl.maximum(most - window + 1, 0)", "tl.maximum(most - window, 0)", 64, 16),
+    ("lo = seen_from", "lo = (seen_from + 1)", 64, 16),
+    ("first = tl.maximum(context_len - window, 0)", "first = tl.maximum(context_len - window + 1, 0)", 64, 16),
+    ("edge = tl.cdiv(seen_from, BLOCK_N)", "edge = tl.cdiv(seen_from - 1, BLOCK_N)", 64, 16),
+    ("start + n >= seen_from", "start + n >= 0", 33, 16),
+    ("start + n >= seen_from", "start + n > seen_from", 64, 16),
+    ("whole_hi = hi // BLOCK_N", "whole_hi = tl.cdiv(hi, BLOCK_N)", None, 16),
+    ("num_used = tl.cdiv(end - first, per_split)", "num_used = tl.cdiv(end - first, per_split) + 1", None, 16),
+    ("fade, total * fade + tl.exp2(sink - new_top)", "fade, total * fade", None, 16),
+    ("top + tl.log2(total)", "tl.log2(total)", None, 16),
+    ("mask=start < hi, other=0", "mask=start < 0, other=0", None, 32),
+    ("start // BLOCK_SIZE + n // BLOCK_SIZE", "start // BLOCK_SIZE + n // BLOCK_N", None, 16),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("old", "new", "window", "block_size"), MUTANTS)
+def test_a_fault_in_the_kernels_is_noticed(
+    interpreter: TritonChild, old: str, new: str, window: int | None, block_size: int
+) -> None:
+    sequences = [(5, 35), (8, 129), (2, 96), (1, 95), (1, 97), (1, 150)]
+    shape = named((2, 1, 16, block_size, window, None, True, 3))
+    apart = interpreter.call("triton_mutants", "mutant_differs_by", old=old, new=new, sequences=sequences, **shape)
+    assert apart > 100 * TOLERANCE["float32"]
+
+
+@needs_triton
+def test_a_mutation_of_nothing_is_no_fault(interpreter: TritonChild) -> None:
+    """So what the test above notices is the fault."""
+    shape = named((4, 2, 16, 16, 64, None, True, 3))
+    apart = interpreter.call(
+        "triton_mutants", "mutant_differs_by", old="new_top", new="higher", sequences=[(10, 40), (1, 95)], **shape
+    )
+    assert apart < TOLERANCE["float32"]
+
+
+def compile_and_check(compiler: TritonChild, arch: int, dtype: str, **shape: Any) -> None:
+    found = compiler.call("triton_compile", "compiled", arch=arch, dtype=dtype, **shape)
+    assert set(found) == {"prefill_kernel", "decode_kernel", "merge_kernel", "write_kernel"}
+    for name, takes in found.items():
+        assert takes["shared_nbytes"] <= SHARED_NBYTES[arch], (name, takes)
+        assert takes["spilled_nbytes"] <= 64, (name, takes)
+    prefill, decode = found["prefill_kernel"], found["decode_kernel"]
+    if shape["head_dim"] >= 64:  # tiles come by asynchronous copies of 16 bytes
+        assert prefill["cp.async.cg"] > 0, prefill
+        assert decode["cp.async.cg"] > 0, decode
+    if dtype != "float32":  # on tensor cores; on Hopper big tiles by its own instruction
+        assert prefill["wgmma.mma_async" if arch == 90 else "mma.sync"] > 0, prefill
+        assert decode["mma.sync"] > 0, decode
+    if dtype != "float32" and arch == 90:  # PROGRAMS_PER_SM run side by side
+        assert decode["shared_nbytes"] * PROGRAMS_PER_SM <= SHARED_NBYTES[arch], decode
+        assert decode["registers"] * 128 * PROGRAMS_PER_SM <= 65536, decode
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "group", "dtype", "block_size", "is_rich"),
+    [
+        (90, 128, 4, "bfloat16", 16, False),
+        (90, 64, 8, "bfloat16", 16, True),
+        (80, 128, 4, "bfloat16", 16, True),
+        (90, 128, 2, "float32", 256, False),
+    ],
+)
+def test_kernels_compile_and_fit(
+    compiler: TritonChild, arch: int, head_dim: int, group: int, dtype: str, block_size: int, is_rich: bool
+) -> None:
+    compile_and_check(compiler, arch, dtype, head_dim=head_dim, group=group, block_size=block_size, is_rich=is_rich)
+
+
+@needs_triton
+def test_numbers_of_one_are_constants_and_compile(compiler: TritonChild) -> None:
+    """Triton makes constants of arguments that are 1: one KV head, a window of one token."""
+    shape = {"head_dim": 64, "group": 4, "block_size": 64, "is_rich": True, "num_kv_heads": 1, "window": 1}
+    compile_and_check(compiler, 90, "float16", **shape)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256])
+def test_every_configuration_compiles_and_fits(compiler: TritonChild, head_dim: int, dtype: str, arch: int) -> None:
+    for group, block_size, is_rich in itertools.product([1, 4, 7, 16, 32], [16, 256], [False, True]):
+        if (group == 4) or (block_size == 16 and not is_rich):
+            compile_and_check(
+                compiler, arch, dtype, head_dim=head_dim, group=group, block_size=block_size, is_rich=is_rich
+            )
+
+
+TILES_OF_16 = AttentionConfigs(TileConfig(16, 32, 4, 2), TileConfig(16, 32, 4, 2))
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 300)), min_size=1, max_size=8), st.sampled_from([1, 3, 4, 16])
+)
+def test_tiles_have_every_query_once_and_most_work_first(sequences: list[tuple[int, int]], group: int) -> None:
+    query_lens, prefixes = np.array(sequences).T
+    plan = plan_attention(query_lens, query_lens + prefixes, group, 2, TILES_OF_16, H100_SMS)
+    per_tile = 16 // group
+    seen = [(seq, query) for seq in plan.decode_seqs.tolist() for query in [0]]
+    work = []
+    for seq, first in plan.tiles.tolist():
+        last = min(first + per_tile, query_lens[seq])
+        seen += [(seq, query) for query in range(first, last)]
+        work.append(prefixes[seq] + last)
+    assert sorted(seen) == [(seq, query) for seq, n in enumerate(query_lens) for query in range(n)]
+    assert work == sorted(work, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_kv_heads", "context", "splits"),
+    [
+        (1, 8, 1024, 16),  # every tile a program: 128 of them for 132 multiprocessors
+        (32, 8, 1024, 1),  # two programs for each without a split
+        (128, 8, 1024, 1),
+        (1, 8, 64, 1),
+        (1, 8, 131072, 33),  # as many as run side by side
+        (1, 1, 131072, MAX_SPLITS),
+        (0, 8, 0, 1),
+    ],
+)
+def test_splits_fill_the_device_and_no_more(num_seqs: int, num_kv_heads: int, context: int, splits: int) -> None:
+    assert splits_for(num_seqs, num_kv_heads, context, 64, H100_SMS) == splits
+
+
+def test_a_plan_for_decode_depends_on_the_padded_size_only() -> None:
+    plan = plan_decode(8, 4096, 8, TILES_OF_16, H100_SMS)
+    assert plan.all_decode
+    assert plan.num_splits > 1
+    assert plan.workspace_numel(32, 128) == 8 * 32 * plan.num_splits * 129
+    assert plan_decode(8, 4096, 8, TILES_OF_16, H100_SMS, num_splits=1).workspace_numel(32, 128) == 0
+
+
+def test_shapes_that_the_kernels_do_not_take_are_named() -> None:
+    with pytest.raises(ValueError, match="head_dim 264"):
+        configs_for(264, 16, 1, (9, 0))
+    with pytest.raises(ValueError, match="head_dim 20"):
+        configs_for(20, 16, 1, (9, 0))
+    with pytest.raises(ValueError, match="33 query heads"):
+        configs_for(64, 16, 33, (9, 0))
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((8, 6), (8, 0)), ((10, 3), (9, 0)), ((12, 0), (8, 0))])
+def test_other_generations_use_the_table_that_fits_them(capability: tuple[int, int], arch: tuple[int, int]) -> None:
+    assert configs_for(128, 16, 4, capability) == configs_for(128, 16, 4, arch)
+    assert configs_for(128, 16, 4, (8, 0)) != configs_for(128, 16, 4, (9, 0))
+
+
+def test_plans_need_neither_triton_nor_torch() -> None:
+    code = "import sys; sys.modules['triton'] = sys.modules['torch'] = None; import pd_cluster.model.cuda.plan"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

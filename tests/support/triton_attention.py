@@ -1,0 +1,202 @@
+"""Paged attention by Triton's interpreter, beside sdpa.write_and_attend on the same pool. Runs in a TritonChild."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
+from pd_cluster.model.attention import sdpa
+from pd_cluster.model.batch import ForwardBatch, build_batch
+from pd_cluster.model.cuda import attention
+from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, padded
+from pd_cluster.model.cuda.plan import AttentionPlan, plan_attention, plan_decode
+from pd_cluster.types import Request, SamplingParams
+from tests.support.interpreted import mend
+
+ANY = SamplingParams(max_tokens=1, temperature=0.0)
+LAYER, NUM_LAYERS = 1, 2
+
+
+mend()
+
+
+def configs(group: int, rows: int = 16, keys: int = 32) -> AttentionConfigs:
+    """Small tiles, so that short sequences have several."""
+    return AttentionConfigs(TileConfig(max(rows, padded(group)), keys, 4, 2), TileConfig(padded(group), keys, 4, 2))
+
+
+def make_batch(
+    sequences: list[tuple[int, int]],
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str,
+    seed: int,
+    window: int | None = None,
+) -> ForwardBatch:
+    """(query_len, context_len) each, in blocks drawn from a pool; where no token is, there is NaN.
+
+    Blocks that the window has passed have come home: the table names the padding block, which is full of NaN too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-context // block_size) for _, context in sequences]
+    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, head_dim, head_dim, block_size, dtype), sum(counts) + 3)
+    pool.data.fill_(float("nan"))
+    blocks = torch.randperm(pool.num_blocks, generator=generator).tolist()
+    chunks = []
+    for i, ((query_len, context), count) in enumerate(zip(sequences, counts, strict=True)):
+        table, blocks = blocks[:count], blocks[count:]
+        prefix = context - query_len
+        for at in range(prefix):
+            content = torch.randn(NUM_LAYERS, 2, num_kv_heads, head_dim, generator=generator)
+            pool.data[table[at // block_size], :, :, at % block_size] = content.to(pool.data.dtype)
+        num_passed = max(0, prefix - window + 1) // block_size if window is not None else 0
+        table[:num_passed] = [pool.num_blocks] * num_passed
+        request = Request(str(i), [0] * context, ANY, num_computed_tokens=prefix, block_table=table, arrival_s=float(i))
+        chunks.append((request, query_len))
+    return build_batch(chunks, pool)
+
+
+def metadata(batch: ForwardBatch, plan: AttentionPlan) -> attention.BatchMetadata:
+    return attention.BatchMetadata(
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_starts,
+        torch.from_numpy(plan.decode_seqs),
+        torch.from_numpy(plan.tiles),
+    )
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest, as a share of the largest number; infinite where one of them is not a number."""
+    error = (actual.double() - expected.double()).abs().max() / expected.abs().max().double()
+    return float("inf") if error.isnan() else error.item()
+
+
+def parity(
+    sequences: list[tuple[int, int]],  # (query_len, context_len)
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str = "float32",
+    window: int | None = None,
+    reference_window: int | None = None,  # another than `window`, to see that it is noticed
+    softcap: float | None = None,
+    has_sinks: bool = False,
+    num_splits: int | None = None,
+    rows: int = 16,
+    keys: int = 32,
+    seed: int = 0,
+) -> float:
+    """Writes and attends in both ways; returns how far they are apart (`difference`). The pools must be equal."""
+    torch.manual_seed(seed)
+    batch = make_batch(sequences, num_kv_heads, head_dim, block_size, dtype, seed, window)
+    torch_dtype = TORCH_DTYPES[dtype]
+    qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(torch_dtype)
+    query, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    sinks = torch.randn(num_heads) * 2 if has_sinks else None
+    scoring = sdpa.Scoring(head_dim**-0.5 * 1.5, window, softcap, sinks)
+    before = batch.pool.data.clone()
+
+    key_pool, value_pool = batch.pool.layer(LAYER)
+    attention.write_kv(k, v, key_pool, value_pool, batch.slot_mapping)
+    query_lens = np.diff(batch.query_starts.numpy())
+    group = num_heads // num_kv_heads
+    plan = plan_attention(
+        query_lens, batch.context_lens.numpy(), group, num_kv_heads, configs(group, rows, keys), 132, num_splits
+    )
+    workspace = torch.full((plan.workspace_numel(num_heads, head_dim),), float("nan"))
+    actual = attention.attend(query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace)
+
+    written = batch.pool.data.clone()
+    wide = make_batch(sequences, num_kv_heads, head_dim, block_size, "float32", seed, window)
+    wide.pool.data.copy_(before)
+    if reference_window is not None:
+        scoring = replace(scoring, sliding_window=reference_window)
+    expected = sdpa.write_and_attend(LAYER, query.float().transpose(0, 1), k.float(), v.float(), wide, scoring)
+    torch.testing.assert_close(written.float(), wide.pool.data, rtol=0, atol=0, equal_nan=True)
+    return difference(actual, expected)
+
+
+def alone_and_together(sequences: list[tuple[int, int]], num_splits: int) -> list[bool]:
+    """For each sequence, whether its rows have the same bits in a batch of its own as in the batch of all."""
+    num_heads, num_kv_heads, head_dim, block_size = 6, 2, 16, 16
+    batch = make_batch(sequences, num_kv_heads, head_dim, block_size, "float32", seed=2)
+    qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=torch.Generator())
+    query, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    attention.write_kv(k, v, *batch.pool.layer(LAYER), batch.slot_mapping)
+
+    def attended(part: ForwardBatch, rows: slice) -> torch.Tensor:
+        plan = plan_attention(
+            np.diff(part.query_starts.numpy()), part.context_lens.numpy(), 3, num_kv_heads, configs(3), 132, num_splits
+        )
+        pools = batch.pool.layer(LAYER)
+        return attention.attend(query[rows], *pools, metadata(part, plan), plan, sdpa.Scoring(0.25))
+
+    together = attended(batch, slice(None))
+    starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
+    same = []
+    for i, (query_len, context) in enumerate(sequences):
+        table = batch.block_table[tables[i] : tables[i + 1]].tolist()
+        request = Request("x", [0] * context, ANY, num_computed_tokens=context - query_len, block_table=table)
+        rows = slice(starts[i], starts[i + 1])
+        same.append(torch.equal(attended(build_batch([(request, query_len)], batch.pool), rows), together[rows]))
+    return same
+
+
+def replays(
+    steps: list[list[int]], num_splits: int, block_size: int = 16, window: int | None = None, has_sinks: bool = False
+) -> list[dict[str, float]]:
+    """Steps of a padded decode batch as a captured graph sees them: one plan, the same buffers, other contents.
+
+    A context of 0 is padding. Says for each step how far the rows are from the reference, and what is largest in
+    padding. Entries of the table that no sequence has name a block far outside of the pool: to read it is the end.
+    """
+    num_seqs, num_heads, num_kv_heads, head_dim = len(steps[0]), 4, 2, 16
+    torch.manual_seed(1)
+    sinks = torch.randn(num_heads) if has_sinks else None
+    scoring = sdpa.Scoring(0.3, window, None, sinks)
+    plan = plan_decode(num_seqs, 10_000, num_kv_heads, configs(2), 132, num_splits)
+    table = torch.empty(num_seqs * 30, dtype=torch.int32)
+    starts, contexts = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
+    unread = torch.full((1,), 1 << 30, dtype=torch.int32)
+    static = attention.BatchMetadata(unread, contexts, table, starts, unread, unread)
+    query, out = torch.empty(num_seqs, num_heads, head_dim), torch.empty(num_seqs, num_heads, head_dim)
+    workspace = torch.empty(plan.workspace_numel(num_heads, head_dim))
+    told = []
+    for seed, step in enumerate(steps):
+        real = [context for context in step if context]
+        batch = make_batch(
+            [(1, context) for context in real], num_kv_heads, head_dim, block_size, "float32", seed, window
+        )
+        table.fill_(1 << 30)[: len(batch.block_table)] = batch.block_table
+        starts.fill_(len(batch.block_table))[: len(batch.table_starts)] = batch.table_starts
+        contexts.zero_()[: len(real)] = batch.context_lens
+        for buffer in (out, workspace):
+            buffer.fill_(float("nan"))
+        query.normal_()
+        k, v = torch.randn(2, len(real), num_kv_heads, head_dim)
+        expected = sdpa.write_and_attend(LAYER, query[: len(real)].transpose(0, 1), k, v, batch, scoring)
+        attention.attend(query, *batch.pool.layer(LAYER), static, plan, scoring, out, workspace)
+        padding = out[len(real) :].abs().max().item() if len(real) < num_seqs else 0.0
+        told.append({"difference": difference(out[: len(real)], expected), "padding": padding})
+    return told
+
+
+def written(num_tokens: int, num_kv_heads: int, head_dim: int, block_size: int, seed: int = 0) -> bool:
+    """Whether float32 keys and values reach a float16 pool at their slots, and nothing else changes there."""
+    generator = torch.Generator().manual_seed(seed)
+    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, head_dim, head_dim, block_size, "float16"), num_tokens)
+    slots = torch.randperm(pool.num_blocks * block_size, generator=generator)[:num_tokens]
+    k, v = torch.randn(num_tokens, 2 * num_kv_heads, head_dim, generator=generator).split(num_kv_heads, dim=1)
+    expected = pool.data.clone()
+    for index, numbers in enumerate((k, v)):
+        expected[slots // block_size, LAYER, index, slots % block_size] = numbers.to(torch.float16)
+    attention.write_kv(k, v, *pool.layer(LAYER), slots)
+    return torch.equal(pool.data, expected)

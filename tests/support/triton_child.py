@@ -1,0 +1,87 @@
+"""A child process in which Triton interprets its kernels on CPU, or compiles them for GPUs that are not there.
+
+Triton decides when it is imported, so none of this may happen in the process of other tests. Calls and answers are
+lines of JSON: a call names a function of a module of tests.support, an answer is its result or what it raised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 100.0
+
+
+class TritonChild:
+    """`call` runs one function there and returns what it returns. An exception of its fails the test."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def call(self, module: str, function: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = json.dumps([module, function, arguments]).encode() + b"\n"
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+        ready, _, _ = select.select([self._process.stdout], [], [], TIMEOUT_S)
+        answer = self._process.stdout.readline() if ready else b""
+        if not answer:
+            self._process.kill()
+            raise AssertionError(f"the child that runs Triton has not answered {line!r}")
+        result, error = json.loads(answer)
+        assert error is None, error
+        return result
+
+
+@contextmanager
+def triton_child(interpret: bool, cache: Path) -> Iterator[TritonChild]:
+    """`cache` takes what is compiled; it is the caller's to delete."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1" if interpret else "0",
+        "TRITON_CACHE_DIR": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.triton_child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        cwd=ROOT,
+    )
+    with process:
+        try:
+            yield TritonChild(process)
+        finally:
+            process.kill()
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints, prints elsewhere
+    for line in sys.stdin:
+        module, function, arguments = json.loads(line)
+        result, error = None, None
+        try:
+            result = getattr(importlib.import_module(f"tests.support.{module}"), function)(**arguments)
+        except Exception:
+            error = traceback.format_exc()
+        answers.write(json.dumps([result, error]) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()

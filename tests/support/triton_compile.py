@@ -1,0 +1,123 @@
+"""Attention's launches, caught and compiled for a GPU that is not there.
+
+Runs in a TritonChild that does not interpret.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+
+from pd_cluster.kv.pool import TORCH_DTYPES
+from pd_cluster.model.attention.sdpa import Scoring
+from pd_cluster.model.cuda import attention
+from pd_cluster.model.cuda.attention_configs import configs_for
+from pd_cluster.model.cuda.plan import plan_attention
+
+LAUNCHED = ("prefill_kernel", "decode_kernel", "merge_kernel", "write_kernel")
+OPTIONS = ("num_warps", "num_stages")
+
+
+@dataclass
+class Caught:
+    """In place of a kernel: keeps the arguments of its launches."""
+
+    kernel: Any
+    launches: list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **options: self.launches.append((args, options))
+
+
+def launches_of(shape: dict[str, Any], arch: int) -> dict[str, Caught]:
+    """What a batch of a chunk and two decoded sequences launches; tensors without memory, strides of a whole model."""
+    caught = {name: Caught(getattr(attention, name), []) for name in LAUNCHED}
+    for name, stand_in in caught.items():
+        setattr(attention, name, stand_in)
+    try:
+        _step(**shape, arch=arch)
+    finally:
+        for name, stand_in in caught.items():
+            setattr(attention, name, stand_in.kernel)
+    return caught
+
+
+def _step(
+    arch: int,
+    head_dim: int,
+    group: int,
+    dtype: str,
+    block_size: int,
+    is_rich: bool,  # with window, softcap and sinks
+    num_kv_heads: int = 8,
+    window: int = 128,
+) -> None:
+    query_lens, context_lens = np.array([1, 1, 500]), np.array([900, 1000, 700])
+    num_heads, torch_dtype = num_kv_heads * group, TORCH_DTYPES[dtype]
+    configs = configs_for(head_dim, torch_dtype.itemsize * 8, group, divmod(arch, 10))
+    plan = plan_attention(query_lens, context_lens, group, num_kv_heads, configs, 132, num_splits=4)
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    pool = empty(4000, 32, 2, block_size, num_kv_heads, head_dim, dtype=torch_dtype)
+    qkv = empty(502, num_heads + 2 * num_kv_heads, head_dim, dtype=torch_dtype)
+    query, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    batch = attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), empty(len(plan.tiles), 2))
+    sinks = empty(num_heads, dtype=torch_dtype)
+    scoring = Scoring(0.1, window, 30.0, sinks) if is_rich else Scoring(0.1)
+    attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64))
+    attention.attend(query, pool[:, 3, 0], pool[:, 3, 1], batch, plan, scoring)
+
+
+def source_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
+    """As Triton specialises at a launch: 1 is a constant, multiples of 16 and aligned pointers are known as such."""
+    values = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+    signature, constants, attributes = {}, {}, {}
+    for param in kernel.params:
+        value = values[param.name]
+        is_one = isinstance(value, int) and value == 1 and not param.do_not_specialize
+        if param.is_constexpr or is_one:
+            signature[param.name], constants[param.name] = "constexpr", value
+            continue
+        signature[param.name] = mangle_type(value)
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, int) and number % 16 == 0 and not param.do_not_specialize:
+            attributes[(param.num,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def compiled(arch: int, **shape: Any) -> dict[str, dict[str, int]]:
+    """Kernel -> what it takes of a multiprocessor, and how often some instructions stand in its code."""
+    found = {}
+    for name, caught in launches_of(shape, arch).items():
+        ((args, options),) = caught.launches
+        chosen = {option: options.pop(option) for option in OPTIONS if option in options}
+        source = source_of(caught.kernel, args, options)
+        binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=chosen)
+        found[name] = {"shared_nbytes": binary.metadata.shared, **_resources(binary.asm["cubin"])}
+        for word in ("wgmma.mma_async", "mma.sync", "cp.async.cg"):
+            found[name][word] = binary.asm["ptx"].count(word)
+    return found
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread and bytes of its stack, where registers are spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    usage = dict(re.findall(r"(REG|STACK):(\d+)", text))
+    return {"registers": int(usage["REG"]), "spilled_nbytes": int(usage["STACK"])}

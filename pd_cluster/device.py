@@ -123,6 +123,12 @@ def memory(device: Device) -> Memory:
     return Memory(*_module(device).mem_get_info(device.index))
 
 
+def reserved_nbytes(device: Device) -> int:
+    """What this process's allocator holds of an accelerator, once it has given back what nobody uses."""
+    _module(device).empty_cache()
+    return int(_module(device).memory_reserved(device.index))
+
+
 def peak_nbytes(device: Device) -> int:
     """The most that this process's allocator has held of an accelerator since `reset_peak`."""
     return int(_module(device).max_memory_reserved(device.index))

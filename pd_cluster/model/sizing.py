@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device, available_nbytes, memory
+from pd_cluster.device import Device, available_nbytes, memory, reserved_nbytes
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout
 
@@ -47,8 +47,9 @@ def num_pool_blocks(
 
 def _left_nbytes(device: Device, share: float, peak_nbytes: int) -> int:
     """This process's share of an accelerator without what else it needs; no more than nobody has."""
+    of_a_step = max(0, peak_nbytes - reserved_nbytes(device))
     known = memory(device)
-    return max(0, min(int(known.total * share) - peak_nbytes, known.free) - UNSEEN_NBYTES)
+    return max(0, min(int(known.total * share) - peak_nbytes, known.free - of_a_step) - UNSEEN_NBYTES)
 
 
 def num_swap_blocks(config: EngineConfig, layout: KVLayout) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device, available_nbytes
+from pd_cluster.device import Device, Memory, available_nbytes
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
@@ -106,3 +106,30 @@ def test_moves_are_as_if_done_one_after_the_other(seed: int) -> None:
     for block, content in enumerate(expected):
         assert torch.equal(pool.flat()[block], content), block
     pool.close()
+
+
+# ---- of an accelerator
+
+
+def cuda_blocks(monkeypatch: pytest.MonkeyPatch, free: float, peak: float = 20.0, **settings: Any) -> int:
+    """GiB of an 80 GiB GPU, of which 16 are this process's weights; the largest step takes what is more of `peak`."""
+    monkeypatch.setattr(sizing, "memory", lambda device: Memory(int(free * GIB), 80 * GIB))
+    monkeypatch.setattr(sizing, "reserved_nbytes", lambda device: 16 * GIB)
+    return sizing.num_pool_blocks(config(**settings), LAYOUT, 64, Device("cuda"), int(peak * GIB))
+
+
+def test_a_gpu_has_what_its_share_leaves_after_weights_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_a_gib = GIB / LAYOUT.block_nbytes
+    assert cuda_blocks(monkeypatch, free=63.0) == pytest.approx((72 - 20 - 1) * of_a_gib, rel=1e-3)
+    half = cuda_blocks(monkeypatch, free=63.0, gpu_memory_utilization=0.5)
+    assert half == pytest.approx((40 - 20 - 1) * of_a_gib, rel=1e-3)
+
+
+def test_a_gpu_that_others_use_gives_what_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_a_gib = GIB / LAYOUT.block_nbytes
+    assert cuda_blocks(monkeypatch, free=30.0) == pytest.approx((30 - 4 - 1) * of_a_gib, rel=1e-3)
+
+
+def test_a_gpu_without_room_says_what_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0\.2, of which weights and steps take 20\.0 GiB"):
+        cuda_blocks(monkeypatch, free=63.0, gpu_memory_utilization=0.2)

@@ -128,7 +128,13 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
         raise ModelError(f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full and sliding are supported")
     if share is not None:
         share.install(model)
-    loaded: torch.nn.Module = model.eval().to(device.torch_name)
+    try:
+        loaded: torch.nn.Module = model.eval().to(device.torch_name)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{checkpoint.path}: the weights do not fit {device.torch_name} in {dtype}; give more devices, or another "
+            f"--dtype"
+        ) from error
     return loaded
 
 

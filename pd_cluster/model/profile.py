@@ -6,6 +6,7 @@ import torch
 
 from pd_cluster.config import EngineConfig
 from pd_cluster.device import Device, peak_nbytes, reset_peak, synchronize
+from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
 from pd_cluster.model.batch import build_batch
@@ -14,16 +15,22 @@ from pd_cluster.types import Request, SamplingParams
 
 
 def peak_of_a_step(model: CausalLM, layout: KVLayout, config: EngineConfig, max_model_len: int, device: Device) -> int:
-    """Bytes that weights and a step of as many tokens and sequences as may be held at once; 0 on CPU."""
+    """Bytes that weights and the largest step take at once; 0 on CPU. Raises ConfigError when they are too many."""
     if not device.is_accelerator:
         return 0
     chunks = largest_step(config.max_num_batched_tokens, config.max_num_seqs, max_model_len, layout)
     num_blocks = sum(len(request.block_table) for request, _ in chunks)
     pool = KVPool(layout, num_blocks, device)
     reset_peak(device)
-    with torch.inference_mode():
-        logits = model(build_batch(chunks, pool)).float()
-    synchronize(device)
+    try:
+        with torch.inference_mode():
+            logits = model(build_batch(chunks, pool)).float()
+        synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens}: a step of so many tokens does not fit "
+            f"{device.torch_name} beside the weights; give fewer, or more devices"
+        ) from error
     del logits
     return max(0, peak_nbytes(device) - layout.block_nbytes * (num_blocks + NUM_EXTRA_BLOCKS))
 

@@ -80,7 +80,9 @@ def serve(
     preemption_mode: Annotated[str, ENGINE(help="recompute or swap: when the KV pool is full.")] = "recompute",
     swap_space: Annotated[float, ENGINE(help="GiB of host memory to swap to.")] = 4.0,
     growth_tokens: Annotated[int, ENGINE(help="Output tokens that decode reserves room for.")] = 128,
-    kv_transport: Annotated[str, KV(help="auto, shm (same host) or dist (torch.distributed).")] = "auto",
+    kv_transport: Annotated[
+        str, KV(help="auto, ipc (GPUs of one host), shm (same host) or dist (NCCL or gloo).")
+    ] = "auto",
     kv_port_range: Annotated[str, KV(help="FIRST-LAST for the control socket; default: any.")] = "",
     kv_checksum: Annotated[bool, KV(help="Check every KV payload.")] = True,
     kv_hmac: Annotated[bool, KV(help="Authenticate every KV header.")] = True,

@@ -14,7 +14,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.types import Role
 from pd_cluster.wire import KVOptions, TransportName
 
-KVTransportChoice = Literal["auto", "shm", "dist"]
+KVTransportChoice = Literal["auto", "ipc", "shm", "dist"]
 MAX_BLOCK_SIZE = 4096  # tokens
 MAX_TP_SIZE = 256
 PREEMPTION_MODES = ("recompute", "swap")
@@ -163,8 +163,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def transports(self) -> tuple[TransportName, ...]:
-        """In order of preference."""
-        return ("local", "shm", "dist") if self.kv_transport == "auto" else (self.kv_transport,)
+        """In order of preference. Which of them a worker has is its device's matter (transport/factory.py)."""
+        if self.kv_transport == "auto":
+            return ("local", "ipc", "shm", "nccl", "dist")
+        return ("nccl", "dist") if self.kv_transport == "dist" else (self.kv_transport,)
 
 
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):

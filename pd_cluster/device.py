@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,25 @@ def uuid(device: Device) -> str:
     return str(_module(device).get_device_properties(device.index).uuid)
 
 
+def with_uuid(kind: DeviceKind, wanted: str) -> Device | None:
+    """The device that `uuid` names so, if this process sees it."""
+    num_visible = num_cuda_devices() if kind == "cuda" else 0
+    return next((each for each in (Device(kind, at) for at in range(num_visible)) if uuid(each) == wanted), None)
+
+
+def can_read(device: Device, other: Device) -> bool:
+    """Whether what runs on `device` can read the memory of `other`."""
+    return device == other or bool(_module(device).can_device_access_peer(device.index, other.index))
+
+
+def expands_segments() -> str:
+    """The setting that makes torch's allocator grow its allocations, which no other process can map; "" without."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            return f"{name}={os.environ[name]}"
+    return ""
+
+
 def num_multiprocessors(device: Device) -> int:
     """1 on CPU."""
     return _module(device).get_device_properties(device.index).multi_processor_count if device.is_accelerator else 1
@@ -183,14 +203,30 @@ class Marker:
     def __init__(self, event: Any) -> None:
         self._event = event
 
-    def wait(self) -> None:
-        """The host waits, without holding the interpreter's lock."""
-        if self._event is not None:
-            self._event.synchronize()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """The host waits, without holding the interpreter's lock; False when it was not reached in time.
+
+        A device has no wait with an end, so with a timeout it is asked again and again, after an eighth of the time
+        that has passed, and at least every millisecond.
+        """
+        if timeout_s is None:
+            if self._event is not None:
+                self._event.synchronize()
+            return True
+        started_s = time.monotonic()
+        while not self.is_reached:
+            waited_s = time.monotonic() - started_s
+            if waited_s >= timeout_s:
+                return False
+            time.sleep(min(1e-3, 2e-5 + waited_s / 8))
+        return True
 
     @property
     def is_reached(self) -> bool:
         return self._event is None or bool(self._event.query())
+
+
+REACHED = Marker(None)
 
 
 class SideStream:

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 from collections.abc import Mapping
+from typing import get_args
 
 import msgspec
 
@@ -16,7 +17,16 @@ from pd_cluster.cluster.auto_role import AutoRole
 from pd_cluster.cluster.elastic import Tables
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT, KEYS_VARIABLE
 from pd_cluster.cluster.place import Place, admin_token, find_place, node_ports, read_admin_token, use_openai
-from pd_cluster.config import ApiConfig, EngineConfig, PortRange, RankPlace, RoutingConfig, Timeouts, WorkerConfig
+from pd_cluster.config import (
+    ApiConfig,
+    EngineConfig,
+    KVTransportChoice,
+    PortRange,
+    RankPlace,
+    RoutingConfig,
+    Timeouts,
+    WorkerConfig,
+)
 from pd_cluster.device import check_name, num_threads_for
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
@@ -40,8 +50,8 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
     level = options.log_level.upper()
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"--log-level {options.log_level!r}: expected debug, info, warning or error")
-    if options.kv_transport not in ("auto", "shm", "dist"):
-        raise ConfigError(f"--kv-transport {options.kv_transport!r}: expected auto, shm or dist")
+    if options.kv_transport not in get_args(KVTransportChoice):
+        raise ConfigError(f"--kv-transport {options.kv_transport!r}: expected {', '.join(get_args(KVTransportChoice))}")
     if options.kv_wire_dtype not in ("auto", "int8"):
         raise ConfigError(f"--kv-wire-dtype {options.kv_wire_dtype!r}: expected auto or int8")
     if options.guided_decoding_backend not in GUIDED_BACKENDS:

@@ -6,15 +6,16 @@ sizes; a frame that is not one of these raises `msgspec.DecodeError` and is drop
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_NBYTES = 64 << 20
-TransportName = Literal["local", "shm", "dist"]
+MAX_EXPORT_NBYTES = 1024  # of a PoolExport
+TransportName = Literal["local", "ipc", "shm", "nccl", "dist"]
 KVWireDtype = Literal["auto", "int8"]
 
 
@@ -194,12 +195,28 @@ class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """local, shm: `address` is a random name. dist: `port` of the store, `address` the group's name."""
+    """local, ipc, shm: `address` is a random name. nccl, dist: `port` of the store, `address` the group's name.
+
+    `backend`: nccl or gloo, of a group. `device_uuid`: the accelerator that P's pool is on.
+    """
 
     transport: TransportName
     address: str = ""
     port: int = 0
     backend: str = ""
+    device_uuid: str = ""
+
+
+class PoolExport(msgspec.Struct, frozen=True, kw_only=True):
+    """What P hands to D over their Unix socket (transport/ipc.py): how to map the pool's device memory.
+
+    `handle` names an allocation to the driver; the pool's `nbytes` begin `offset_nbytes` into it.
+    """
+
+    handle: Annotated[bytes, msgspec.Meta(max_length=512)]
+    nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    offset_nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    block_nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class LinkAnswer(Message, frozen=True):
@@ -354,6 +371,7 @@ class _Sealed(msgspec.Struct, frozen=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
+_export_decoder = msgspec.msgpack.Decoder(PoolExport)
 _header_decoder: msgspec.msgpack.Decoder[KVHeader] = msgspec.msgpack.Decoder(KVHeader)
 
 
@@ -373,6 +391,11 @@ def encode_header(header: KVHeader) -> bytes:
 def decode_header(data: bytes) -> KVHeader:
     """Raises msgspec.DecodeError (ValidationError included)."""
     return _header_decoder.decode(data)
+
+
+def decode_export(data: bytes) -> PoolExport:
+    """Raises msgspec.DecodeError (ValidationError included)."""
+    return _export_decoder.decode(data)
 
 
 def seal(from_name: str, from_epoch: int, to_epoch: int, body: msgspec.Raw) -> bytes:

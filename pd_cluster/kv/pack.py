@@ -45,8 +45,8 @@ def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, data: torch.Tens
     else:
         x = payload.view(TORCH_DTYPES[route.wire_dtype]).view(shape)
     tokens = torch.arange(piece.num_tokens) + piece.first_token % route.target.block_size
-    block = torch.tensor(into)[tokens // route.target.block_size]
-    offset = tokens % route.target.block_size
+    block = ids_on(data.device, torch.tensor(into)[tokens // route.target.block_size])
+    offset = ids_on(data.device, tokens % route.target.block_size)
     target = data[:, piece.first_layer : piece.stop_layer, :, :, route.heads_in(route.target)]
     target[block, :, :, offset] = x.permute(2, 0, 1, 3, 4).to(data.dtype)  # [num_tokens, num_layers, 2, heads, dim]
 
@@ -62,6 +62,11 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def as_layers(data: torch.Tensor) -> torch.Tensor:
     """A pool as bytes, by layer: [num_blocks, num_layers, layer_nbytes] uint8."""
     return data.view(data.shape[0], data.shape[1], -1).view(torch.uint8)
+
+
+def ids_on(device: torch.device, ids: torch.Tensor) -> torch.Tensor:
+    """The host's numbers on a device, brought there in the current stream's order without waiting for it."""
+    return ids if device.type == "cpu" else ids.pin_memory().to(device, non_blocking=True)
 
 
 def runs(ids: list[int]) -> list[tuple[int, int]]:
@@ -85,7 +90,9 @@ def _blocks_of(data: torch.Tensor, piece: KVPiece) -> torch.Tensor:
 def _vectors_of(data: torch.Tensor, piece: KVPiece, route: Route) -> torch.Tensor:
     """[num_layers, 2, num_tokens, num_heads, head_dim]"""
     layers = data[:, piece.first_layer : piece.stop_layer, :, :, route.heads_in(route.source)]
-    blocks = layers.index_select(0, torch.tensor(piece.block_ids))  # [n, num_layers, 2, block_size, heads, dim]
+    blocks = layers.index_select(
+        0, ids_on(data.device, torch.tensor(piece.block_ids))
+    )  # [n, num_layers, 2, block_size, heads, dim]
     x = blocks.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
     start = piece.first_token % route.source.block_size
     return x[:, :, start : start + piece.num_tokens]

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.transport.copies import Copies
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 NO_CHECKSUM = 0
@@ -31,7 +32,7 @@ class KVSender(Protocol):
         """Waits until the receiver, whose pool has this layout, is there. Raises LinkError."""
 
     def prepare(self, piece: KVPiece) -> Prepared:
-        """What `send` will move. Called before the piece's header leaves."""
+        """What `send` will move. Called when the piece is in the pool, before its header leaves. Raises LinkError."""
 
     def send(self, sequence: int, prepared: Prepared) -> None:
         """Moves one payload, after its header has left; may return before it has arrived, and wait for an earlier one.
@@ -43,10 +44,11 @@ class KVSender(Protocol):
 
 
 class KVReceiver(Protocol):
-    """D's end of a link."""
+    """D's end of a link. What it has received is in its blocks when `copies` have settled."""
 
     name: TransportName
     precision: str  # see kv.layout.Route
+    copies: Copies
 
     def open(self) -> None:
         """Raises LinkError."""
@@ -60,7 +62,8 @@ class KVReceiver(Protocol):
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
         """Puts a payload into the local blocks `into`; None: take it off the wire and drop it.
 
-        Raises TransferFailed when this payload is wrong (the link lives), LinkError when the link is beyond use.
+        On a device this is launched in `copies`, and may not be over on return. Raises TransferFailed when this
+        payload is wrong (the link lives), LinkError when the link is beyond use.
         """
 
     def close(self) -> None: ...

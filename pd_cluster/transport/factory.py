@@ -1,15 +1,17 @@
-"""Builds the two ends of a link from what this worker's configuration allows.
+"""Builds the two ends of a link from what this worker's configuration and its pool's device allow.
 
-The seam for accelerators: device IPC, NCCL and HCCL will stand in `_sender` and `_receiver` beside the others, each
-with a KVSender and a KVReceiver of its own.
+The seam for accelerators: HCCL and another vendor's IPC will stand in `_sender` and `_receiver` beside the others.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from pd_cluster import device as devices
 from pd_cluster import wire
 from pd_cluster.config import WorkerConfig
+from pd_cluster.device import Device
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
@@ -17,33 +19,51 @@ from pd_cluster.transport.base import Checksum, KVReceiver, KVSender
 from pd_cluster.transport.dist import DistReceiver, DistSender
 from pd_cluster.transport.events import Report
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.transport.ipc import DeviceMemory, ExportServer, IpcReceiver, TorchMemory
 from pd_cluster.transport.local import LocalReceiver, OneSidedSender, is_here, offer_pool
+from pd_cluster.transport.pair import why_no_nccl
 from pd_cluster.transport.receiving import Probe, ReceiveThread
 from pd_cluster.transport.sending import SendThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
 from pd_cluster.types import Note, note_nothing
 
+log = logging.getLogger(__name__)
+
+
+def why_not(name: wire.TransportName, device: Device) -> str:
+    """Why a pool on this device cannot be handed over so; "" when it can."""
+    if name == "shm" and device.is_accelerator:
+        return f"this instance's pool is on {device.torch_name}, not in host memory"
+    if name == "ipc" and device.kind != "cuda":
+        return f"this instance's pool is on {device.torch_name}, not on a CUDA device"
+    return why_no_nccl(device) if name == "nccl" else ""
+
 
 class Transports:
-    """What is shared by all links of one worker: the pool's names and its server."""
+    """What is shared by all links of one worker: the pool's names and its servers."""
 
-    def __init__(self, config: WorkerConfig, pool: KVPool) -> None:
+    def __init__(self, config: WorkerConfig, pool: KVPool, memory: DeviceMemory | None = None) -> None:
         self._config = config
         self._pool = pool
+        self._memory = memory or TorchMemory()
         self._pool_server: PoolServer | None = None
+        self._export_server: ExportServer | None = None
+        self._problems = {name: why_not(name, pool.device) for name in config.transports}
 
     def send_thread(
         self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report, note: Note = note_nothing
     ) -> SendThread:
-        """P's end of a lane, with all transports that this worker allows; D chooses. Raises LinkError."""
+        """P's end of a lane, with all transports that this worker allows and has; D chooses. Raises LinkError."""
         checksum = Checksum(self._config.kv.checksum, key.checksum_seed)
         try:
-            senders = [self._sender(name, checksum) for name in self._config.transports]
+            senders = self._senders(checksum)
         except (OSError, RuntimeError) as error:
             raise LinkError(f"this instance cannot offer its KV cache: {error}", retry=True) from error
         rate = self._config.kv_rate_limit_bytes_per_s
         pool = self._pool
-        return SendThread(conn, senders, Sealer(key), pool.probe_block, post, report, rate, note, pool.probe_seed)
+        return SendThread(
+            conn, senders, Sealer(key), pool.probe_block, post, report, rate, note, pool.probe_seed, pool.device
+        )
 
     def receive_thread(
         self,
@@ -59,7 +79,7 @@ class Transports:
         lane = opened.lanes[key.lane]
         source = KVLayout.from_info(opened.layout).of_rank(lane.source_rank)
         offers = {offer.transport: offer for offer in lane.offers}
-        both = [offers[name] for name in self._config.transports if name in offers]
+        both = [offers[name] for name, problem in self._problems.items() if name in offers and not problem]
         both = [offer for offer in both if offer.transport != "local" or is_here(offer.address)]
         return ReceiveThread(
             conn,
@@ -71,7 +91,23 @@ class Transports:
             report,
             self._config.timeouts.connect_timeout_s,
             note,
+            [f"{name}: {problem}" for name, problem in self._problems.items() if name in offers and problem],
         )
+
+    def _senders(self, checksum: Checksum) -> list[KVSender]:
+        """Raises LinkError when there are none."""
+        found: list[KVSender] = []
+        for name in self._config.transports:
+            try:
+                if not self._problems[name]:
+                    found.append(self._sender(name, checksum))
+            except LinkError as error:  # the next time, too
+                self._problems[name] = str(error)
+                log.warning("KV cache is not offered over %s: %s", name, error)
+        if not found:
+            problems = "; ".join(f"{name}: {problem}" for name, problem in self._problems.items())
+            raise LinkError(f"--kv-transport {self._config.kv_transport} is not possible here: {problems}")
+        return found
 
     def _sender(self, name: wire.TransportName, checksum: Checksum) -> KVSender:
         times = self._config.timeouts
@@ -80,19 +116,32 @@ class Transports:
         if name == "shm":
             self._pool_server = self._pool_server or PoolServer(self._pool)
             return OneSidedSender(name, self._pool_server.name, self._pool, checksum)
-        host = self._config.bind_address
-        wants_int8 = self._config.kv.wire_dtype == "int8"
-        return DistSender(self._pool, checksum, wants_int8, host, times.connect_timeout_s, times.transfer_timeout_s)
+        if name == "ipc":
+            self._export_server = self._export_server or ExportServer(self._pool, self._memory)
+            uuid = devices.uuid(self._pool.device)
+            return OneSidedSender(name, self._export_server.name, self._pool, checksum, uuid)
+        return DistSender(
+            self._pool,
+            checksum,
+            self._config.kv.wire_dtype == "int8",
+            self._config.bind_address,
+            times.connect_timeout_s,
+            times.transfer_timeout_s,
+            "nccl" if name == "nccl" else "gloo",
+        )
 
     def _receiver(
         self, offer: wire.TransportOffer, host: str, layout: KVLayout, num_blocks: int, key: LinkKey
     ) -> KVReceiver:
         times, pool = self._config.timeouts, self._pool
         checksum = Checksum(self._config.kv.checksum, key.checksum_seed)
+        connect_s, settle_s = times.connect_timeout_s, times.transfer_timeout_s
         if offer.transport == "local":
-            return LocalReceiver(offer, pool, layout, checksum)
+            return LocalReceiver(offer, pool, layout, checksum, settle_s)
         if offer.transport == "shm":
-            return ShmReceiver(offer, pool, layout, num_blocks, checksum, times.connect_timeout_s)
+            return ShmReceiver(offer, pool, layout, num_blocks, checksum, connect_s, settle_s)
+        if offer.transport == "ipc":
+            return IpcReceiver(offer, pool, layout, num_blocks, checksum, connect_s, self._memory, settle_s)
         return DistReceiver(
             offer,
             pool,

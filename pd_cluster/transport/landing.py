@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass
 
 from pd_cluster import wire
+from pd_cluster.device import REACHED, Marker
 from pd_cluster.errors import TransferFailed
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.base import KVReceiver
@@ -16,10 +17,11 @@ from pd_cluster.types import Note, note_nothing
 
 @dataclass(slots=True)
 class Landing:
-    """`num_layers_of[t]`: layers of prompt token t that have landed."""
+    """`num_layers_of[t]`: layers of prompt token t that have landed. `free` is reached when nobody uses its blocks."""
 
     block_ids: list[int]
     num_layers_of: array[int]
+    free: Marker = REACHED
     num_chunks: int = 0
     nbytes: int = 0
 
@@ -47,13 +49,17 @@ class Lander:
         self._landings: dict[str, Landing] = {}
         self.received_nbytes = 0
 
-    def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
+    def begin(
+        self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int, free: Marker = REACHED
+    ) -> None:
         """`block_ids` are the whole prompt's; those of tokens before `first_token` are not written."""
         here = array("H", [self._geometry.num_layers]) * first_token
-        self._landings[transfer_id] = Landing(block_ids, here + array("H", [0]) * (num_tokens - first_token))
+        self._landings[transfer_id] = Landing(block_ids, here + array("H", [0]) * (num_tokens - first_token), free)
 
     def forget(self, transfer_id: str) -> Drained:
+        """Once nothing that was received is still being copied."""
         self._landings.pop(transfer_id, None)
+        self._receiver.copies.drain()
         return Drained(transfer_id)
 
     def land(self, sequence: int, header: wire.KVChunk | wire.KVEnd) -> Landed | LandFault | None:
@@ -77,6 +83,8 @@ class Lander:
             return
         piece, size, started_s = chunk.piece, self._geometry.target_block_size, time.monotonic()
         into = landing.block_ids[piece.first_token // size : -(-piece.stop_token // size)]
+        if not landing.num_chunks:
+            self._receiver.copies.after(landing.free)
         self._receiver.receive(sequence, chunk, into)
         landing.num_layers_of[piece.first_token : piece.stop_token] = array("H", [piece.stop_layer]) * piece.num_tokens
         landing.num_chunks += 1
@@ -112,5 +120,6 @@ class Lander:
             )
         if not end.first_tokens:
             raise TransferFailed("the transfer ended without a first token")
+        self._receiver.copies.settle()
         del self._landings[end.transfer_id]
         return Landed(end.transfer_id, end.first_tokens, landing.nbytes)

@@ -1,4 +1,8 @@
-"""Both pools in one process: the receiver copies from block to block. What other one-sided transports build on, too."""
+"""Both pools in one process: the receiver copies from block to block. What other one-sided transports build on, too.
+
+Payloads of pools on a device have no checksum: the host would have to fetch them to hash them. They are copied once,
+within the device's own memory; that it is the right memory is proven by the probe, and that it held still by `Confirm`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,12 @@ from pd_cluster.kv.pack import as_layers, pack, runs, unpack
 from pd_cluster.kv.pool import KVPool, is_block
 from pd_cluster.model.cpu.copy import streaming_copy
 from pd_cluster.transport.base import Checksum, Prepared, buffer_of
+from pd_cluster.transport.copies import SETTLE_S, Copies
+from pd_cluster.transport.device_copy import copy_blocks, warm
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 16 << 20
+MAX_DEVICE_PAYLOAD_NBYTES = 256 << 20  # a launch and its header should cost little beside the copy
 HOT_NBYTES = 1 << 20  # copied and checked in one go, while it is in the core's own cache
 
 _pools: WeakValueDictionary[str, KVPool] = WeakValueDictionary()  # by the name under which they are offered
@@ -29,19 +36,22 @@ def is_here(address: str) -> bool:
 
 
 class OneSidedSender:
-    """P's end: nothing to send; D reads."""
+    """P's end: nothing to send; D reads. `device_uuid`: of the accelerator that the pool is on."""
 
-    max_payload_nbytes = MAX_PAYLOAD_NBYTES
-
-    def __init__(self, name: TransportName, address: str, pool: KVPool, checksum: Checksum) -> None:
+    def __init__(
+        self, name: TransportName, address: str, pool: KVPool, checksum: Checksum, device_uuid: str = ""
+    ) -> None:
         self.name = name
+        on_device = pool.device.is_accelerator
+        self.max_payload_nbytes = MAX_DEVICE_PAYLOAD_NBYTES if on_device else MAX_PAYLOAD_NBYTES
         self._address = address
         self._pool = pool
-        self._checksum = checksum
+        self._checksum = Checksum(is_on=False) if on_device else checksum
+        self._device_uuid = device_uuid
         self._route: Route | None = None
 
     def offer(self) -> TransportOffer:
-        return TransportOffer(transport=self.name, address=self._address)
+        return TransportOffer(transport=self.name, address=self._address, device_uuid=self._device_uuid)
 
     def open(self, peer: KVLayout) -> None:
         self._route = Route(self._pool.layout, peer, one_sided=True)
@@ -66,10 +76,11 @@ class OneSidedSender:
 class OneSidedReader:
     """D's end, once it can read P's pool: `source` [num_blocks + NUM_EXTRA_BLOCKS, …]."""
 
-    def __init__(self, source: torch.Tensor, route: Route, pool: KVPool, checksum: Checksum) -> None:
+    def __init__(self, source: torch.Tensor, route: Route, pool: KVPool, checksum: Checksum, copies: Copies) -> None:
         self._source, self._route = source, route
         self._pool = pool
         self._checksum = checksum
+        self._copies = copies
 
     def receive(self, chunk: KVChunk, into: list[int]) -> None:
         """Raises TransferFailed."""
@@ -78,6 +89,10 @@ class OneSidedReader:
             raise TransferFailed("a header names a block outside the prefill instance's pool")
         if chunk.nbytes != route.payload_nbytes(piece):
             raise TransferFailed(f"a header announces {chunk.nbytes} bytes for {route.payload_nbytes(piece)}")
+        if self._pool.device.is_accelerator:
+            with self._copies.launch():
+                self._launch(piece, into)
+            return
         if route.is_verbatim:
             found = self._copy(piece, into, bool(chunk.checksum))
         else:
@@ -86,6 +101,14 @@ class OneSidedReader:
             unpack(payload, piece, route, self._pool.data, into)
         if chunk.checksum and found != chunk.checksum:
             raise TransferFailed("checksum of a KV chunk is wrong")
+
+    def _launch(self, piece: KVPiece, into: list[int]) -> None:
+        if not self._route.is_verbatim:
+            unpack(pack(self._source, piece, self._route), piece, self._route, self._pool.data, into)
+            return
+        source = as_layers(self._source)[:, piece.first_layer : piece.stop_layer]
+        target = as_layers(self._pool.data)[:, piece.first_layer : piece.stop_layer]
+        copy_blocks(source, target, piece.block_ids, into, paired_runs(piece.block_ids, into))
 
     def _copy(self, piece: KVPiece, into: list[int], checked: bool) -> int:
         """From block to block; returns the checksum of what was copied.
@@ -114,16 +137,21 @@ class OneSidedReceiver(abc.ABC):
 
     name: TransportName
 
-    def __init__(self, offer: TransportOffer, pool: KVPool, peer: KVLayout, checksum: Checksum) -> None:
+    def __init__(
+        self, offer: TransportOffer, pool: KVPool, peer: KVLayout, checksum: Checksum, settle_s: float = SETTLE_S
+    ) -> None:
         self._address = offer.address
         self._pool = pool
         self._checksum = checksum
+        self.copies = Copies(pool.device, settle_s)
         self._route = Route(peer, pool.layout, one_sided=True)
         self._reader: OneSidedReader | None = None
         self.precision = self._route.precision
 
     def open(self) -> None:
-        self._reader = OneSidedReader(self._source(), self._route, self._pool, self._checksum)
+        with self.copies.launch():
+            warm(self._pool.data.device)
+        self._reader = OneSidedReader(self._source(), self._route, self._pool, self._checksum, self.copies)
 
     @abc.abstractmethod
     def _source(self) -> torch.Tensor:
@@ -139,6 +167,8 @@ class OneSidedReceiver(abc.ABC):
             self._reader.receive(chunk, into)
 
     def close(self) -> None:
+        """Lets go of P's pool, which nothing may still be reading then."""
+        self.copies.drain()
         self._reader = None
 
 
@@ -149,6 +179,11 @@ class LocalReceiver(OneSidedReceiver):
         source = _pools.get(self._address)
         if source is None:
             raise LinkError("the prefill instance is in another process")
+        if source.device != self._pool.device:
+            raise LinkError(
+                f"the prefill instance's pool is on {source.device.torch_name}, this one's on "
+                f"{self._pool.device.torch_name}"
+            )
         return source.data
 
 

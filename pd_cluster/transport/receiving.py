@@ -10,12 +10,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from pd_cluster import wire
+from pd_cluster.device import mark, use
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pack import pack, unpack
@@ -43,17 +44,21 @@ class Probe:
         if piece.num_tokens != min(layout.block_size, self.source.block_size) or piece.first_token or piece.first_layer:
             return "the probe has another shape"
         receiver.arrive(sequence, chunk, timeout_s)
+        landed = self.pool.data[self.pool.landing_probe_block, :, :, : piece.num_tokens]
         with self.pool.probe_lock:  # for a copy: nobody waits for a peer in it
-            self.pool.data[self.pool.landing_probe_block].zero_()
+            with receiver.copies.launch():
+                self.pool.data[self.pool.landing_probe_block].zero_()
             receiver.receive(sequence, chunk, [self.pool.landing_probe_block])
-            found = self.pool.data[self.pool.landing_probe_block, :, :, : piece.num_tokens]
+            receiver.copies.settle()
+            with receiver.copies.launch():
+                found = landed.cpu()
             same = torch.equal(found, self._expected(receiver, piece)[0, :, :, : piece.num_tokens])
         return "" if same else "the prefill instance's probe arrived with another content"
 
     def _expected(self, receiver: KVReceiver, piece: wire.KVPiece) -> torch.Tensor:
         route = Route(self.source, self.pool.layout, receiver.precision == "int8")
         piece = wire.KVPiece(0, piece.num_tokens, 0, self.source.num_layers, [0])
-        expected = torch.zeros_like(self.pool.data[:1])
+        expected = torch.zeros_like(self.pool.data[:1], device="cpu")
         unpack(pack(probe_content(self.source, self.seed), piece, route), piece, route, expected, [0])
         return expected
 
@@ -123,8 +128,11 @@ class ReceiveThread:
         report: Report,
         connect_timeout_s: float,
         note: Note = note_nothing,
+        impossible: Sequence[str] = (),
     ) -> None:
+        """`impossible`: what P offers and this instance has not, each with the reason."""
         self._conn = conn
+        self._impossible = impossible
         self._link_id = link_id
         self._receivers = receivers
         self._receiver: KVReceiver | None = None
@@ -163,9 +171,12 @@ class ReceiveThread:
         self._incoming.queue.put(frame)
 
     def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        """Before the credit leaves, so before anything of this transfer can come."""
+        """Before the credit leaves, so before anything of this transfer can come.
+
+        Behind the last launch of the engine that uses these blocks for somebody else: they are written after that.
+        """
         if self._lander is not None:
-            self._lander.begin(transfer_id, block_ids, first_token, num_tokens)
+            self._lander.begin(transfer_id, block_ids, first_token, num_tokens, mark(self._probe.pool.device))
 
     def forget(self, transfer_id: str) -> None:
         """`Drained` follows."""
@@ -177,6 +188,7 @@ class ReceiveThread:
     # ---- its own thread
 
     def _run(self) -> None:
+        use(self._probe.pool.device)
         works = self._open()
         while True:
             try:
@@ -194,7 +206,7 @@ class ReceiveThread:
             self._receiver.close()
 
     def _open(self) -> bool:
-        failures, retry = [], False
+        failures, retry = list(self._impossible), False
         for receiver in self._receivers:
             self._post(wire.LinkAnswer(self._link_id, receiver.name, self._probe.pool.layout.to_info(), self._lane))
             try:

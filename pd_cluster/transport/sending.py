@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from pd_cluster import wire
+from pd_cluster.device import CPU, Device, Marker, mark, use
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.transport.base import KVSender
@@ -50,8 +51,12 @@ class SendThread:
         bytes_per_s: float = 0.0,
         note: Note = note_nothing,
         probe_seed: int = 0,
+        device: Device = CPU,
     ) -> None:
+        """`device`: where the pool is, whose writes were all launched before."""
         self._conn = conn
+        self._device = device
+        self._written = mark(device)
         self._senders = {sender.name: sender for sender in senders}
         self._sender: KVSender | None = None
         self._sealer = sealer
@@ -93,8 +98,10 @@ class SendThread:
         self._queue.put(self._probe)
 
     def ship(self, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+        """The piece is in the pool when all is over that the engine has launched until now."""
         self._live.add(transfer_id)
-        self._queue.put(lambda: self._ship(transfer_id, index, piece))
+        written = mark(self._device)
+        self._queue.put(lambda: self._ship(transfer_id, index, piece, written))
 
     def ship_end(self, end: wire.KVEnd) -> None:
         self._live.add(end.transfer_id)  # there may have been nothing to ship
@@ -110,6 +117,7 @@ class SendThread:
     # ---- its own thread
 
     def _run(self) -> None:
+        use(self._device)
         while (job := self._queue.get()) is not None:
             try:
                 job()
@@ -128,6 +136,7 @@ class SendThread:
             raise LinkError(f"the decode instance chose {transport}, which was not offered")
         self._sender = self._senders[transport]
         self._sender.open(peer)
+        self._written.wait()
         self.max_payload_nbytes = self._sender.max_payload_nbytes
         num_tokens = min(own.block_size, peer.block_size)
         self._probe_piece = wire.KVPiece(0, num_tokens, 0, own.num_layers, [self._probe_block])
@@ -146,7 +155,8 @@ class SendThread:
         self._post(frame)
         sender.send(frame.sequence, prepared)
 
-    def _ship(self, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+    def _ship(self, transfer_id: str, index: int, piece: wire.KVPiece, written: Marker) -> None:
+        written.wait()  # nobody is told of what the device has not done; the engine does not wait for it
         if transfer_id not in self._live:
             return
         sender, started_s = self._opened(), time.monotonic()

@@ -10,12 +10,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
+from pd_cluster.device import CPU
 from pd_cluster.engine.exports import Exports, ShipLimits
 from pd_cluster.engine.imports import Imports
 from pd_cluster.errors import LinkError
+from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Drained, Landed, LandFault
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.landing import Geometry, Lander
@@ -36,10 +39,27 @@ HURRY_EVENTS = 12_000
 TIMES = Timeouts(credit_timeout_s=10, transfer_timeout_s=30)
 
 
+class LateCopies(Copies):
+    """As on a device: copies are made when they are waited for, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self._late: deque[Callable[[], None]] = deque()
+
+    def add(self, copy: Callable[[], None]) -> None:
+        self._late.append(copy)
+
+    def settle(self) -> None:
+        while self._late:
+            self._late.popleft()()
+
+    drain = settle
+
+
 class Link:
     """One link's life: P's send thread, what is on the wire, D's receive thread. Keeps both pools mapped."""
 
-    def __init__(self, conn: str, source: Memory, target: Memory, one_sided: bool) -> None:
+    def __init__(self, conn: str, source: Memory, target: Memory, one_sided: bool, is_late: bool) -> None:
         key = LinkKey.derive(b"secret", conn, "p", "d")
         self.conn = conn
         self.source, self.target, self.one_sided = source, target, one_sided
@@ -50,6 +70,8 @@ class Link:
         self.seen: list[wire.KVFrame] = []
         self.payloads: dict[int, list[list[int]]] = {}  # two-sided: what was in the blocks when it was sent
         self.works = True
+        self.copies = LateCopies()
+        self._is_late = is_late  # the pools are on devices
         self.lander = Lander(self, Geometry(NUM_LAYERS, source.block_size, target.block_size))
 
     name: wire.TransportName = "local"
@@ -70,9 +92,15 @@ class Link:
         return frame
 
     def receive(self, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None:
-        content = self.source.read(chunk.piece) if self.one_sided else self.payloads.pop(sequence)
-        if into is not None:
-            self.target.write(chunk.piece, into, content)
+        payload = None if self.one_sided else self.payloads.pop(sequence)
+        if into is None:
+            return
+        self.copies.add(partial(self._copy, chunk.piece, into, payload))
+        if not self._is_late:
+            self.copies.settle()
+
+    def _copy(self, piece: wire.KVPiece, into: list[int], payload: list[list[int]] | None) -> None:
+        self.target.write(piece, into, self.source.read(piece) if payload is None else payload)
 
     def land(self) -> Landed | LandFault | Drained | str | None:
         """D's thread takes its next item; a string says why the link fails."""
@@ -96,6 +124,7 @@ class World:
         self.rng = rng = random.Random(seed)
         self.now_s = 0.0
         self.one_sided = rng.random() < 0.6
+        self.is_late = random.Random(seed).random() < 0.5
         self.p_size, self.d_size = rng.choice([(4, 4), (4, 4), (4, 2), (2, 4), (4, 3)])
         self.p_shape = (rng.randrange(8, 16) * 4 // self.p_size, self.p_size, rng.randrange(3, 12), rng.random() < 0.7)
         self.d_shape = (rng.randrange(10, 20) * 4 // self.d_size, self.d_size, 16, rng.random() < 0.7)
@@ -173,7 +202,7 @@ class World:
 
     def connect(self) -> None:
         conn = f"link-{len(self.links)}"
-        self.links.append(Link(conn, self.p.memory, self.d.memory, self.one_sided))
+        self.links.append(Link(conn, self.p.memory, self.d.memory, self.one_sided, self.is_late))
         self.p_conn = self.p_link = self.d_conn = conn
 
     def link(self, conn: str) -> Link:

@@ -12,11 +12,15 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
+from pd_cluster.device import CPU
 from pd_cluster.engine.exports import Exports, ExportState, Held, ShipLimits
 from pd_cluster.engine.imports import Import, Imports, ImportState
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.transport.copies import Copies
+from pd_cluster.transport.events import Drained, Landed
 from pd_cluster.transport.guard import Opener
+from pd_cluster.transport.landing import Lander, Landing
 from pd_cluster.types import Leg, Request, SamplingParams, Status, TokenOutput
 from tests.support.handoff_world import World
 
@@ -147,6 +151,22 @@ def credit_without_pinning(self: Scheduler, request: Request, num_tokens: int) -
     return len(found) * self.block_size
 
 
+def drained_while_copies_are_under_way(self: Lander, transfer_id: str) -> Drained:
+    self._landings.pop(transfer_id, None)
+    return Drained(transfer_id)
+
+
+land_end = Lander._land_end
+
+
+def landed_while_copies_are_under_way(self: Lander, end: wire.KVEnd, landing: Landing) -> Landed:
+    copies, self._receiver.copies = self._receiver.copies, Copies(CPU)
+    try:
+        return land_end(self, end, landing)
+    finally:
+        self._receiver.copies = copies
+
+
 MUTATIONS: list[tuple[type, str, Callable[..., None]]] = [
     (Imports, "on_landed", commit_without_asking),
     (Imports, "_give_up", release_before_drained),
@@ -157,6 +177,8 @@ MUTATIONS: list[tuple[type, str, Callable[..., None]]] = [
     (Exports, "layers_done", layers_are_shipped_before_they_are_written),
     (Held, "take", confirmed_without_taking_it_out),
     (Opener, "_reason_to_drop", replays_are_opened),
+    (Lander, "forget", drained_while_copies_are_under_way),
+    (Lander, "_land_end", landed_while_copies_are_under_way),
     (Exports, "expire", expiry_revokes_what_was_handed_over),
 ]
 

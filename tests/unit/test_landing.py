@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.device import CPU
+from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Landed, LandFault
 from pd_cluster.transport.landing import Geometry, Lander
 from pd_cluster.types import TokenOutput
@@ -21,6 +23,7 @@ class Recorder:
     precision = ""
 
     def __init__(self) -> None:
+        self.copies = Copies(CPU)
         self.into: list[list[int] | None] = []
 
     def open(self) -> None: ...

@@ -187,7 +187,7 @@ def test_a_pool_is_not_handed_to_another_user(monkeypatch: pytest.MonkeyPatch) -
     offer = wire.TransportOffer(transport="shm", address=server.name)
     receiver = ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S)
     uids = iter([None, 12345])  # what D sees of P, then what P sees of D
-    monkeypatch.setattr("pd_cluster.transport.shm._peer_uid", lambda peer: uid_of(next(uids)))
+    monkeypatch.setattr("pd_cluster.transport.unix.peer_uid", lambda peer: uid_of(next(uids)))
     with pytest.raises(LinkError, match="another user"):
         receiver.open()
     server.close()

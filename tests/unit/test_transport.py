@@ -23,11 +23,15 @@ from pd_cluster.transport.dist import DistReceiver, DistSender
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.transport.ipc import ExportServer, IpcReceiver
 from pd_cluster.transport.local import LocalReceiver, OneSidedSender, offer_pool
+from pd_cluster.transport.pair import Backend
 from pd_cluster.transport.receiving import Probe, ReceiveThread
 from pd_cluster.transport.sending import SendThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
+from pd_cluster.transport.unix import UnixServer
 from pd_cluster.types import TokenOutput
+from tests.support.fake_device import FakeModule, MemfdMemory, install, on_gpu
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 12
@@ -36,6 +40,8 @@ TOKEN = TokenOutput("r", 0, 0, 0, 5)
 CHECKSUM = Checksum(seed=77)
 KEY = LinkKey.derive(b"secret", "link", "p", "d")
 NAMES: tuple[wire.TransportName, ...] = ("local", "shm", "dist")
+CHECKED = (*NAMES, "device dist")
+WAYS = (*CHECKED, "device local", "device ipc", "device nccl")  # on a fake device: tests/support/fake_device.py
 
 
 def random_pool(seed: int, layout: KVLayout = LAYOUT) -> KVPool:
@@ -49,12 +55,29 @@ def random_pool(seed: int, layout: KVLayout = LAYOUT) -> KVPool:
 class Pair:
     """Both ends of one open transport, in one process."""
 
-    def __init__(self, name: wire.TransportName, source: KVLayout = LAYOUT, checksum: Checksum = CHECKSUM) -> None:
-        self.source, self.target = random_pool(1, source), random_pool(2)
-        self.server = PoolServer(self.source) if name == "shm" else None
+    def __init__(
+        self,
+        name: wire.TransportName,
+        source: KVLayout = LAYOUT,
+        checksum: Checksum = CHECKSUM,
+        on_device: bool = False,
+        into: KVLayout = LAYOUT,
+    ) -> None:
+        self.source, self.target = random_pool(1, source), random_pool(2, into)
+        if on_device:
+            on_gpu(self.target)
+            on_gpu(self.source, 1 if name == "nccl" else 0)
+        self.server: UnixServer | None = PoolServer(self.source) if name == "shm" else None
         self.receiver: KVReceiver
-        if name == "dist":
-            self.sender = DistSender(self.source, checksum, False, "127.0.0.1", WAIT_S, WAIT_S)
+        if name == "ipc":
+            self.server = ExportServer(self.source, MemfdMemory())
+            self.sender = OneSidedSender(name, self.server.name, self.source, checksum, "GPU-0")  # type: ignore[assignment]
+            self.receiver = IpcReceiver(
+                self.sender.offer(), self.target, source, NUM_BLOCKS, checksum, WAIT_S, MemfdMemory()
+            )
+        elif name in ("dist", "nccl"):
+            backend: Backend = "nccl" if name == "nccl" else "gloo"
+            self.sender = DistSender(self.source, checksum, False, "127.0.0.1", WAIT_S, WAIT_S, backend)
             self.receiver = DistReceiver(
                 self.sender.offer(), self.target, source, checksum, False, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S
             )
@@ -66,7 +89,7 @@ class Pair:
                 self.receiver = ShmReceiver(offer, self.target, source, NUM_BLOCKS, checksum, WAIT_S)
             else:
                 self.receiver = LocalReceiver(offer, self.target, source, checksum)
-        opening = threading.Thread(target=lambda: self.sender.open(LAYOUT))
+        opening = threading.Thread(target=lambda: self.sender.open(into))
         opening.start()
         self.receiver.open()
         opening.join(WAIT_S)
@@ -79,6 +102,7 @@ class Pair:
         sending.start()
         try:
             self.receiver.receive(self._sequence, chunk, into)
+            self.receiver.copies.settle()
         finally:
             sending.join(WAIT_S)
             self._sequence += 1
@@ -98,9 +122,30 @@ def blocks(ids: list[int], first_layer: int = 0, num_layers: int = 2) -> wire.KV
     return wire.KVPiece(0, len(ids) * LAYOUT.block_size, first_layer, num_layers, ids)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+    """Two devices of one kind, which do nothing before they are waited for."""
+    return install(monkeypatch)
+
+
+def make_pair(way: str, request: pytest.FixtureRequest, source: KVLayout = LAYOUT, into: KVLayout = LAYOUT) -> Pair:
+    name = way.removeprefix("device ")
+    if name != way:
+        request.getfixturevalue("gpu")
+    return Pair(name, source, on_device=name != way, into=into)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=WAYS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(request.param)
+    made = make_pair(request.param, request)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=CHECKED)
+def checked_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Of those whose payloads have checksums."""
+    made = make_pair(request.param, request)
     yield made
     made.close()
 
@@ -117,10 +162,10 @@ def test_named_blocks_move_and_no_others(pair: Pair, seed: int) -> None:
     assert torch.equal(pair.target.data, expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [{"block_size": 8}, {"dtype": "bfloat16"}])
-def test_pools_may_differ(name: wire.TransportName, change: dict[str, object]) -> None:
-    pair = Pair(name, dataclasses.replace(LAYOUT, **change))  # type: ignore[arg-type]
+def test_pools_may_differ(way: str, change: dict[str, object], request: pytest.FixtureRequest) -> None:
+    pair = make_pair(way, request, dataclasses.replace(LAYOUT, **change))  # type: ignore[arg-type]
     size = pair.source.layout.block_size
     pair.move(wire.KVPiece(4, 8, 0, 2, [3, 7]), [1, 5])
     for position in range(4, 12):
@@ -147,11 +192,13 @@ def test_several_payloads_under_way_arrive_in_order(pair: Pair) -> None:
         pair.receiver.expect(at, chunk)
     for at, chunk in enumerate(chunks):
         pair.receiver.receive(at, chunk, [7 - at])
+    pair.receiver.copies.settle()
     sending.join(WAIT_S)
     assert torch.equal(pair.target.data[:8], pair.source.data[:8].flip(0))
 
 
-def test_a_wrong_checksum_is_noticed_and_the_link_lives(pair: Pair) -> None:
+def test_a_wrong_checksum_is_noticed_and_the_link_lives(checked_pair: Pair) -> None:
+    pair = checked_pair
     with pytest.raises(TransferFailed, match="checksum"):
         pair.move(blocks([1, 2]), [3, 4], damage=1)
     pair.move(blocks([1, 2]), [3, 4])
@@ -175,26 +222,27 @@ def test_an_unwanted_payload_is_taken_off_and_dropped(pair: Pair) -> None:
     assert torch.equal(pair.target.data[6], pair.source.data[5])
 
 
-@pytest.mark.parametrize("name", ["local", "shm"])
-def test_a_block_outside_the_pool_is_refused(name: wire.TransportName) -> None:
-    pair = Pair(name)
+@pytest.mark.parametrize("way", ["local", "shm", "device local", "device ipc"])
+def test_a_block_outside_the_pool_is_refused(way: str, request: pytest.FixtureRequest) -> None:
+    pair = make_pair(way, request)
     for block in (-1, NUM_BLOCKS, NUM_BLOCKS + 2):
         with pytest.raises(TransferFailed, match="outside"):
             pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([block]), LAYOUT.block_nbytes, 0), [0])
     pair.close()
 
 
-@pytest.mark.parametrize("name", ["local", "shm"])
-def test_a_length_that_does_not_fit_is_refused(name: wire.TransportName) -> None:
-    pair = Pair(name)
+@pytest.mark.parametrize("way", ["local", "shm", "device local", "device ipc"])
+def test_a_length_that_does_not_fit_is_refused(way: str, request: pytest.FixtureRequest) -> None:
+    pair = make_pair(way, request)
     with pytest.raises(TransferFailed, match="announces"):
         pair.move(blocks([1]), [1], nbytes=LAYOUT.block_nbytes + 1)
     pair.close()
 
 
 @pytest.mark.parametrize("nbytes", [-1, 1 << 40])
-def test_dist_refuses_a_length_that_no_payload_has(nbytes: int) -> None:
-    pair = Pair("dist")
+@pytest.mark.parametrize("way", ["dist", "device dist", "device nccl"])
+def test_dist_refuses_a_length_that_no_payload_has(way: str, nbytes: int, request: pytest.FixtureRequest) -> None:
+    pair = make_pair(way, request)
     with pytest.raises(LinkError, match="announces"):
         pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), nbytes, 0), [1])
     pair.close()
@@ -274,13 +322,19 @@ class Link:
         transport: str = "shm",
         tamper: Callable[[wire.KVFrame], list[wire.KVFrame]] = lambda frame: [frame],
         probe_seed: int | None = None,
+        devices: tuple[int | None, int | None] = (None, None),
     ) -> None:
+        """`devices`: the GPUs that P's and D's pools are on."""
         self.source, self.target = random_pool(1), random_pool(2)
+        for pool, index in zip((self.source, self.target), devices, strict=True):
+            if index is not None:
+                on_gpu(pool, index)
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
         self._tamper = tamper
         config = make_config(transport)
-        p, d = Transports(config, self.source), Transports(config, self.target)
+        memory = MemfdMemory()
+        p, d = Transports(config, self.source, memory), Transports(config, self.target, memory)
         self._keep = (p, d)
         self.send = p.send_thread("c", KEY, self._to_receiver, self.events.put)
         seed = self.source.probe_seed if probe_seed is None else probe_seed

@@ -36,7 +36,16 @@ BODIES: list[wire.Body] = [
         LAYOUT,
         7,
         wire.KVOptions(),
-        [wire.LaneOffer(offers=[wire.TransportOffer(transport="shm", address="a")], probe_seed=2**62)],
+        [
+            wire.LaneOffer(
+                offers=[
+                    wire.TransportOffer(transport="shm", address="a"),
+                    wire.TransportOffer(transport="ipc", address="b", device_uuid="GPU-1"),
+                    wire.TransportOffer(transport="nccl", port=7, backend="nccl", device_uuid="GPU-1"),
+                ],
+                probe_seed=2**62,
+            )
+        ],
     ),
     wire.LinkAnswer("l", "dist", LAYOUT),
     wire.LinkReady("l", "shm"),
@@ -103,3 +112,13 @@ def test_what_cannot_be_encoded_is_the_senders_error() -> None:
 def test_a_foreign_message_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         wire.decode(msgspec.msgpack.encode(["a", 1, 2, {"type": "Shutdown"}]))
+
+
+def test_what_maps_a_pool_survives_and_is_bounded() -> None:
+    export = wire.PoolExport(handle=b"h" * 66, nbytes=2**40, offset_nbytes=512, block_nbytes=64)
+    data = msgspec.msgpack.encode(export)
+    assert len(data) <= wire.MAX_EXPORT_NBYTES
+    assert wire.decode_export(data) == export
+    for change in ({"handle": b"h" * 513}, {"nbytes": -1}, {"offset_nbytes": 2**62}, {"block_nbytes": 1.5}):
+        with pytest.raises(msgspec.DecodeError):
+            wire.decode_export(msgspec.msgpack.encode(msgspec.structs.asdict(export) | change))

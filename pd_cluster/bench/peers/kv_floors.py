@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from pd_cluster.bench.kv_spec import Answer, Gloo, Move, OpenGloo
 from pd_cluster.bench.peers.kv_lane import HOST, FreeBlocks
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.dist import Store
 from pd_cluster.transport.local import paired_runs
+from pd_cluster.transport.pair import Store
 
 DEADLINE_S = 30.0
 NUM_UNDER_WAY = 2

@@ -1,0 +1,104 @@
+"""Hands something to processes of the same user and host that know a random name: an abstract Unix socket.
+
+Nothing of it is in any file system, and it is gone with the process. Knows nothing of what is handed over.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections import deque
+
+from pd_cluster.errors import LinkError
+
+ACCEPT_PAUSE_S = 0.1
+MAX_KEPT = 1024  # connections that are held open; the oldest goes first
+
+
+class UnixServer(abc.ABC):
+    """One thread. `keeps`: connections stay open as long as this process lives: who has one hears of its end."""
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.name = f"pd-cluster-kv-{secrets.token_hex(16)}"
+        self._kept: deque[socket.socket] | None = deque(maxlen=MAX_KEPT) if keeps else None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(128)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="kv-pool-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(timeout=5)
+        for peer in self._kept or ():
+            peer.close()
+
+    @abc.abstractmethod
+    def _give(self, peer: socket.socket) -> None:
+        """To a process of the same user. Raises OSError."""
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:  # closed, or no descriptor is free just now
+                if self._closing.wait(ACCEPT_PAUSE_S):
+                    return
+                continue
+            with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+                stack.enter_context(peer)
+                peer.settimeout(5)
+                if peer_uid(peer) == os.getuid():
+                    self._give(peer)
+                    if self._kept is not None:
+                        stack.pop_all()
+                        self._keep(peer)
+
+    def _keep(self, peer: socket.socket) -> None:
+        assert self._kept is not None
+        for other in [each for each in self._kept if has_hung_up(each)]:
+            self._kept.remove(other)
+            other.close()
+        self._kept.append(peer)
+
+
+def connect(name: str, what: str, timeout_s: float) -> socket.socket:
+    """To the server of that name. `what`: of the prefill instance, in errors. Raises LinkError."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        peer.settimeout(timeout_s)
+        peer.connect(f"\0{name}")
+        uid = peer_uid(peer)
+    except OSError as error:
+        peer.close()
+        other_host = isinstance(error, ConnectionRefusedError)  # or another network namespace
+        raise LinkError(f"the prefill instance's {what} cannot be reached: {error}", retry=not other_host) from error
+    if uid != os.getuid():
+        peer.close()
+        raise LinkError(f"the prefill instance's {what} belongs to another user")
+    return peer
+
+
+def has_hung_up(peer: socket.socket) -> bool:
+    """Whether the other end is closed, or its process dead; it has nothing more to say."""
+    peer.setblocking(False)
+    try:
+        return not peer.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def peer_uid(peer: socket.socket) -> int:
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)

@@ -1,0 +1,260 @@
+"""Handover between two processes, each with a pool on a device: on one GPU where there is one.
+
+The same tests run over host memory everywhere, so that what they do is proven before a GPU sees it. Figures are printed
+with `-s`; nothing is judged by time.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from pd_cluster import wire
+from pd_cluster.device import Device, synchronize
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.transport.device_copy import copy_blocks
+from pd_cluster.transport.events import Drained, Landed, LinkFailed
+from pd_cluster.transport.factory import Transports
+from pd_cluster.transport.local import paired_runs
+from tests.support.kv_exporter import (
+    KEY,
+    LAYOUT,
+    NUM_BLOCKS,
+    Fault,
+    Frame,
+    Offers,
+    Open,
+    Ship,
+    make_config,
+    make_pool,
+    sleep,
+)
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60.0
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+# kind of device, what is asked for, what is chosen
+WAYS = [
+    pytest.param(("cpu", "shm", "shm"), id="shm"),
+    pytest.param(("cuda", "ipc", "ipc"), id="ipc", marks=needs_gpu),
+    pytest.param(("cuda", "auto", "ipc"), id="auto", marks=needs_gpu),
+    pytest.param(("cuda", "dist", "dist"), id="gloo from GPU", marks=needs_gpu),  # NCCL refuses one GPU for both
+]
+
+
+class Exporter:
+    """P, in a process of its own. Frames go to `put` once it is set."""
+
+    def __init__(self, kind: str, choice: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.kv_exporter", kind, choice],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.faults: list[str] = []
+        self._offers: queue.SimpleQueue[Offers] = queue.SimpleQueue()
+        self._put: queue.SimpleQueue[Callable[[wire.KVFrame], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.offers = self._offers.get(timeout=WAIT_S)
+
+    def _read(self) -> None:
+        decoder = msgspec.json.Decoder(Offers | Fault | Frame)
+        put: Callable[[wire.KVFrame], None] | None = None
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            match decoder.decode(line):
+                case Offers() as offers:
+                    self._offers.put(offers)
+                case Fault(what):
+                    self.faults.append(what)
+                case Frame(sequence, header, mac):
+                    put = put or self._put.get(timeout=WAIT_S)
+                    put(wire.KVFrame(sequence, header, mac))
+
+    def connect(self, put: Callable[[wire.KVFrame], None]) -> None:
+        self._put.put(put)
+
+    def tell(self, command: Open | Ship) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(command).decode() + "\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+class Lane:
+    """D, in this process, linked to an exporter."""
+
+    def __init__(self, kind: str, choice: str, chosen: str) -> None:
+        self.exporter = Exporter(kind, choice)
+        self.expected = make_pool("cpu", 1).data  # what P's pool holds
+        self.pool = make_pool(kind, 2)
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+        offers = self.exporter.offers
+        lane = wire.LaneOffer(offers=offers.offers, probe_seed=offers.probe_seed)
+        opened = wire.LinkOpen("link", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
+        transports = Transports(make_config(choice), self.pool)
+        self.receive = transports.receive_thread("c", "127.0.0.1", opened, KEY, answers.put, self.events.put)
+        self.exporter.connect(self.receive.put)
+        self.receive.start()
+        while not isinstance(answer := answers.get(timeout=WAIT_S), wire.LinkReady):
+            assert isinstance(answer, wire.LinkAnswer), answer
+            self.exporter.tell(Open(answer.transport))
+        assert answer.transport == chosen
+
+    def begin(self, transfer_id: str, into: list[int]) -> None:
+        self.receive.begin(transfer_id, into, 0, len(into) * LAYOUT.block_size)
+
+    def await_landed(self) -> Landed:
+        event = self.events.get(timeout=WAIT_S)
+        assert isinstance(event, Landed), (event, self.exporter.faults)
+        return event
+
+    def close(self) -> None:
+        self.receive.close()
+        self.receive._thread.join(WAIT_S)
+        self.exporter.close()
+
+
+@pytest.fixture(params=WAYS, scope="module")
+def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
+    """The tests share it, so each names its transfers after itself."""
+    made = Lane(*request.param)
+    yield made
+    made.close()
+
+
+def same(pool: KVPool, into: list[int], expected: torch.Tensor) -> bool:
+    return torch.equal(pool.data[into].cpu(), expected)
+
+
+def test_blocks_arrive_bit_for_bit(lane: Lane) -> None:
+    rng = random.Random(1)
+    for at, (count, by_layer) in enumerate([(1, True), (2, False), (37, True), (200, False)]):
+        ids, into = rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
+        lane.begin(f"exact{at}", into)
+        lane.exporter.tell(Ship(f"exact{at}", ids, by_layer=by_layer))
+        lane.await_landed()
+        assert same(lane.pool, into, lane.expected[ids])
+
+
+def test_blocks_that_are_written_late_arrive_as_written(lane: Lane) -> None:
+    into = list(range(100, 164))
+    lane.begin("written late", into)
+    lane.exporter.tell(Ship("written late", list(range(64)), value=7.0))
+    lane.await_landed()
+    lane.expected[:64] = 7.0
+    assert same(lane.pool, into, lane.expected[:64])
+
+
+def test_blocks_whose_last_user_is_late_hold_what_has_landed(lane: Lane) -> None:
+    into = list(range(64))
+    sleep(lane.pool.device)
+    lane.pool.data[:64].fill_(3.0)  # launched before: another request's
+    lane.begin("used late", into)
+    lane.exporter.tell(Ship("used late", into))
+    lane.await_landed()
+    synchronize(lane.pool.device)
+    assert same(lane.pool, into, lane.expected[:64])
+
+
+def test_blocks_are_somebody_elses_after_the_drain(lane: Lane) -> None:
+    into = list(range(NUM_BLOCKS))
+    received_nbytes = lane.receive.received_nbytes
+    lane.begin("drained", into)
+    lane.exporter.tell(Ship("drained", into))
+    while lane.receive.received_nbytes == received_nbytes:
+        time.sleep(0.001)
+    lane.receive.forget("drained")
+    while not isinstance(event := lane.events.get(timeout=WAIT_S), Drained):
+        assert isinstance(event, Landed)
+    lane.pool.data[into] = 3.0
+    synchronize(lane.pool.device)
+    assert same(lane.pool, into, torch.full_like(lane.expected, 3.0)[:NUM_BLOCKS])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_death_of_the_exporter_ends_the_link_and_not_this_process(way: tuple[str, str, str]) -> None:
+    """kill -9 while its blocks are being read: no hang, and this device goes on."""
+    lane = Lane(*way)
+    into = list(range(NUM_BLOCKS))
+    for at in range(20):
+        lane.begin(f"t{at}", into)
+        lane.exporter.tell(Ship(f"t{at}", into))
+    lane.await_landed()
+    lane.exporter.process.kill()
+    lane.exporter.process.wait(WAIT_S)
+    lane.receive.forget("t19")  # acknowledged whatever has become of the link
+    while (event := lane.events.get(timeout=WAIT_S)) != Drained("t19"):
+        assert isinstance(event, (Landed, LinkFailed, Drained)), event
+    lane.pool.data[into] = 5.0
+    synchronize(lane.pool.device)
+    assert same(lane.pool, into, torch.full_like(lane.expected, 5.0)[:NUM_BLOCKS])
+    lane.receive.close()
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_rate_of_a_handover(lane: Lane, scattered: bool) -> None:
+    """Prints; what is judged is the content."""
+    ids = list(range(NUM_BLOCKS))
+    into = random.Random(1).sample(ids, len(ids)) if scattered else ids
+    best_s = float("inf")
+    for at in range(5):
+        name = f"rate {scattered} {at}"
+        lane.begin(name, into)
+        started_s = time.perf_counter()
+        lane.exporter.tell(Ship(name, ids, by_layer=False))
+        lane.await_landed()
+        best_s = min(best_s, time.perf_counter() - started_s)
+    assert same(lane.pool, into, lane.expected[ids])
+    nbytes = LAYOUT.block_nbytes * len(ids)
+    print(f"\n{lane.receive._receiver.name}: {nbytes / best_s / 1e9:.1f} GB/s of {nbytes >> 20} MiB")  # type: ignore[union-attr]
+
+
+@needs_gpu
+@pytest.mark.parametrize(("num_runs", "num_layers"), [(1, 4), (1, 1), (256, 4), (256, 1)])
+def test_rate_of_copies_in_one_process(num_runs: int, num_layers: int) -> None:
+    """Against one copy of as many contiguous bytes, on blocks of the size that an 8B model has."""
+    device = Device("cuda")
+    num_blocks, layer_nbytes = 512, 512 << 10
+    source = torch.randint(0, 255, (num_blocks, 4, layer_nbytes), dtype=torch.uint8, device=device.torch_name)
+    target = torch.zeros_like(source)
+    ids = list(range(num_blocks))
+    into = ids if num_runs == 1 else random.Random(1).sample(ids, num_blocks)
+    there, here = target[:, :num_layers], source[:, :num_layers]
+    plain = torch.empty(num_blocks * num_layers * layer_nbytes, dtype=torch.uint8, device=device.torch_name)
+
+    def took_s(copy: Callable[[], object]) -> float:
+        best_s = float("inf")
+        for _ in range(10):
+            synchronize(device)
+            started_s = time.perf_counter()
+            copy()
+            synchronize(device)
+            best_s = min(best_s, time.perf_counter() - started_s)
+        return best_s
+
+    ours_s = took_s(lambda: copy_blocks(here, there, ids, into, paired_runs(ids, into)))
+    floor_s = took_s(lambda: plain.copy_(source.view(-1)[: len(plain)]))
+    assert torch.equal(target[into, :num_layers], source[ids, :num_layers])
+    print(f"\n{num_runs} runs, {num_layers} layers: {floor_s / ours_s:.0%} of {len(plain) / floor_s / 1e9:.0f} GB/s")

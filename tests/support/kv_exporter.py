@@ -1,0 +1,124 @@
+"""P's end of one lane in a process of its own, with a pool on a device: `-m tests.support.kv_exporter KIND CHOICE`.
+
+Reads commands as lines of JSON, writes lines of JSON: first what it offers, then frames and faults. It ends with its
+standard input.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import msgspec
+import torch
+
+from pd_cluster import wire
+from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.device import Device, use
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.transport.factory import Transports
+from pd_cluster.transport.guard import LinkKey
+from pd_cluster.types import TokenOutput
+
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, k_head_dim=64, v_head_dim=64, block_size=16, dtype="bfloat16")
+NUM_BLOCKS = 512
+KEY = LinkKey.derive(b"secret", "link", "p", "d")
+SLEEP_CYCLES = 100_000_000  # tens of milliseconds of a GPU
+
+
+class Open(msgspec.Struct, tag=True):
+    transport: wire.TransportName
+
+
+class Ship(msgspec.Struct, tag=True):
+    """Blocks, layer by layer or whole; `value`: written there first, late on a device."""
+
+    transfer_id: str
+    block_ids: list[int]
+    value: float | None = None
+    by_layer: bool = True
+
+
+class Offers(msgspec.Struct, tag=True):
+    offers: list[wire.TransportOffer]
+    probe_seed: int
+
+
+class Fault(msgspec.Struct, tag=True):
+    what: str
+
+
+class Frame(msgspec.Struct, tag=True):
+    sequence: int
+    header: bytes
+    mac: bytes
+
+
+def make_config(choice: str) -> WorkerConfig:
+    return WorkerConfig(
+        name="worker",
+        role="prefill",
+        server_ip="127.0.0.1",
+        bind_address="127.0.0.1",
+        device_ids=["0"],
+        epoch=1,
+        secret=b"secret",
+        num_threads=1,
+        kv_transport=choice,  # type: ignore[arg-type]
+        kv_port_range=PortRange(),
+        engine=EngineConfig(model="m"),
+        timeouts=Timeouts(connect_timeout_s=20.0),  # a first launch may compile
+    )
+
+
+def make_pool(kind: str, seed: int, num_blocks: int = NUM_BLOCKS) -> KVPool:
+    device = Device(kind)  # type: ignore[arg-type]
+    use(device)
+    pool = KVPool(LAYOUT, num_blocks, device)
+    numbers = torch.randn(pool.data[:num_blocks].shape, generator=torch.Generator().manual_seed(seed))
+    pool.data[:num_blocks].copy_(numbers)
+    return pool
+
+
+def sleep(device: Device) -> None:
+    """What is launched next on the current stream begins late."""
+    if device.is_accelerator:
+        torch.cuda._sleep(SLEEP_CYCLES)
+
+
+def main(kind: str, choice: str) -> None:
+    lock = threading.Lock()
+
+    def tell(message: msgspec.Struct) -> None:
+        with lock:
+            print(msgspec.json.encode(message).decode(), flush=True)
+
+    def post(body: wire.Body) -> None:
+        assert isinstance(body, wire.KVFrame)
+        tell(Frame(body.sequence, body.header, body.mac))
+
+    pool = make_pool(kind, 1)
+    transports = Transports(make_config(choice), pool)
+    send = transports.send_thread("c", KEY, post, lambda event: tell(Fault(str(event))))
+    tell(Offers(send.offers, send.probe_seed))
+    commands = msgspec.json.Decoder(Open | Ship)
+    for line in sys.stdin:
+        command = commands.decode(line)
+        if isinstance(command, Open):
+            send.open(command.transport, LAYOUT, LAYOUT)
+            continue
+        ids = command.block_ids
+        if command.value is not None:
+            sleep(pool.device)
+            pool.data[ids[0] : ids[-1] + 1].fill_(command.value)  # ids in a row: the host must not wait for an index
+        groups = [(at, 1) for at in range(LAYOUT.num_layers)] if command.by_layer else [(0, LAYOUT.num_layers)]
+        for index, (first, count) in enumerate(groups):
+            piece = wire.KVPiece(0, len(ids) * LAYOUT.block_size, first, count, ids)
+            send.ship(command.transfer_id, index, piece)
+        token = TokenOutput("r", 0, 0, 0, 5)
+        send.ship_end(wire.KVEnd(command.transfer_id, len(groups), len(ids) * LAYOUT.block_size, [token]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,256 @@
+"""Pools on a device that does nothing before it is waited for: every wait of the handover is there, and needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster import wire
+from pd_cluster.device import CPU, REACHED, Marker
+from pd_cluster.errors import LinkError
+from pd_cluster.transport import receiving, sending
+from pd_cluster.transport.copies import Copies
+from pd_cluster.transport.events import Drained, Landed, LinkFailed
+from pd_cluster.transport.local import OneSidedReceiver
+from tests.support.fake_device import FakeModule, FakeNccl, install
+from tests.unit.test_transport import LAYOUT, TOKEN, WAIT_S, Link, Pair, blocks
+
+P_WROTE, D_WROTE = 3.0, 5.0
+# what to ask for, the devices of P and D, what is chosen
+WAYS = [
+    ("auto", (0, 0), "local"),
+    ("ipc", (0, 0), "ipc"),
+    ("ipc", (1, 0), "ipc"),
+    ("dist", (1, 0), "nccl"),
+    ("dist", (0, 0), "dist"),
+    ("dist", (0, None), "dist"),
+    ("dist", (None, 0), "dist"),
+]
+IPC, NCCL, GLOO, GLOO_FROM_HOST = WAYS[2], WAYS[3], WAYS[4], WAYS[6]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
+    yield install(monkeypatch)
+    for group in FakeNccl.made:
+        group.aborted.set()
+
+
+Way = tuple[str, tuple[int | None, int | None], str]
+
+
+def open_link(way: Way) -> Link:
+    link = Link(way[0], devices=way[1])
+    assert link.await_ready().transport == way[2]
+    return link
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[2]} {way[1]}")
+def test_a_transfer_lands_whole_between_work_of_both_engines(way: Way, gpu: FakeModule) -> None:
+    link = open_link(way)
+    if way[1][0] is not None:
+        written_late(link, gpu)
+    if way[1][1] is not None:
+        used_late(link, gpu)
+    link.close()
+
+
+# ---- hazards, each with what must be true for all that the device does late
+
+
+def written_late(link: Link, gpu: FakeModule) -> None:
+    """P's kernels have been launched, not run, when their layers are shipped."""
+    link.receive.begin("written late", [7, 8, 9], 0, 12)
+    for layer in range(2):
+        gpu.launch(link.source.device.index, lambda at=layer: link.source.data[1:4, at].fill_(P_WROTE))  # type: ignore[misc]
+        link.send.ship("written late", layer, blocks([1, 2, 3], layer, 1))
+    link.send.ship_end(wire.KVEnd("written late", 2, 12, [TOKEN]))
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    assert torch.all(link.target.data[[7, 8, 9]] == P_WROTE)
+
+
+def used_late(link: Link, gpu: FakeModule) -> None:
+    """D's landing blocks were another request's, whose last kernels have been launched, not run."""
+    gpu.launch(link.target.device.index, lambda: link.target.data[4:6].fill_(D_WROTE))
+    link.transfer([1, 2], [4, 5], "used late")
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    gpu.finish()
+    assert torch.equal(link.target.data[[4, 5]], link.source.data[[1, 2]])
+
+
+def told_late(link: Link, gpu: FakeModule) -> None:
+    """D computes with the blocks, and P gives its own to somebody else, as soon as the landing is told."""
+    link.transfer([1, 2, 3], [7, 8, 9], "told late")
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    before = link.source.data[[1, 2, 3]].clone()
+    assert torch.equal(link.target.data[[7, 8, 9]], before)
+    link.source.data[1:4].fill_(P_WROTE)
+    gpu.finish()
+    assert torch.equal(link.target.data[[7, 8, 9]], before)
+
+
+def drained_late(link: Link, gpu: FakeModule) -> None:
+    """D gives landing blocks to somebody else as soon as the drain is acknowledged."""
+    link.receive.begin("drained late", [7, 8], 0, 8)
+    link.send.ship("drained late", 0, blocks([1, 2]))
+    link.send.ship_end(wire.KVEnd("other", 0, 0, [TOKEN]))  # behind it: when this has come, the chunk has, too
+    await_received(link, 2 * LAYOUT.block_nbytes)
+    link.receive.forget("drained late")
+    assert link.events.get(timeout=WAIT_S) == Drained("drained late")
+    link.target.data[[7, 8]] = D_WROTE
+    gpu.finish()
+    assert torch.all(link.target.data[[7, 8]] == D_WROTE)
+
+
+def filled_again_late(link: Link, gpu: FakeModule) -> None:
+    """More payloads than staging buffers, each of another content."""
+    for at in range(12):
+        link.source.data[at] = float(at + 1)
+    link.receive.begin("filled", list(range(12)), 0, 48)
+    for at in range(12):
+        link.send.ship("filled", at, wire.KVPiece(4 * at, 4, 0, 2, [at]))
+    link.send.ship_end(wire.KVEnd("filled", 12, 48, [TOKEN]))
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    assert [float(link.target.data[at].mean()) for at in range(12)] == [float(at + 1) for at in range(12)]
+
+
+def await_received(link: Link, nbytes: int) -> None:
+    """Asks the link's thread, which answers in order."""
+    for _ in range(1000):
+        link.receive.forget("nobody")
+        assert link.events.get(timeout=WAIT_S) == Drained("nobody")
+        if link.receive.received_nbytes >= nbytes:
+            return
+    raise AssertionError(f"{link.receive.received_nbytes} of {nbytes} bytes came")
+
+
+Hazard = Callable[[Link, FakeModule], None]
+HAZARDS: list[Hazard] = [written_late, used_late, told_late, drained_late, filled_again_late]
+
+
+@pytest.mark.parametrize("hazard", HAZARDS, ids=lambda hazard: hazard.__name__)
+@pytest.mark.parametrize("way", [IPC, NCCL, GLOO], ids=lambda way: way[2])
+def test_what_the_device_does_late_harms_nothing(way: Way, hazard: Hazard, gpu: FakeModule) -> None:
+    link = open_link(way)
+    hazard(link, gpu)
+    link.close()
+
+
+def nothing(*args: object) -> None: ...
+
+
+# What is taken away, the hazard that shows it, and a way where it does.
+MISSING: list[tuple[Any, str, Any, Hazard, Way]] = [
+    (sending, "mark", lambda device: REACHED, written_late, IPC),
+    (sending, "mark", lambda device: REACHED, written_late, NCCL),
+    (sending, "mark", lambda device: REACHED, written_late, GLOO),
+    (receiving, "mark", lambda device: REACHED, used_late, IPC),
+    (receiving, "mark", lambda device: REACHED, used_late, NCCL),
+    (receiving, "mark", lambda device: REACHED, used_late, GLOO_FROM_HOST),
+    (Copies, "after", nothing, used_late, IPC),
+    (Copies, "after", nothing, used_late, GLOO_FROM_HOST),
+    (Copies, "settle", nothing, told_late, IPC),
+    (Copies, "settle", nothing, told_late, NCCL),
+    (Copies, "settle", nothing, filled_again_late, GLOO),
+    (Copies, "drain", nothing, drained_late, IPC),
+    (Copies, "drain", nothing, drained_late, NCCL),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "hazard", "way"),
+    MISSING,
+    ids=[f"{m[1]} of {getattr(m[0], '__name__', '').rpartition('.')[2]} over {m[4][2]}" for m in MISSING],
+)
+def test_a_wait_that_is_missing_is_noticed(
+    owner: Any, name: str, broken: Any, hazard: Hazard, way: Way, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = open_link(way)
+    if name == "drain":  # and `await_received` would do the waiting
+        monkeypatch.setitem(globals(), "await_received", lambda link, nbytes: awaited_without_drains(link, nbytes))
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError):
+        hazard(link, gpu)
+    monkeypatch.undo()
+    link.close()
+
+
+def awaited_without_drains(link: Link, nbytes: int) -> None:
+    for _ in range(1000):
+        link.receive.forget("nobody")
+        link.events.get(timeout=WAIT_S)
+        if link.receive.received_nbytes >= nbytes:
+            return
+
+
+def test_a_link_lets_go_of_memory_only_when_nothing_reads_it(gpu: FakeModule) -> None:
+    pair = Pair("ipc", on_device=True)
+    prepared = pair.sender.prepare(blocks([1]))
+    pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), prepared.nbytes, 0), [2])
+    assert gpu.num_open
+    pair.receiver.close()
+    assert not gpu.num_open
+    assert torch.equal(pair.target.data[2], pair.source.data[1])
+    pair.close()
+
+
+# ---- a device that does not get on
+
+
+class Never(Marker):
+    """As an event of a device that hangs; `error` is what it says when it is asked."""
+
+    def __init__(self, error: str = "") -> None:
+        super().__init__(None)
+        self._error = error
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if self._error:
+            raise RuntimeError(self._error)
+        assert timeout_s is not None, "nobody may wait for this without an end"
+        return False
+
+
+@pytest.mark.parametrize(
+    ("marker", "reason"),
+    [
+        (Never(), "the device has not copied KV cache within 30 s"),
+        (Never("CUDA error: an illegal memory access\nmore"), "failed: CUDA error: an illegal memory access"),
+    ],
+)
+def test_copies_that_do_not_end_end_the_link(
+    marker: Marker, reason: str, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = open_link(IPC)
+    receiver = link.receive._receiver
+    assert isinstance(receiver, OneSidedReceiver)
+    monkeypatch.setattr(receiver.copies, "launch", Copies(CPU).launch)
+    receiver.copies._last = marker
+    link.transfer([1, 2], [7, 8])
+    failed = link.events.get(timeout=WAIT_S)
+    assert isinstance(failed, LinkFailed)
+    assert failed.reason.endswith(reason)
+    receiver.copies._last = REACHED
+    link.close()
+
+
+def test_a_device_that_is_beyond_use_writes_nothing_and_so_is_drained() -> None:
+    copies = Copies(CPU)
+    copies._last = Never("CUDA error: device-side assert")
+    copies.drain()
+    with pytest.raises(LinkError, match="device-side assert"):
+        copies.settle()
+
+
+def test_payloads_of_a_device_are_large_and_have_no_checksum(gpu: FakeModule) -> None:
+    for name in ("local", "ipc", "nccl"):
+        pair = Pair(name, on_device=True)  # type: ignore[arg-type]
+        assert pair.sender.prepare(blocks([1])).checksum == 0
+        assert pair.sender.max_payload_nbytes >= 32 << 20
+        pair.close()
+    pair = Pair("dist", on_device=True)  # over host memory, where it costs little
+    assert pair.sender.prepare(blocks([1])).checksum != 0
+    pair.close()

@@ -1,0 +1,302 @@
+"""What D believes of P's device memory before it maps it, and when it stops reading it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from pd_cluster import device, wire
+from pd_cluster.device import CPU, Device, Marker
+from pd_cluster.errors import LinkError
+from pd_cluster.transport import pair as pair_module
+from pd_cluster.transport import unix
+from pd_cluster.transport.device_copy import copy_blocks
+from pd_cluster.transport.dist import DistReceiver
+from pd_cluster.transport.factory import why_not
+from pd_cluster.transport.ipc import ExportServer, IpcReceiver
+from pd_cluster.transport.local import LocalReceiver, offer_pool, paired_runs
+from tests.support.fake_device import FakeModule, FakeNccl, MemfdMemory, install, on_gpu
+from tests.unit.test_transport import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Link, Pair, blocks, make_config, random_pool
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
+    yield install(monkeypatch)
+    for group in FakeNccl.made:
+        group.aborted.set()
+
+
+class Server(unix.UnixServer):
+    """Says whatever the test wants."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        super().__init__(keeps=True)
+
+    def _give(self, peer: socket.socket) -> None:
+        peer.sendall(self._data)
+
+
+def make_receiver(server: unix.UnixServer, num_blocks: int = NUM_BLOCKS, uuid: str = "GPU-0") -> IpcReceiver:
+    offer = wire.TransportOffer(transport="ipc", address=server.name, device_uuid=uuid)
+    target = on_gpu(random_pool(2))
+    return IpcReceiver(offer, target, LAYOUT, num_blocks, CHECKSUM, WAIT_S, MemfdMemory())
+
+
+def exported(**change: Any) -> bytes:
+    """A message about a pool, but for what is changed, with its length in front."""
+    honest = MemfdMemory().export(random_pool(1))
+    data = msgspec.msgpack.encode(msgspec.structs.asdict(honest) | change)
+    return len(data).to_bytes(4, "big") + data
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (exported(nbytes=LAYOUT.block_nbytes), "bytes in blocks of"),
+        (exported(block_nbytes=LAYOUT.block_nbytes // 2), "bytes in blocks of"),
+        (exported(offset_nbytes=-1), "makes no sense"),
+        (exported(nbytes=1 << 62), "makes no sense"),
+        (exported(handle=b"\x03e" + bytes(64)), "handle of 66 bytes, kind b'e'"),
+        (exported(handle=b"\x03c" + bytes(63)), "handle of 65 bytes"),
+        (exported(handle=b"x" * 513), "makes no sense"),
+        (exported(handle="text"), "makes no sense"),
+        ((4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1", "makes no sense"),
+        ((2).to_bytes(4, "big") + b"\x91\x01", "makes no sense"),
+        ((wire.MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 1025 bytes"),
+    ],
+)
+def test_what_does_not_fit_the_layout_is_not_mapped(
+    data: bytes, reason: str, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mapped(*args: object) -> None:
+        raise AssertionError("mapped")
+
+    monkeypatch.setattr(MemfdMemory, "map", mapped)
+    server = Server(data)
+    with pytest.raises(LinkError, match=reason) as caught:
+        make_receiver(server).open()
+    assert not caught.value.retry
+    server.close()
+
+
+def test_a_server_that_hangs_up_is_tried_again(gpu: FakeModule) -> None:
+    server = Server((9).to_bytes(4, "big") + b"half")
+    receiver = make_receiver(server)
+    closing = threading.Timer(0.05, server.close)
+    closing.start()
+    with pytest.raises(LinkError, match="hung up") as caught:
+        receiver.open()
+    assert caught.value.retry
+    receiver.close()
+    closing.join(WAIT_S)
+
+
+def test_memory_that_cannot_be_mapped_is_a_reason_for_the_next_transport(
+    gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(self: MemfdMemory, export: wire.PoolExport, device: Device) -> torch.Tensor:
+        raise RuntimeError("CUDA error: invalid device context\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(MemfdMemory, "map", refuses)
+    server = ExportServer(on_gpu(random_pool(1)), MemfdMemory())
+    with pytest.raises(LinkError, match=r"cannot be mapped: CUDA error: invalid device context$"):
+        make_receiver(server).open()
+    server.close()
+
+
+def test_a_device_that_is_not_visible_is_named(gpu: FakeModule) -> None:
+    server = ExportServer(on_gpu(random_pool(1)), MemfdMemory())
+    with pytest.raises(LinkError, match="device GPU-7 is not visible here"):
+        make_receiver(server, uuid="GPU-7").open()
+    gpu.peers_can_read = False
+    make_receiver(server).open()  # the same device
+    with pytest.raises(LinkError, match="cuda:0 cannot read the prefill instance's device GPU-1"):
+        make_receiver(server, uuid="GPU-1").open()
+    server.close()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_pool_that_may_grow_is_not_offered_and_the_next_transport_serves(
+    name: str, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(LinkError, match=f"{name}=max_split_size_mb:64.*take expandable_segments out"):
+        ExportServer(on_gpu(random_pool(1)), MemfdMemory())
+    link = Link("auto", devices=(1, 0))
+    assert [offer.transport for offer in link.send.offers] == ["local", "nccl", "dist"]
+    assert "KV cache is not offered over ipc" in caplog.text
+    assert link.await_ready().transport == "nccl"
+    link.close()
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert not device.expands_segments()
+
+
+def test_nothing_is_read_once_the_exporter_is_dead(gpu: FakeModule) -> None:
+    pair = Pair("ipc", on_device=True)
+    pair.move(blocks([1]), [2])
+    assert pair.server is not None
+    pair.server.close()  # as the kernel does for a process that has died
+    before = pair.target.data.clone()
+    with pytest.raises(LinkError, match="process has ended") as caught:
+        pair.move(blocks([3]), [4])
+    assert caught.value.retry
+    gpu.finish()
+    assert torch.equal(pair.target.data, before)
+    pair.close()
+
+
+def test_a_server_forgets_who_has_hung_up(gpu: FakeModule) -> None:
+    server = ExportServer(on_gpu(random_pool(1)), MemfdMemory())
+    for _ in range(5):
+        receiver = make_receiver(server)
+        receiver.open()
+        receiver.close()
+    last = make_receiver(server)
+    last.open()
+    assert server._kept is not None
+    assert len(server._kept) <= 2
+    assert not unix.has_hung_up(server._kept[-1])
+    last.close()
+    server.close()
+
+
+def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
+    offer = wire.TransportOffer(transport="local", address=offer_pool(source := on_gpu(random_pool(1), 1)))
+    receiver = LocalReceiver(offer, on_gpu(random_pool(2)), LAYOUT, CHECKSUM)
+    with pytest.raises(LinkError, match="pool is on cuda:1, this one's on cuda:0"):
+        receiver.open()
+    assert source.device.index == 1
+
+
+# ---- which transports there are
+
+
+def test_each_device_has_its_transports(gpu: FakeModule) -> None:
+    names: tuple[wire.TransportName, ...] = ("local", "ipc", "shm", "nccl", "dist")
+    assert [name for name in names if not why_not(name, CPU)] == ["local", "shm", "dist"]
+    assert [name for name in names if not why_not(name, Device("cuda"))] == ["local", "ipc", "nccl", "dist"]
+    assert make_config("auto").transports == names
+    assert make_config("dist").transports == ("nccl", "dist")
+    assert make_config("ipc").transports == ("ipc",)
+
+
+def test_a_choice_that_is_not_possible_here_is_named(gpu: FakeModule) -> None:
+    with pytest.raises(LinkError, match=r"--kv-transport ipc is not possible here: ipc: .* on cpu, not on a CUDA dev"):
+        Link("ipc")
+    with pytest.raises(LinkError, match=r"--kv-transport shm is not possible here: shm: .* on cuda:0, not in host"):
+        Link("shm", devices=(0, 0))
+
+
+def test_what_one_side_offers_and_the_other_has_not_is_named(gpu: FakeModule) -> None:
+    link = Link("ipc", devices=(0, None))
+    refused = link.answers.get(timeout=WAIT_S)
+    assert isinstance(refused, wire.LinkRefused)
+    assert refused.reason == "ipc: this instance's pool is on cpu, not on a CUDA device"
+    assert not refused.retry
+    link.close()
+
+
+# ---- NCCL
+
+
+def test_two_pools_on_one_device_are_no_nccl_pair(gpu: FakeModule) -> None:
+    offer = wire.TransportOffer(transport="nccl", backend="nccl", device_uuid="GPU-0")
+    pool = on_gpu(random_pool(2))
+    receiver = DistReceiver(offer, pool, LAYOUT, CHECKSUM, False, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S)
+    with pytest.raises(LinkError, match="both pools are on device GPU-0"):
+        receiver.open()
+    pool.device = CPU
+    with pytest.raises(LinkError, match="pool is in host memory"):
+        receiver.open()
+
+
+def test_an_nccl_payload_that_does_not_come_aborts_the_pair(gpu: FakeModule) -> None:
+    pair = Pair("nccl", on_device=True)
+    pair.receiver._transfer_s = 0.2  # type: ignore[attr-defined]
+    with pytest.raises(LinkError, match=r"nothing came or left within 0\.2 s"):
+        pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
+    assert [group.aborted.is_set() for group in FakeNccl.made].count(True) == 1
+    pair.close()
+
+
+def test_an_nccl_peer_that_dies_fails_the_link_and_not_the_process(
+    gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(pair_module.NCCL_ERRORS, raising=False)
+    pair = Pair("nccl", on_device=True)
+    assert os.environ[pair_module.NCCL_ERRORS] == "2"
+    next(iter(FakeNccl.wires.values())).put(None)
+    with pytest.raises(LinkError, match="remote process exited"):
+        pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
+    pair.close()
+    assert any(group.aborted.is_set() for group in FakeNccl.made)
+
+
+def test_an_nccl_pair_that_is_idle_is_shut_down_and_one_under_way_aborted(gpu: FakeModule) -> None:
+    pair = Pair("nccl", on_device=True)
+    pair.move(blocks([1]), [2])
+    pair.receiver.close()  # what came has been waited for
+    pair.sender.close()  # what left has not
+    assert sorted((group.is_shut_down, group.aborted.is_set()) for group in FakeNccl.made) == [
+        (False, True),
+        (True, False),
+    ]
+
+
+# ---- copies of blocks
+
+
+@pytest.mark.parametrize("nbytes", [64, 60])
+@pytest.mark.parametrize("first", [0, 1])
+def test_blocks_are_copied_whatever_their_order(nbytes: int, first: int) -> None:
+    numbers = torch.randint(0, 255, (20, 3, nbytes), dtype=torch.uint8)
+    for ids, into in (([1, 2, 3], [4, 5, 6]), ([9, 2, 7, 3, 11, 0], [0, 1, 5, 4, 3, 19]), ([5], [5])):
+        target = torch.zeros_like(numbers)
+        expected = target.clone()
+        expected[into, first:] = numbers[ids, first:]
+        copy_blocks(numbers[:, first:], target[:, first:], ids, into, paired_runs(ids, into))
+        assert torch.equal(target, expected)
+
+
+KERNEL = """
+import torch
+from pd_cluster.transport.copy_kernel import WORDS_A_PROGRAM, copy_pairs
+for words in (8, WORDS_A_PROGRAM, 2 * WORDS_A_PROGRAM + 24):
+    source, target = torch.randint(-9, 9, (9, 2 * words)), torch.zeros(7, 2 * words, dtype=torch.int64)
+    expected = target.clone()
+    expected[[3, 0, 6], words:] = source[[8, 2, 1], words:]
+    copy_pairs(source[:, words:], target[:, words:], torch.tensor([[8, 3], [2, 0], [1, 6]]))
+    assert torch.equal(target, expected), words
+"""
+
+
+@pytest.mark.skipif(not device.has_triton(), reason="Triton is not installed")
+def test_the_kernel_copies_named_blocks_and_no_others() -> None:
+    """In Triton's interpreter, which must be chosen before the kernel is read."""
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_wait_with_an_end_asks_until_it_is_over() -> None:
+    class Event:
+        def __init__(self, num_questions: int) -> None:
+            self.left = num_questions
+
+        def query(self) -> bool:
+            self.left -= 1
+            return self.left <= 0
+
+    assert Marker(Event(5)).wait(WAIT_S)
+    assert not Marker(Event(1 << 30)).wait(0.01)
+    assert Marker(None).wait(0.0)

@@ -63,7 +63,7 @@ def best_there(logits: Tensor) -> tuple[Tensor, Tensor]:
     As `peaks` has it: the lowest id among equals, NaN is nothing, +inf the largest float32, and a row without anything
     is token 0.
     """
-    if not on_host(logits) and has_triton():
+    if logits.is_cuda and has_triton():
         from pd_cluster.model.cuda.argmax import argmax_rows  # Triton may be missing
 
         found = argmax_rows(logits)
@@ -75,7 +75,7 @@ def best_there(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
     if not on_host(logits):
-        if has_triton():
+        if logits.is_cuda and has_triton():
             from pd_cluster.model.cuda.argmax import argmax_rows
 
             found = argmax_rows(logits)

@@ -57,7 +57,7 @@ ONLY_IN = {
     "typer": ("cli", "instances", "quickstart", "bench.commands", "offline.batch_command"),
     "matplotlib": ("trace.png",),
     "tqdm": ("offline.progress",),
-    "triton": ("model.cuda",),
+    "triton": ("model.cuda", "transport.copy_kernel"),
 }
 TORCH_FREE = [
     "pd_cluster.api.guide_child",

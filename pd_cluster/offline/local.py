@@ -72,6 +72,7 @@ class LocalEngine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._ended.wait()  # not `join` on another thread: at the interpreter's end there is none
+                self._thread.join(END_TIMEOUT_S)  # it has nothing left to do
 
     # ---- the router's mailbox, and the worker's: one talks to the other
 

@@ -6,6 +6,7 @@ function, fuses what it can and proves, on small forward passes, that the number
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable
@@ -112,7 +113,10 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
+            **straight_to(device),
         )
+    except torch.OutOfMemoryError as error:
+        raise _too_large(checkpoint, dtype, device) from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{checkpoint.path}: cannot load the model: {error}") from error
     wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
@@ -131,11 +135,20 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     try:
         loaded: torch.nn.Module = model.eval().to(device.torch_name)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"{checkpoint.path}: the weights do not fit {device.torch_name} in {dtype}; give more devices, or another "
-            f"--dtype"
-        ) from error
+        raise _too_large(checkpoint, dtype, device) from error
     return loaded
+
+
+def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigError:
+    where = f"{device.torch_name} in {dtype}"
+    return ConfigError(f"{checkpoint.path}: the weights do not fit {where}; give more devices, or another --dtype")
+
+
+def straight_to(device: Device) -> dict[str, Any]:
+    """transformers fills an accelerator's memory from several threads, where its helper library is installed."""
+    if device.is_accelerator and importlib.util.find_spec("accelerate") is not None:
+        return {"device_map": {"": device.torch_name}}
+    return {}  # first to the host, and from there in one piece
 
 
 def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:

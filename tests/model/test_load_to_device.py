@@ -1,0 +1,46 @@
+"""Weights straight to a device, by transformers' own loader: the host stands in for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.device import CPU, Device
+from pd_cluster.errors import ConfigError
+from pd_cluster.model import loader
+
+
+def test_an_accelerator_is_filled_directly_where_the_helper_library_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loader.straight_to(CPU) == {}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert loader.straight_to(Device("cuda", 3)) == {"device_map": {"": "cuda:3"}}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert loader.straight_to(Device("cuda", 3)) == {}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_it_loads_the_same_weights(
+    architecture: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    opened = Checkpoint.open(str(checkpoint(architecture)))
+    usual = loader.load_plain(opened, "bfloat16", CPU).state_dict()
+    monkeypatch.setattr(loader, "straight_to", lambda device: {"device_map": {"": "cpu"}})
+    direct = loader.load_plain(opened, "bfloat16", CPU).state_dict()
+    assert usual.keys() == direct.keys()
+    assert all(torch.equal(usual[name], direct[name]) for name in usual)
+
+
+def test_weights_that_do_not_fit_are_told_with_the_way_out(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: torch.nn.Module, place: str) -> torch.nn.Module:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(ConfigError, match="the weights do not fit cpu in float32; give more devices"):
+        loader.load_plain(Checkpoint.open(str(checkpoint("llama"))), "float32", CPU)

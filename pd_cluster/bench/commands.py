@@ -140,6 +140,30 @@ def router(
     run(make_bench(rounds, streams, peers_dir, quick), json)
 
 
+@app.command("gpu")
+def gpu(
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="ceilings,engine,handover,cluster,transformers,small,attention,small-transformers; default: all."
+        ),
+    ] = "",
+    device: Annotated[str, typer.Option(help="cuda, or cpu with --quick.")] = "cuda",
+    budget: Annotated[float, typer.Option(min=1, help="Seconds; a part that does not fit any more is not run.")] = 540,
+    out: Annotated[str, typer.Option(help="Folder of the report, profiles and logs; default: gpu-report.")] = "",
+    folder: Annotated[str, typer.Option(help="Where 18 GB of models can be for the time being.")] = "",
+    quick: Annotated[bool, typer.Option(help="Tiny models, no goals: does it all run?")] = False,
+    table: Annotated[str, typer.Option(help="Only print this report as Markdown.")] = "",
+) -> None:
+    """The CUDA path: decode, prefill and handover against what the GPU can do, and against transformers."""
+    from pd_cluster.bench.gpu import make_bench, run, show_table
+
+    if table:
+        show_table(table)
+    elif not run(make_bench(parts, device, quick, budget, out, folder)):
+        raise typer.Exit(1)
+
+
 @app.command("offline")
 def offline(
     model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",

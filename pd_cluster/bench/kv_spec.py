@@ -47,7 +47,10 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MakePool(msgspec.Struct, frozen=True, tag=True):
+    """`device`: as of --device. Pools on a device have nothing beside them that could be copied from."""
+
     num_blocks: int
+    device: str = "cpu"
 
 
 class OpenLane(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""`pd-cluster bench engine --quick`, `kv --quick` and `offline --quick` from the command line to their reports."""
+"""`pd-cluster bench engine --quick`, `kv --quick`, `offline --quick` and `gpu --quick`, from the command line on."""
 
 from __future__ import annotations
 
@@ -52,3 +52,45 @@ def test_quick_runs_the_engine_by_itself_in_the_service_and_split(tmp_path: Path
         assert found[f"{name}: tokens equal to the bare engine's"]["value"] == 100
     assert found["split: decode busy"]["value"] > 0
     assert all(each["goal"] is None for each in found.values())
+
+
+def run_gpu(parts: str, out: Path) -> tuple[dict[str, float], dict[str, object]]:
+    """Figures that have a value, by name, and the report."""
+    command = [sys.executable, "-m", "pd_cluster.cli", "bench", "gpu", "--quick", "--device", "cpu", "--parts", parts]
+    command += ["--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    report = json.loads((out / "report.json").read_text())
+    assert {part["state"] for part in report["parts"]} == {"done"}
+    return {each["name"]: each["value"] for each in report["results"] if each["value"] is not None}, report
+
+
+def test_quick_measures_an_engine_and_its_handover_on_cpu(tmp_path: Path) -> None:
+    """`bench gpu` without a GPU: both models, every section, profiles, the handover with and without checksums."""
+    figures, report = run_gpu("ceilings,engine,handover,small,attention", tmp_path)
+    for model in ("8B", "0.6B"):
+        for name in ("decode 1, share of the floor", "decode 3, host overhead", "start-up from page cache"):
+            assert figures[f"{model}: {name}"] > 0
+        assert figures[f"{model}: prefill, share of the best product"] > 0
+        assert figures[f"{model} mixed workload, ours, second run"] > 0
+        assert figures[f"{model} decode 3: context"] == 42
+        for step in ("decode-2", "prefill"):
+            first, *rows = (tmp_path / f"profile-{model}-{step}.txt").read_text().splitlines()
+            assert first.split() == ["ms", "share", "calls", "kernel"]
+            assert len(rows) == 15
+    assert figures["handover over shm, share of the copy"] > 0
+    assert figures["handover over shm, without checksums"] > 0
+    assert {f"attention, {what}, {who}" for what in ("decode 3", "prefill") for who in ("ours", "SDPA")} <= set(figures)
+    assert report["device"] == "CPU"
+
+
+def test_quick_compares_a_split_cluster_with_one_engine_and_with_transformers(tmp_path: Path) -> None:
+    figures, report = run_gpu("cluster,transformers", tmp_path)
+    assert figures["split: KV cache received"] > 0
+    assert figures["colocated: KV cache received"] == 0
+    assert figures["p99 TPOT under long prompts, split / colocated"] > 0
+    assert figures["TTFT of 128 tokens, added by the split"] > -100
+    assert figures["8B mixed workload, transformers, second run"] > 0
+    assert "continuous batching" in str(report["notes"])
+    clusters = {line.partition(",")[0] for line in (tmp_path / "between-tokens.csv").read_text().splitlines()[1:]}
+    assert clusters == {"split", "colocated"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -12,9 +13,14 @@ from pd_cluster.types import Request, SamplingParams, TokenOutput
 from tests.support.checkpoints import margin, reference_greedy
 
 MAX_STEPS = 5000
+DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "auto")
 
 
 def make_core(folder: Path, **settings: object) -> EngineCore:
+    """On the device that PD_CLUSTER_TEST_DEVICE names, as of --device; a GPU is not filled by a tiny model's pool."""
+    settings.setdefault("device", DEVICE)
+    if DEVICE == "cuda" and "num_blocks" not in settings:
+        settings.setdefault("kv_cache_memory_gib", 0.25)
     return build_core(EngineConfig(model=str(folder), **settings))[0]  # type: ignore[arg-type]
 
 

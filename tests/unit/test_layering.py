@@ -55,7 +55,7 @@ ONLY_IN = {
     "jinja2": ("chat_template",),
     "tokenizers": ("text", "bench.peers"),
     "typer": ("cli", "instances", "quickstart", "bench.commands", "offline.batch_command"),
-    "matplotlib": ("trace.png",),
+    "matplotlib": ("trace.png", "bench.gpu_picture"),
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "transport.copy_kernel"),
 }
@@ -65,6 +65,7 @@ TORCH_FREE = [
     "pd_cluster.api.template_child",
     "pd_cluster.api.worker_app",
     "pd_cluster.bench.engine",
+    "pd_cluster.bench.gpu",
     "pd_cluster.bench.kv",
     "pd_cluster.cli",
     "pd_cluster.offline.batch_job",

@@ -6,6 +6,7 @@ import queue
 import secrets
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -19,7 +20,8 @@ from pd_cluster.bench.kv_spec import (
     RUN_BLOCKS,
     Lane,
 )
-from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.config import EngineConfig, KVTransportChoice, PortRange, Timeouts, WorkerConfig
+from pd_cluster.device import CPU, Device
 from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
 from pd_cluster.engine.links import LocalLanes, Side
 from pd_cluster.kv.layout import KVLayout
@@ -42,9 +44,9 @@ LAYOUT = KVLayout(
 assert LAYOUT.block_nbytes == BLOCK_NBYTES
 
 
-def make_pool(num_blocks: int, of_numbers: bool) -> KVPool:
+def make_pool(num_blocks: int, of_numbers: bool, device: Device = CPU) -> KVPool:
     """Every page is there already. `of_numbers`: block b is the number b all over."""
-    pool = KVPool(LAYOUT, num_blocks)
+    pool = KVPool(LAYOUT, num_blocks, device)
     blocks = pool.flat()[:num_blocks].view(torch.int16)
     for block in range(num_blocks):
         blocks[block] = block if of_numbers else -1
@@ -84,7 +86,7 @@ class LaneEnd:
             epoch=epoch,
             secret=lane.secret,
             num_threads=1,
-            kv_transport="shm" if lane.transport == "shm" else "dist",
+            kv_transport=cast(KVTransportChoice, lane.transport),
             kv_port_range=PortRange(),
             kv=options,
             engine=EngineConfig(model=""),

@@ -21,6 +21,7 @@ from pd_cluster.bench.kv_spec import (
 )
 from pd_cluster.bench.peers.kv_floors import GlooPeer, memcpy
 from pd_cluster.bench.peers.kv_lane import HOST, FreeBlocks, LaneEnd, make_pool
+from pd_cluster.device import resolve, use
 from pd_cluster.engine.events import Closed, Event, Mail, OfLane, Stop
 from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.links import Progress
@@ -112,8 +113,11 @@ class Receiver:
         self._lanes: dict[str, ReceiveLane] = {}
 
     def make_pool(self, command: MakePool) -> Answer:
-        self._pool = make_pool(command.num_blocks, of_numbers=False)
-        self._source = make_pool(command.num_blocks, of_numbers=True)  # of memcpy
+        device = resolve(command.device)
+        use(device)
+        self._pool = make_pool(command.num_blocks, False, device)
+        if not device.is_accelerator:
+            self._source = make_pool(command.num_blocks, of_numbers=True)  # of memcpy
         self._copied = (FreeBlocks(command.num_blocks, 1), FreeBlocks(command.num_blocks, 2))
         self._gloo = GlooPeer(self._pool, 1)
         return Answer()

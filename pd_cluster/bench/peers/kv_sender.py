@@ -23,6 +23,7 @@ from pd_cluster.bench.kv_spec import (
 )
 from pd_cluster.bench.peers.kv_floors import GlooPeer
 from pd_cluster.bench.peers.kv_lane import HOST, LAYOUT, NAMES, TIMEOUTS, FreeBlocks, LaneEnd, make_pool
+from pd_cluster.device import resolve, use
 from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
 from pd_cluster.engine.exports import Exports
 from pd_cluster.engine.links import Progress
@@ -162,7 +163,9 @@ class Sender:
         self._lanes: dict[str, SendLane] = {}
 
     def make_pool(self, command: MakePool) -> Answer:
-        self._pool = make_pool(command.num_blocks, of_numbers=True)
+        device = resolve(command.device)
+        use(device)
+        self._pool = make_pool(command.num_blocks, True, device)
         self._gloo = GlooPeer(self._pool, 0)
         return Answer()
 

@@ -10,7 +10,6 @@ import secrets
 import time
 from pathlib import Path
 from statistics import median
-from typing import cast
 
 import msgspec
 
@@ -29,7 +28,7 @@ CHECKED = "with checksums"  # as workers do where nobody says otherwise
 def run(spec: GpuSpec, results: Writer, folder: Path, timeout_s: float) -> None:
     """Raises ChildFailed."""
     end_s = time.monotonic() + timeout_s
-    transport = cast(TransportName, "shm" if spec.device == "cpu" else "ipc")
+    transport: TransportName = "shm" if spec.device == "cpu" else "ipc"
     size = spec.sizes(NUM_BLOCKS, 8)
     move = Move(num_blocks=size, count=spec.sizes(16, 2), num_under_way=NUM_UNDER_WAY)
     one = Move(num_blocks=size, count=spec.sizes(8, 1), num_under_way=1)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def test_quick_runs_our_engine_and_generate(tmp_path: Path) -> None:
     """Both in processes of their own, on a tiny model; their tokens agree."""
@@ -84,6 +86,7 @@ def test_quick_measures_an_engine_and_its_handover_on_cpu(tmp_path: Path) -> Non
     assert report["device"] == "CPU"
 
 
+@pytest.mark.slow
 def test_quick_compares_a_split_cluster_with_one_engine_and_with_transformers(tmp_path: Path) -> None:
     figures, report = run_gpu("cluster,transformers", tmp_path)
     assert figures["split: KV cache received"] > 0

@@ -58,6 +58,7 @@ ONLY_IN = {
     "matplotlib": ("trace.png",),
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda",),
+    "flashinfer": ("model.cuda.flashinfer",),
 }
 TORCH_FREE = [
     "pd_cluster.api.guide_child",

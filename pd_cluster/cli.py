@@ -64,6 +64,13 @@ def serve(
     ] = "auto",
     device: Annotated[str, ENGINE(help="auto, cpu or cuda; auto is cuda where torch finds a GPU.")] = "auto",
     enforce_eager: Annotated[bool, ENGINE(help="Capture no graphs, where the device could.")] = False,
+    attention_backend: Annotated[
+        str,
+        ENGINE(
+            help="auto, triton, flashinfer or sdpa; auto is triton on a GPU. flashinfer must be installed and is taken "
+            "only when asked for: it has not been timed here yet. On CPU: auto or sdpa."
+        ),
+    ] = "auto",
     block_size: Annotated[int, ENGINE(help="Tokens in a KV cache block.")] = 16,
     num_blocks: Annotated[
         int | None, ENGINE("--num-blocks", "--num-gpu-blocks-override", help="Blocks in the KV pool.")

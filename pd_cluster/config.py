@@ -18,6 +18,7 @@ KVTransportChoice = Literal["auto", "ipc", "shm", "dist"]
 MAX_BLOCK_SIZE = 4096  # tokens
 MAX_TP_SIZE = 256
 PREEMPTION_MODES = ("recompute", "swap")
+ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "sdpa")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
 
 
@@ -98,6 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     growth_tokens: int = 128  # decode reserves room for that many output tokens when it credits a transfer
     device: str = "auto"
     enforce_eager: bool = False  # no graphs, where the device has them
+    attention_backend: str = "auto"
     tensor_parallel_size: int = 1
     seed: int | None = None  # of the scheduler: requests without a seed get theirs from it
 
@@ -113,6 +115,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            expected = ", ".join(ATTENTION_BACKENDS)
+            raise ConfigError(f"--attention-backend {self.attention_backend!r}: expected one of {expected}")
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(f"--preemption-mode {self.preemption_mode!r}: expected {' or '.join(PREEMPTION_MODES)}")
         for flag, number, most in (

@@ -44,6 +44,7 @@ class ServeOptions:
     max_logprobs: int
     device: str
     enforce_eager: bool
+    attention_backend: str
     num_blocks: int | None
     kv_cache_memory: float | None
     gpu_memory_utilization: float | None
@@ -115,6 +116,7 @@ class ServeOptions:
             growth_tokens=self.growth_tokens,
             device=self.device,
             enforce_eager=self.enforce_eager,
+            attention_backend=self.attention_backend,
             tensor_parallel_size=1 if self.tensor_parallel_size is None else self.tensor_parallel_size,
             seed=self.seed,
         )

@@ -44,6 +44,8 @@ class ForwardBatch:
     on_layer: Callable[[int], None] | None = None  # told how many layers' keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # in place of attention/sdpa.py's
     kernel_state: object = None  # what the kernels keep from layer to layer
+    replay_lens: Ints | None = None  # a graph's batch only: the `host_context_lens` of the step that it replays
+    before_replay: Callable[[], None] | None = None  # of a graph's batch: what the kernels must do on the host
 
     @property
     def num_tokens(self) -> int:

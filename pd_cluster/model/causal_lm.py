@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pd_cluster.model.attention.choice import SDPA, Attention
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.linear import Linear
 from pd_cluster.model.ops import Heads, Norm, Ops, Rope
@@ -40,12 +41,12 @@ class PlainCausalLM:
         model: Any,
         vocab_size: int = 0,
         group: Group | None = None,
-        attend: Callable[..., torch.Tensor] | None = None,
+        attention: Attention = SDPA,
     ) -> None:
-        """`vocab_size` of the whole model, where this is one rank's share. `attend` takes the place of SDPA's."""
+        """`vocab_size` of the whole model, where this is one rank's share."""
         self.config = model.config
-        self.kernels = f"transformers' modules, attention by {'SDPA' if attend is None else 'Triton'}"
-        self._attend = attend
+        self.kernels = f"transformers' modules, attention by {attention.name}"
+        self._attend = attention.write_and_attend
         self.model = model
         self._vocab_size = vocab_size or model.config.vocab_size
         self._group = group or Alone()
@@ -109,7 +110,7 @@ class FusedCausalLM:
         self._vocab_size = vocab_size or config.vocab_size
         self._group = group or Alone()
         self.ops = ops
-        self.kernels = f"fused layers, {ops.name} kernels"
+        self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}"
         self._embed, self._rotary, self._layers, self._norm, self._head = embed, rotary, layers, norm, head
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
 

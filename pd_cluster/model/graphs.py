@@ -59,13 +59,18 @@ class _Parts(NamedTuple):
         return cls(*(slice(start, stop) for start, stop in itertools.pairwise(starts)))
 
 
+class _Graph(NamedTuple):
+    batch: ForwardBatch  # over buffers that each step fills anew
+    replay: Run
+
+
 class DecodeGraphs:
     """`compute` is what the runner's is, for those steps that it can do; it returns None for the others."""
 
     def __init__(self, model: CausalLM, pool: KVPool, max_num_seqs: int, max_model_len: int, capture: Capture) -> None:
         self._model, self._pool, self._capture = model, pool, capture
         self._most = max_num_seqs
-        self._graphs: dict[tuple[int, int], Run] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
         self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(max_model_len))
         device = pool.data.device
         pinned = pool.device.is_accelerator
@@ -94,11 +99,20 @@ class DecodeGraphs:
         if input_ids is not None:
             self._of(self._parts.input_ids, num_seqs, torch.int64).copy_(input_ids)
         key = size, bucket_of(int(step.rows[:, 1].max()) + 1)
+        lens = _padded(step.rows[:, 1] + 1, size)
         graph = self._graphs.get(key)
         if graph is None:
-            batch = self._batch(*key)
-            graph = self._graphs[key] = self._capture(lambda: self._model(batch))
-        return graph()[:num_seqs]
+            graph = self._graphs[key] = self._captured(*key, lens)
+        graph.batch.replay_lens = lens
+        if graph.batch.before_replay is not None:
+            graph.batch.before_replay()
+        return graph.replay()[:num_seqs]
+
+    def _captured(self, size: int, context_len: int, lens: Ints) -> _Graph:
+        """`lens`: of the step that is in the buffers, with which it is captured."""
+        batch = self._batch(size, context_len)
+        batch.replay_lens = lens
+        return _Graph(batch, self._capture(lambda: self._model(batch)))
 
     def _put(self, step: StepInput, size: int) -> None:
         """The step's numbers, and those of rows of padding, to the device in one copy."""

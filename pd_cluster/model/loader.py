@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.device import CPU, Device, has_triton
-from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.device import CPU, Device
+from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa
+from pd_cluster.model.attention.choice import SDPA, Attention, choose_attention
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.build import KernelsUnavailable, are_wanted
@@ -51,18 +51,27 @@ def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
     return str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
 
 
-def load_model(checkpoint: Checkpoint, dtype: str, device: Device, group: Group | None = None) -> CausalLM:
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: Device,
+    group: Group | None = None,
+    attention_backend: str = "auto",
+    block_size: int = PROBE_BLOCK_SIZE,
+) -> CausalLM:
     """The whole model, or this rank's share of it. Raises ModelError when the weights do not fit the architecture."""
     share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
     model = load_plain(checkpoint, dtype, device, share)
-    attend = paged_attention(model.config, device)
+    layout = layout_of(model.config, block_size, dtype)
+    has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+    attention = choose_attention(attention_backend, model.config, layout, device, has_sinks)
     vocab_size = 0 if share is None else share.plan.vocab_size
-    plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attend)
+    plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention)
     if not can_fuse(model):
         log.info("model: %s", plain.kernels)
         return plain
     expected = _probe_logits(plain, dtype, device)
-    fused = fuse(model, choose_ops(model.config, device), share)
+    fused = fuse(model, choose_ops(model.config, device, attention), share)
     error = (_probe_logits(fused, dtype, device) - expected).abs().max() / expected.abs().max()
     if not error <= PROBE_TOLERANCE[dtype]:
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
@@ -70,13 +79,15 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: Device, group: Group 
     return fused
 
 
-def choose_ops(config: Any, device: Device = CPU) -> Ops:
-    """On CUDA Triton's kernels, where they can serve the model; on CPU the C kernels, unless they cannot be built, do
-    not know the shape or PD_CLUSTER_CPU_KERNELS is 0.
+def choose_ops(config: Any, device: Device = CPU, attention: Attention = SDPA) -> Ops:
+    """On CUDA Triton's kernels around the attention that was chosen; on CPU the C kernels, which have their own, unless
+    SDPA was asked for, they cannot be built, do not know the shape or PD_CLUSTER_CPU_KERNELS is 0.
     """
-    if device.is_accelerator:
-        return TorchOps() if why_not_triton(layout_of(config, PROBE_BLOCK_SIZE, "float32"), config) else cuda_ops()
-    if not are_wanted() or not supports(config):
+    if attention.attend_batch is not None:
+        from pd_cluster.model.cuda.ops import CudaOps  # Triton may be missing
+
+        return CudaOps(attention.attend_batch, attention.name)
+    if device.is_accelerator or attention.is_asked_for or not are_wanted() or not supports(config):
         return TorchOps()
     try:
         return CpuOps()
@@ -162,40 +173,6 @@ def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:
         block_size=block_size,
         dtype=dtype,
     )
-
-
-def paged_attention(config: Any, device: Device) -> Callable[..., torch.Tensor] | None:
-    """What attends for transformers' modules; None: attention/sdpa.py. The log tells which, and why not Triton."""
-    if not device.is_accelerator:
-        return None
-    if why := why_not_triton(layout_of(config, PROBE_BLOCK_SIZE, "float32"), config):
-        log.warning("attention by SDPA, sequence by sequence, which is slow: %s", why)
-        return None
-    from pd_cluster.model.cuda.paged import write_and_attend
-
-    return write_and_attend
-
-
-def check_block_size(block_size: int, device: Device) -> None:
-    """Raises ConfigError for what Triton's kernels cannot read, where they serve."""
-    if device.kind == "cuda" and has_triton() and (block_size & (block_size - 1) or not 4 <= block_size <= 256):
-        raise ConfigError(f"--block-size {block_size}: on CUDA a power of 2 from 4 to 256; 16 is the default")
-
-
-def why_not_triton(layout: KVLayout, config: Any) -> str:
-    """Why Triton's kernels do not serve such a pool and model on CUDA; "" when they do."""
-    if not has_triton():
-        return "Triton is not installed"
-    from pd_cluster.model.cuda.paged import problem
-
-    return problem(layout.k_head_dim, config.num_attention_heads, layout.num_kv_heads, layout.block_size)
-
-
-def cuda_ops() -> Ops:
-    from pd_cluster.model.cuda.ops import CudaOps  # Triton may be missing
-    from pd_cluster.model.cuda.paged import attend_batch
-
-    return CudaOps(attend_batch)
 
 
 def _probe_logits(model: CausalLM, dtype: str, device: Device) -> torch.Tensor:

@@ -54,6 +54,7 @@ class Rope:
 
 class Ops(Protocol):
     name: str
+    attention: str  # what attends, for the log
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[num_rows, features], normed; x stays."""
@@ -75,6 +76,7 @@ class TorchOps:
     """The reference, and what serves where the C kernels cannot be built."""
 
     name = "torch"
+    attention = "SDPA"
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         wide = x.float()

@@ -15,11 +15,12 @@ from pd_cluster.config import EngineConfig
 from pd_cluster.device import Device, capture, resolve, use
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import Kind, SwapSpace
+from pd_cluster.model.attention.choice import check_backend
 from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
 from pd_cluster.model.choice import choose
 from pd_cluster.model.graphs import DecodeGraphs
-from pd_cluster.model.loader import check_block_size, layout_of, load_model, plan_of, resolve_dtype
+from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.profile import peak_of_a_step
 from pd_cluster.model.proof import prove
@@ -41,13 +42,14 @@ class ModelRunner:
         assert self.group.size == config.tensor_parallel_size
         self.device = device = device or resolve(config.device)
         use(device)
-        check_block_size(config.block_size, device)
+        check_backend(config.attention_backend, config.block_size, device)
         checkpoint = Checkpoint.open(config.model)
         self.max_model_len = checkpoint.max_model_len(config.max_model_len)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.model_identity = checkpoint.identity
         dtype = resolve_dtype(config.dtype, checkpoint, device)
-        self.model = load_model(checkpoint, dtype, device, self.group)
+        backend, block_size = config.attention_backend, config.block_size
+        self.model = load_model(checkpoint, dtype, device, self.group, backend, block_size)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, config.block_size, dtype)
         if self.group.size > 1:
@@ -65,11 +67,16 @@ class ModelRunner:
         """Only for fused layers, which are known to launch the same again and never to ask the device."""
         if not self.device.is_accelerator or self.group.size > 1:
             return None
-        why = "--enforce-eager" if config.enforce_eager else "its layers are not fused"
-        if config.enforce_eager or not isinstance(self.model, FusedCausalLM):
-            log.info("decode steps run eagerly: %s", why)
-            return None
-        return make_graphs(self.model, self.pool, config.max_num_seqs, self.max_model_len)
+        if config.enforce_eager:
+            why = "--enforce-eager"
+        elif not isinstance(self.model, FusedCausalLM):
+            why = "its layers are not fused"
+        elif self.model.ops.attention == "SDPA":
+            why = "SDPA asks the device for lengths"
+        else:
+            return make_graphs(self.model, self.pool, config.max_num_seqs, self.max_model_len)
+        log.info("decode steps run eagerly: %s", why)
+        return None
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
         """See `compute`."""

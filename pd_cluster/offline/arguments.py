@@ -37,7 +37,7 @@ ALIASES = {
 HONOURED = (
     *("model", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device"),
     *("block_size", "num_blocks", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching"),
-    "enforce_eager",
+    *("enforce_eager", "attention_backend"),
     *("preemption_mode", "swap_space", "growth_tokens", "seed", "max_logprobs", "guided_decoding_backend"),
     *("chat_template", "response_role", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"),
     "enable_reasoning",

@@ -39,6 +39,7 @@ FLAGS = {  # of EngineConfig -> what worker processes are told
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "growth_tokens": "--growth-tokens",
     "device": "--device",
+    "attention_backend": "--attention-backend",
 }
 
 

@@ -93,7 +93,7 @@ def test_without_the_kernels(checkpoint: Checkpoints, architecture: str, monkeyp
     with_kernels = generate(make_core(checkpoint(architecture)), prompts, GREEDY)
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     core = make_core(checkpoint(architecture))
-    assert core.runner.model.kernels == "fused layers, torch kernels"  # type: ignore[attr-defined]
+    assert core.runner.model.kernels == "fused layers, torch kernels, attention by SDPA"  # type: ignore[attr-defined]
     assert generate(core, prompts, GREEDY) == with_kernels
 
 

@@ -14,7 +14,7 @@ from pd_cluster.device import CPU
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import graphs as module
 from pd_cluster.model import loader
-from pd_cluster.model.batch import batch_of, step_input
+from pd_cluster.model.batch import ForwardBatch, batch_of, step_input
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.graphs import DecodeGraphs, bucket_of, padded_size
 from pd_cluster.types import Request, SamplingParams
@@ -149,3 +149,35 @@ def test_a_block_that_the_pool_does_not_have_is_refused(model: CausalLM) -> None
     request = Request("0", [1], SamplingParams(), block_table=[NUM_BLOCKS + 1])
     with pytest.raises(ValueError, match="block tables hold"):
         world.graphs.compute(step_input([(request, 1)], BLOCK_SIZE))
+
+
+def test_kernels_are_told_on_the_host_before_each_replay(model: CausalLM) -> None:
+    """Of the contexts of the step, with 0 for padding, when the batch is captured and whenever it comes again."""
+    world = World(model, 9)
+    told: list[list[int]] = []
+
+    class Telling:
+        config, kernels = model.config, ""
+
+        def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+            assert batch.replay_lens is not None
+            if batch.before_replay is None:
+                told.append(batch.replay_lens.tolist())  # while it is captured
+                batch.before_replay = lambda: told.append(list(map(int, batch.replay_lens)))  # type: ignore[arg-type]
+            return model(batch)
+
+    def capture(run: module.Run) -> module.Run:
+        run()
+        return run
+
+    graphs = DecodeGraphs(Telling(), world.pool, MOST, MAX_LEN, capture)
+    requests = [Request(str(i), [1] * 9, SamplingParams(), block_table=[3 * i, 3 * i + 1, 3 * i + 2]) for i in range(3)]
+    with torch.inference_mode():
+        for done in (3, 4):
+            for i, request in enumerate(requests):
+                request.num_computed_tokens = done + i
+                del request.prompt_token_ids[done + i + 1 :]
+            assert graphs.compute(step_input([(request, 1) for request in requests], BLOCK_SIZE)) is not None
+            for request in requests:
+                request.prompt_token_ids.append(1)
+    assert told == [[4, 5, 6, 0], [4, 5, 6, 0], [5, 6, 7, 0]]

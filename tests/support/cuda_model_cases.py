@@ -5,7 +5,9 @@ Interpreted on CPU, where graphs are calls that are made again. Run by tests/mod
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,11 @@ from pd_cluster.config import EngineConfig
 from pd_cluster.device import CPU
 from pd_cluster.engine.build import build_core
 from pd_cluster.model import loader
+from pd_cluster.model.attention.choice import Attention, triton_attention
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
-from pd_cluster.model.cuda.paged import write_and_attend
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.types import SamplingParams
+from tests.support import fake_flashinfer
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_same, generate, random_prompt
 from tests.support.interpreted import choose_device
@@ -31,10 +34,9 @@ LENS = (1, 5, 18)
 ALWAYS, SOMETIMES = ("llama",), ("mixtral", "qwen3", "gemma2")
 
 
-def as_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_cuda(monkeypatch: pytest.MonkeyPatch, attention: Attention | None = None) -> None:
     """The loader chooses on CPU what it would choose on CUDA."""
-    monkeypatch.setattr(loader, "choose_ops", lambda config, device=CPU: loader.cuda_ops())
-    monkeypatch.setattr(loader, "paged_attention", lambda config, device: write_and_attend)
+    monkeypatch.setattr(loader, "choose_attention", lambda *given: attention or triton_attention())
 
 
 @pytest.mark.parametrize("architecture", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in SOMETIMES)])
@@ -42,6 +44,21 @@ def test_fused_layers_graphs_and_steps_ahead(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_cuda(monkeypatch)
+    check_fused_layers(architecture, tmp_path)
+
+
+@pytest.mark.slow
+def test_fused_layers_around_flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake of it, which computes what it is told."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer.as_module())
+    kernels = importlib.import_module("pd_cluster.model.cuda.flashinfer").FlashInfer(CPU)
+    as_cuda(monkeypatch, Attention("FlashInfer", kernels.write_and_attend, kernels.attend_batch))
+    assert check_fused_layers("gemma2", tmp_path) == "fused layers, Triton kernels, attention by FlashInfer"
+    assert any(wrapper.is_graph for wrapper in fake_flashinfer.calls.planned)
+
+
+def check_fused_layers(architecture: str, tmp_path: Path) -> str:
+    """Greedy tokens against transformers'; returns which kernels computed them."""
     folder = make_checkpoint(tmp_path, architecture)
     core, runner = build_core(
         EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, max_num_batched_tokens=16, device="cpu")
@@ -56,6 +73,7 @@ def test_fused_layers_graphs_and_steps_ahead(
         assert_same(folder, prompt, output, GREEDY.max_tokens)
     assert graphs.num_captured > 0
     assert core.ahead.num_ahead > 0
+    return runner.model.kernels
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("qwen2", marks=pytest.mark.slow)])
@@ -80,7 +98,9 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     exact = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), "float32", CPU)
     rounded = loader.load_plain(checkpoint, "bfloat16", CPU)
     by_modules = loader._probe_logits(PlainCausalLM(rounded), "bfloat16", CPU)
-    by_kernels = loader._probe_logits(loader.fuse(rounded, loader.cuda_ops()), "bfloat16", CPU)
+    by_kernels = loader._probe_logits(
+        loader.fuse(rounded, loader.choose_ops(rounded.config, CPU, triton_attention())), "bfloat16", CPU
+    )
     error_of_modules = (by_modules - exact).norm() / exact.norm()
     error_of_kernels = (by_kernels - exact).norm() / exact.norm()
     assert torch.isfinite(by_kernels).all()

@@ -58,6 +58,7 @@ ONLY_IN = {
     "matplotlib": ("trace.png", "bench.gpu_picture"),
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "transport.copy_kernel"),
+    "flashinfer": ("model.cuda.flashinfer",),
 }
 TORCH_FREE = [
     "pd_cluster.api.guide_child",

@@ -85,9 +85,7 @@ def write_and_attend(
     """Puts the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
     block_size = batch.pool.layout.block_size
-    block, offset = batch.slot_mapping // block_size, batch.slot_mapping % block_size
-    key_pool.index_put_((block, offset), keys.to(key_pool.dtype))
-    value_pool.index_put_((block, offset), values.to(value_pool.dtype))
+    write_kv(keys, values, key_pool, value_pool, batch.slot_mapping)
     batch.layer_written(layer_idx, scoring.sliding_window)
 
     output = torch.empty_like(query.transpose(0, 1))  # [num_tokens, num_heads, head_dim]
@@ -109,6 +107,19 @@ def write_and_attend(
             v = value_pool.index_select(0, table[first:]).flatten(0, 1)[:seen]
         output[rows] = _attend(query[:, rows], k, v, batch, scoring).transpose(0, 1)
     return output
+
+
+def write_kv(
+    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    values: torch.Tensor,
+    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], strided
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
+) -> None:
+    """Puts keys and values of the step into their slots, in the pool's precision."""
+    block, offset = slot_mapping // key_pool.shape[1], slot_mapping % key_pool.shape[1]
+    key_pool.index_put_((block, offset), keys.to(key_pool.dtype))
+    value_pool.index_put_((block, offset), values.to(value_pool.dtype))
 
 
 def _attend(

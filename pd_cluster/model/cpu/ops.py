@@ -77,6 +77,7 @@ class CpuOps:
     """`Ops` in C. Raises KernelsUnavailable when the kernels cannot be built or loaded."""
 
     name = "C"
+    attention = "C"
 
     def __init__(self, flags: tuple[str, ...] = build.FLAGS) -> None:
         library = _library(flags)

@@ -31,8 +31,10 @@ class CudaOps:
 
     name = "Triton"
 
-    def __init__(self, attend_paged: Attend) -> None:
+    def __init__(self, attend_paged: Attend, attention: str = "Triton") -> None:
+        """`attention`: what it is called, for the log."""
         self._attend = attend_paged
+        self.attention = attention
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return _norm(x, None, norm)

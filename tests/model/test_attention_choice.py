@@ -1,0 +1,164 @@
+"""--attention-backend: what it gives on which device, and how it says no."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.config import EngineConfig
+from pd_cluster.device import CPU, Device
+from pd_cluster.errors import ConfigError
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.model import loader, runner
+from pd_cluster.model.attention import choice
+from pd_cluster.model.attention.choice import check_backend, choose_attention
+from pd_cluster.model.runner import ModelRunner
+from tests.support import fake_flashinfer as fake
+
+CUDA = Device("cuda")
+LAYOUT = KVLayout(2, 2, 64, 64, 16, "bfloat16")
+CONFIG = SimpleNamespace(num_attention_heads=4)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Of Triton and FlashInfer only these."""
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> object:
+        return (name in names or None) if name in ("triton", "flashinfer") else real(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """The fake, on a GPU of the Hopper generation that allocates on the CPU."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake.as_module())
+    module = importlib.import_module("pd_cluster.model.cuda.flashinfer")
+    make = module.FlashInfer
+    monkeypatch.setattr(module, "FlashInfer", lambda device: make(CPU))
+    monkeypatch.setattr(choice, "compute_capability", lambda device: (9, 0))
+    installed(monkeypatch, "triton", "flashinfer")
+    yield module
+    sys.modules.pop("pd_cluster.model.cuda.flashinfer")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "sdpa"])
+def test_on_cpu_sdpa_is_all_there_is(wanted: str) -> None:
+    check_backend(wanted, 24, CPU)
+    attention = choose_attention(wanted, CONFIG, LAYOUT, CPU)
+    assert attention.name == "SDPA"
+    assert attention.write_and_attend is None
+
+
+@pytest.mark.parametrize("wanted", ["triton", "flashinfer"])
+def test_on_cpu_the_others_are_refused_by_name(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"--attention-backend {wanted}: on CPU expected auto or sdpa"):
+        check_backend(wanted, 16, CPU)
+
+
+def test_sdpa_asked_for_on_cpu_takes_the_place_of_the_c_kernels(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "CpuOps", lambda: pytest.fail("the C kernels were built"))
+    folder = Checkpoint.open(str(checkpoint("llama")))
+    model = loader.load_model(folder, "float32", CPU, attention_backend="sdpa")
+    assert model.kernels == "fused layers, torch kernels, attention by SDPA"
+
+
+@pytest.mark.parametrize(("names", "lacks"), [(("triton",), "it is not installed"), (("flashinfer",), "Triton")])
+def test_flashinfer_that_is_not_installed_is_an_error(
+    names: tuple[str, ...], lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, *names)
+    with pytest.raises(ConfigError, match=f"--attention-backend flashinfer: {lacks}"):
+        check_backend("flashinfer", 16, CUDA)
+
+
+def test_flashinfer_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.delitem(sys.modules, "pd_cluster.model.cuda.flashinfer", raising=False)
+    with pytest.raises(ConfigError, match="--attention-backend flashinfer: it cannot be imported"):
+        choose_attention("flashinfer", CONFIG, LAYOUT, CUDA)
+
+
+def test_flashinfer_serves_when_it_is_asked_for(flashinfer: object) -> None:
+    check_backend("flashinfer", 24, CUDA)  # pages of any size
+    attention = choose_attention("flashinfer", CONFIG, LAYOUT, CUDA)
+    assert attention.name == "FlashInfer"
+    assert attention.attend_batch is not None
+
+
+def test_a_model_that_flashinfer_cannot_serve_is_an_error(flashinfer: object) -> None:
+    for layout, has_sinks, named in (
+        (KVLayout(2, 2, 80, 80, 16, "bfloat16"), False, "head_dim 80"),
+        (KVLayout(2, 2, 64, 64, 16, "float32"), False, "dtype float32"),
+        (LAYOUT, True, "attention sinks"),
+    ):
+        with pytest.raises(ConfigError, match=f"--attention-backend flashinfer: {named}.*; use auto"):
+            choose_attention("flashinfer", CONFIG, layout, CUDA, has_sinks)
+
+
+def test_the_loader_tells_of_sinks(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(loader, "choose_attention", lambda *given: told.append(given[-1]) or choice.SDPA)  # type: ignore[func-returns-value]
+    for architecture in ("gpt_oss", "llama"):
+        loader.load_model(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
+    assert told == [True, False]
+
+
+def test_auto_without_triton_is_sdpa_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(monkeypatch, "flashinfer")
+    with caplog.at_level(logging.WARNING):
+        assert choose_attention("auto", CONFIG, LAYOUT, CUDA) == choice.SDPA
+    assert "attention by SDPA, sequence by sequence, which is slow: Triton is not installed" in caplog.text
+    with pytest.raises(ConfigError, match="--attention-backend triton: Triton is not installed"):
+        choose_attention("triton", CONFIG, LAYOUT, CUDA)
+
+
+def test_auto_is_triton_even_where_flashinfer_is_installed(flashinfer: object) -> None:
+    pytest.importorskip("triton")
+    assert choose_attention("auto", CONFIG, LAYOUT, CUDA).name == "Triton"
+    assert choose_attention("triton", CONFIG, LAYOUT, CUDA).name == "Triton"
+
+
+def test_block_sizes_are_tritons_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "triton", "flashinfer")
+    for wanted in ("auto", "triton"):
+        with pytest.raises(ConfigError, match="--block-size 24: on CUDA a power of 2"):
+            check_backend(wanted, 24, CUDA)
+    for wanted in ("flashinfer", "sdpa"):
+        check_backend(wanted, 24, CUDA)
+
+
+def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="backend 'flash': expected one of auto, triton, flashinfer, sdpa"):
+        EngineConfig(model="", attention_backend="flash")
+
+
+def test_the_runner_refuses_before_it_reads_the_model() -> None:
+    with pytest.raises(ConfigError, match="--attention-backend flashinfer: on CPU"):
+        ModelRunner(EngineConfig(model="/nowhere", device="cpu", attention_backend="flashinfer"))
+
+
+def test_layers_that_attend_by_sdpa_are_never_captured(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SDPA asks the device how long sequences are, which no capture allows."""
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", max_model_len=64, attention_backend="sdpa")
+    served = ModelRunner(config)
+    monkeypatch.setattr(runner, "make_graphs", lambda *given: pytest.fail("captured"))
+    served.device = CUDA
+    with caplog.at_level(logging.INFO):
+        assert served._make_graphs(config) is None
+    assert "decode steps run eagerly: SDPA asks the device for lengths" in caplog.text

@@ -1,0 +1,165 @@
+"""FlashInfer itself, on a GPU, against SDPA; and its signatures, wherever it is installed, against the fake's."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.config import EngineConfig
+from pd_cluster.device import Device, capture
+from pd_cluster.engine.build import build_core
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
+from pd_cluster.model.attention import sdpa
+from pd_cluster.model.attention.sdpa import Scoring
+from pd_cluster.model.batch import ForwardBatch, batch_of, build_batch, step_input
+from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.types import Request, SamplingParams
+from tests.support import fake_flashinfer as fake
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import generate
+
+needs_flashinfer = pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed"
+)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+CUDA = Device("cuda")
+NUM_BLOCKS, NUM_LAYERS = 120, 2
+TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}  # of the largest number
+STEPS = {
+    "decode": [(1, 700), (1, 1), (1, 33), (1, 256)],
+    "prompts": [(130, 130), (1, 1), (17, 17)],
+    "mixed": [(1, 300), (40, 500), (16, 16), (1, 15)],
+}
+SCORINGS = {"plain": Scoring(0.1), "window": Scoring(0.1, sliding_window=40), "softcap": Scoring(0.1, softcap=5.0)}
+
+
+def chunks_of(sequences: list[tuple[int, int]], block_size: int) -> list[tuple[Request, int]]:
+    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
+    return [
+        (
+            Request(
+                str(i),
+                [0] * context_len,
+                SamplingParams(),
+                num_computed_tokens=context_len - query_len,
+                block_table=[free.pop() for _ in range(-(-context_len // block_size))],
+            ),
+            query_len,
+        )
+        for i, (query_len, context_len) in enumerate(sequences)
+    ]
+
+
+def a_pool(num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> KVPool:
+    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, head_dim, head_dim, block_size, dtype), NUM_BLOCKS, CUDA)
+    torch.manual_seed(2)
+    pool.data.normal_()
+    return pool
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.isfinite().all()
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+@needs_flashinfer
+def test_the_fake_has_its_signatures() -> None:
+    import flashinfer  # type: ignore[import-not-found, unused-ignore]
+
+    for name, method in itertools.product(
+        ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"), ("__init__", "plan", "run")
+    ):
+        real, ours = (inspect.signature(getattr(getattr(of, name), method)) for of in (flashinfer, fake))
+        assert list(real.parameters) == list(ours.parameters), f"{name}.{method}"
+
+
+@needs_gpu
+@needs_flashinfer
+@pytest.mark.timeout(600)  # kernels are compiled when they are first wanted
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 8, 64), (32, 8, 128), (7, 1, 128), (16, 2, 256)])
+def test_attends_as_sdpa_does(heads: int, kv_heads: int, head_dim: int, dtype: str) -> None:
+    from pd_cluster.model.cuda.flashinfer import FlashInfer
+
+    kernels = FlashInfer(CUDA)
+    for block_size, (step, sequences), (name, scoring) in itertools.product((16, 24), STEPS.items(), SCORINGS.items()):
+        pool = a_pool(kv_heads, head_dim, block_size, dtype)
+        batch = build_batch(chunks_of(sequences, block_size), pool)
+        query = torch.randn(heads, batch.num_tokens, head_dim, dtype=TORCH_DTYPES[dtype], device="cuda")
+        keys, values = torch.randn(2, batch.num_tokens, kv_heads, head_dim, device="cuda").to(query.dtype)
+        actual = kernels.write_and_attend(1, query, keys, values, batch, scoring)
+        expected = sdpa.write_and_attend(1, query, keys, values, batch, scoring)
+        error = difference(actual, expected)
+        assert error < TOLERANCE[dtype], f"{step}, {name}, blocks of {block_size}: {error:.1e}"
+
+
+class Layers:
+    """What layers ask for follows from tokens and positions; two ways to score, as Gemma 2 has them."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        self.config, self.kernels, self._attend = None, "", attend
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        at = batch.input_ids[0] * 31 + batch.positions[0]
+        result = torch.zeros(len(at), 8 * 128, device="cuda")
+        for layer_idx, scoring in enumerate((SCORINGS["plain"], SCORINGS["window"])):
+            grid = torch.arange((8 + 2 * 2) * 128, device="cuda") * (layer_idx + 1) + 1
+            numbers = torch.sin(at[:, None] * grid * 0.37).bfloat16().view(len(at), -1, 128)
+            query, keys, values = numbers.split([8, 2, 2], dim=1)
+            result += self._attend(layer_idx, query.transpose(0, 1), keys, values, batch, scoring).flatten(1)
+        return result
+
+
+@needs_gpu
+@needs_flashinfer
+@pytest.mark.timeout(600)
+def test_replayed_steps_are_the_steps() -> None:
+    """Contexts from one block to many, with one plan after the other in the same graph."""
+    from pd_cluster.model.cuda.flashinfer import FlashInfer
+
+    pool, other = (a_pool(2, 128, 16, "bfloat16") for _ in range(2))
+    graphs = DecodeGraphs(Layers(FlashInfer(CUDA).write_and_attend), pool, 8, 512, capture(CUDA))
+    reference = Layers(sdpa.write_and_attend)
+    requests = [request for request, _ in chunks_of([(1, 320)] * 6, 16)]
+    with torch.inference_mode():
+        for num_seqs, start in ((1, 0), (3, 15), (6, 16), (5, 200), (3, 310), (1, 5)):
+            for i, request in enumerate(requests[:num_seqs]):
+                request.num_computed_tokens = start + i
+                request.prompt_token_ids = [7 * i + start] * (start + i + 1)
+            step = step_input([(request, 1) for request in requests[:num_seqs]], 16)
+            actual = graphs.compute(step)
+            assert actual is not None
+            error = difference(actual, reference(batch_of(step, other)))
+            assert error < TOLERANCE["bfloat16"], f"{num_seqs} sequences from {start}: {error:.1e}"
+
+
+@needs_gpu
+@needs_flashinfer
+@pytest.mark.timeout(600)
+def test_a_model_is_served_by_it_on_the_gpu(tmp_path: Path) -> None:
+    """Through fused layers, graphs and steps ahead; tokens are those of Triton's attention but for near ties."""
+    folder = make_checkpoint(tmp_path, "llama", head_dim=64)
+    outputs = {}
+    for backend in ("triton", "flashinfer"):
+        core, runner = build_core(
+            EngineConfig(
+                model=str(folder),
+                device="cuda",
+                dtype="bfloat16",
+                num_blocks=200,
+                max_model_len=256,
+                attention_backend=backend,
+            )
+        )
+        assert runner.model.kernels.lower().endswith(f"attention by {backend}")
+        prompts = [[3 + i] * length for i, length in enumerate((1, 7, 40, 130))]
+        outputs[backend] = generate(core, prompts, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    same = sum(a[0] == b[0] for a, b in zip(outputs["triton"], outputs["flashinfer"], strict=True))
+    assert same >= 3, outputs

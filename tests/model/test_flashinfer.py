@@ -1,0 +1,286 @@
+"""FlashInfer without a GPU: what it is told of a step, by a fake that computes just that, against SDPA."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from pd_cluster.config import EngineConfig
+from pd_cluster.device import CPU
+from pd_cluster.engine.build import build_core
+from pd_cluster.errors import ModelError
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model import loader
+from pd_cluster.model.attention import sdpa
+from pd_cluster.model.attention.choice import Attention
+from pd_cluster.model.attention.sdpa import Scoring
+from pd_cluster.model.batch import ForwardBatch, batch_of, build_batch, step_input
+from pd_cluster.model.causal_lm import PlainCausalLM
+from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.types import Request, SamplingParams
+from tests.support import fake_flashinfer as fake
+from tests.support.engines import assert_same, generate, random_prompt
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+BLOCK_SIZE, NUM_BLOCKS = 4, 60
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+PLAIN = Scoring(0.3)
+SCORINGS = [PLAIN, Scoring(0.3, sliding_window=5), Scoring(0.3, sliding_window=1), Scoring(0.4, None, softcap=2.0)]
+STEPS = {
+    "decode": [(1, 9), (1, 1), (1, 8)],
+    "prompts": [(7, 7), (1, 1), (12, 12)],
+    "chunks": [(3, 11), (5, 8), (4, 4)],
+    "mixed": [(1, 13), (6, 9), (1, 4)],
+}
+
+
+@pytest.fixture(name="module")
+def with_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """pd_cluster.model.cuda.flashinfer, over the fake."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake.as_module())
+    module = importlib.import_module("pd_cluster.model.cuda.flashinfer")
+    monkeypatch.setattr(module, "LEAST_WORKSPACE_NBYTES", 0)
+    yield module
+    sys.modules.pop("pd_cluster.model.cuda.flashinfer")
+
+
+def a_pool(generator: torch.Generator, num_layers: int = 2) -> KVPool:
+    pool = KVPool(KVLayout(num_layers, KV_HEADS, HEAD_DIM, HEAD_DIM, BLOCK_SIZE, "float32"), NUM_BLOCKS)
+    pool.data.copy_(torch.randn(pool.data.shape, generator=generator))
+    return pool
+
+
+def a_copy(pool: KVPool) -> KVPool:
+    copy = KVPool(pool.layout, pool.num_blocks)
+    copy.data.copy_(pool.data)
+    return copy
+
+
+def chunks_of(sequences: list[tuple[int, int]], seed: int) -> list[tuple[Request, int]]:
+    """(query_len, context_len) each, in blocks from all over the pool."""
+    free = list(range(NUM_BLOCKS))
+    random.Random(seed).shuffle(free)
+    return [
+        (
+            Request(
+                str(i),
+                [0] * context_len,
+                SamplingParams(),
+                num_computed_tokens=context_len - query_len,
+                block_table=[free.pop() for _ in range(-(-context_len // BLOCK_SIZE))],
+            ),
+            query_len,
+        )
+        for i, (query_len, context_len) in enumerate(sequences)
+    ]
+
+
+def random_qkv(num_tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query = torch.randn(HEADS, num_tokens, HEAD_DIM, generator=generator)
+    keys, values = torch.randn(2, num_tokens, KV_HEADS, HEAD_DIM, generator=generator)
+    return query, keys, values
+
+
+@pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "window", "window of itself", "softcap"])
+@pytest.mark.parametrize("name", STEPS)
+def test_attends_as_sdpa_does(module: ModuleType, name: str, scoring: Scoring) -> None:
+    kernels = module.FlashInfer(CPU)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        pool, chunks = a_pool(generator), chunks_of(STEPS[name], seed)
+        mine, theirs = build_batch(chunks, pool), build_batch(chunks, a_copy(pool))
+        qkv = random_qkv(mine.num_tokens, generator)
+        actual = kernels.write_and_attend(1, *qkv, mine, scoring)
+        expected = sdpa.write_and_attend(1, *qkv, theirs, scoring)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(mine.pool.data, theirs.pool.data)
+        assert mine.layers_written == [1]
+        assert mine.windows == {scoring.sliding_window}
+    assert [type(made).__name__ for made in fake.calls.made] == [
+        f"Batch{'Decode' if name == 'decode' else 'Prefill'}WithPagedKVCacheWrapper"
+    ]
+
+
+def test_a_step_is_planned_once_for_the_layers_that_score_alike(module: ModuleType) -> None:
+    """Layers take turns with two ways to score, as Gemma 2's do; wrappers are kept for the next step."""
+    kernels = module.FlashInfer(CPU)
+    generator = torch.Generator().manual_seed(1)
+    pool = a_pool(generator, num_layers=4)
+    for i in range(1, 4):
+        batch = build_batch(chunks_of(STEPS["mixed"], i), pool)
+        for layer_idx in range(4):
+            qkv = random_qkv(batch.num_tokens, generator)
+            kernels.write_and_attend(layer_idx, *qkv, batch, SCORINGS[layer_idx % 2])
+        assert len(fake.calls.planned) == 2 * i
+    assert len(fake.calls.made) == 2
+
+
+def test_a_batch_that_comes_again_after_another_is_planned_again(module: ModuleType) -> None:
+    kernels = module.FlashInfer(CPU)
+    generator = torch.Generator().manual_seed(2)
+    pool = a_pool(generator)
+    first, second = (build_batch(chunks_of(STEPS["decode"], seed), pool) for seed in (1, 2))
+    qkv = random_qkv(3, generator)
+    expected = kernels.write_and_attend(0, *qkv, first, PLAIN)
+    kernels.write_and_attend(0, *random_qkv(3, generator), second, PLAIN)
+    again = kernels.write_and_attend(0, *qkv, first, PLAIN)
+    assert len(fake.calls.planned) == 3
+    torch.testing.assert_close(again, expected)
+
+
+class Layers:
+    """As much of a model as attention needs: what the layers ask for follows from tokens and positions."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        self.config, self.kernels, self._attend = None, "", attend
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        result = torch.zeros(batch.num_tokens, HEADS * HEAD_DIM)
+        at = batch.input_ids[0] * 31 + batch.positions[0]  # [num_tokens]
+        for layer_idx in range(2):
+            grid = torch.arange((HEADS + 2 * KV_HEADS) * HEAD_DIM) * (layer_idx + 1)
+            numbers = torch.sin(at[:, None] * (grid + 1) * 0.37).view(len(at), -1, HEAD_DIM)
+            query, keys, values = numbers.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            scoring = SCORINGS[layer_idx]
+            attended = self._attend(layer_idx, query.transpose(0, 1), keys, values, batch, scoring)
+            result += attended.flatten(1)
+        return result
+
+
+def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """As device.capture: once as it is, then only launches."""
+    run()
+
+    def replay() -> torch.Tensor:
+        fake.calls.forbidden = True
+        try:
+            return run()
+        finally:
+            fake.calls.forbidden = False
+
+    replay()
+    return replay
+
+
+def test_graphs_are_planned_before_each_replay(module: ModuleType) -> None:
+    """Sizes take turns, contexts grow over blocks' ends, rows of padding come and go; one place holds all plans."""
+    kernels = module.FlashInfer(CPU)
+    generator, rng = torch.Generator().manual_seed(3), random.Random(3)
+    pool = a_pool(generator)
+    other = a_copy(pool)
+    mine, reference = Layers(kernels.write_and_attend), Layers(sdpa.write_and_attend)
+    graphs = DecodeGraphs(mine, pool, 8, 24, capture)
+    requests = [request for request, _ in chunks_of([(1, 24)] * 6, 3)]
+    for request in requests:
+        request.num_computed_tokens = rng.randrange(0, 9)
+    for _ in range(14):
+        chosen = rng.sample(requests, rng.randrange(1, 7))
+        for request in chosen:
+            request.prompt_token_ids[request.num_computed_tokens :] = [rng.randrange(50)]
+        step = step_input([(request, 1) for request in chosen], BLOCK_SIZE)
+        actual = graphs.compute(step)
+        assert actual is not None
+        torch.testing.assert_close(actual, reference(batch_of(step, other)), rtol=1e-4, atol=1e-5)
+        for request in chosen:
+            request.num_computed_tokens += 1
+            request.prompt_token_ids.append(0)
+    assert graphs.num_captured > 2
+    assert len(fake.calls.made) == 2 * graphs.num_captured
+    assert all(wrapper.is_graph for wrapper in fake.calls.made)
+    assert len({wrapper.int_workspace.data_ptr() for wrapper in fake.calls.made}) == 2
+    assert torch.equal(pool.data[:NUM_BLOCKS], other.data[:NUM_BLOCKS])
+
+
+def test_the_workspace_grows_and_a_graph_keeps_its_own(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "workspace_nbytes", lambda num_seqs, *others: 1024 * num_seqs)
+    kernels = module.FlashInfer(CPU)
+    generator = torch.Generator().manual_seed(4)
+    pool = a_pool(generator)
+
+    def attend(num_seqs: int, is_graph: bool = False) -> None:
+        batch = build_batch(chunks_of([(1, 5)] * num_seqs, 1), pool)
+        batch.replay_lens = batch.host_context_lens if is_graph else None
+        kernels.write_and_attend(0, *random_qkv(num_seqs, generator), batch, PLAIN)
+
+    for num_seqs, is_graph in ((2, False), (1, False), (2, True), (3, False), (3, True)):
+        attend(num_seqs, is_graph)
+    assert [len(made.float_workspace) for made in fake.calls.made] == [2048, 2048, 3072, 3072]
+    assert len({made.float_workspace.data_ptr() for made in fake.calls.made}) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "rows"),
+    [
+        (1, 32, 8, 128, 2 * 132 // 8 * 128),  # prompts split: tiles of 128 rows side by side
+        (256, 32, 8, 128, 512 * 16),  # a tile and its remainder for each sequence
+        (512, 32, 1, 128, 1024 * 64),  # many heads to a KV head: larger tiles
+    ],
+)
+def test_a_workspace_holds_the_largest_split(
+    module: ModuleType, num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, rows: int
+) -> None:
+    nbytes = num_heads * rows * (head_dim + 1) * 4
+    found = module.workspace_nbytes(num_seqs, num_heads, num_kv_heads, head_dim, 132)
+    assert nbytes <= found <= nbytes + 4096
+
+
+LLAMA = KVLayout(32, 8, 128, 128, 16, "bfloat16")
+PROBLEMS = [
+    ({"dtype": "float32"}, {}, "dtype float32"),
+    ({"k_head_dim": 80, "v_head_dim": 80}, {}, "head_dim 80"),
+    ({"block_size": 4096, "num_layers": 1024}, {}, "--block-size 4096"),
+    ({"num_kv_heads": 1}, {"num_heads": 128}, "128 query heads"),
+    ({}, {"compute_capability": (7, 5)}, "compute capability 7.5"),
+    ({}, {"has_sinks": True}, "attention sinks"),
+]
+
+
+@pytest.mark.parametrize(("layout", "others", "named"), PROBLEMS)
+def test_what_it_cannot_serve_is_named(
+    module: ModuleType, layout: dict[str, object], others: dict[str, object], named: str
+) -> None:
+    can: dict[str, object] = {"num_heads": 32, "compute_capability": (9, 0)}
+    assert module.problem(LLAMA, **can) == ""
+    changed = {name: getattr(LLAMA, name) for name in LLAMA.__dataclass_fields__} | layout
+    assert named in module.problem(KVLayout(**changed), **(can | others))  # type: ignore[arg-type]
+
+
+def test_sinks_that_nobody_told_of_are_refused(module: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(5)
+    batch = build_batch(chunks_of(STEPS["decode"], 1), a_pool(generator))
+    with pytest.raises(ModelError, match="attention sinks"):
+        module.FlashInfer(CPU).write_and_attend(
+            0, *random_qkv(3, generator), batch, Scoring(0.3, sinks=torch.zeros(HEADS))
+        )
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", pytest.param("qwen2", marks=pytest.mark.slow)])
+def test_transformers_modules_attend_through_it(
+    architecture: str, module: ModuleType, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load's proofs, prompts in chunks and decoding, against transformers' generate()."""
+    kernels = module.FlashInfer(CPU)
+    attention = Attention("FlashInfer", kernels.write_and_attend, kernels.attend_batch)
+    monkeypatch.setattr(loader, "choose_attention", lambda *given: attention)
+    monkeypatch.setattr(loader, "can_fuse", lambda model: False)
+    folder = checkpoint(architecture)
+    config = EngineConfig(
+        model=str(folder), num_blocks=40, max_model_len=64, max_num_batched_tokens=16, device="cpu", dtype="float32"
+    )
+    core, runner = build_core(config)
+    assert isinstance(runner.model, PlainCausalLM)
+    assert runner.model.kernels == "transformers' modules, attention by FlashInfer"
+    fake.calls.planned.clear()
+    prompts = [random_prompt(random.Random(4), length) for length in (1, 5, 18)]
+    for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+        assert_same(folder, prompt, output, GREEDY.max_tokens)
+    kinds = {type(planned).__name__ for planned in fake.calls.planned}
+    assert kinds == {"BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"}

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.device import CPU, Device
-from pd_cluster.errors import ModelError
+from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa

@@ -93,7 +93,7 @@ class Case:
 
     def flashinfer(self) -> Run:
         """Planned once, outside of what is timed, as it is for all layers of a step."""
-        import flashinfer  # type: ignore[import-not-found]
+        import flashinfer
 
         name, shape, batch = self.device.torch_name, self.shape, self.batch
         workspace = torch.empty(WORKSPACE_NBYTES, dtype=torch.uint8, device=name)

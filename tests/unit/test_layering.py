@@ -58,7 +58,7 @@ ONLY_IN = {
     "matplotlib": ("trace.png", "bench.gpu_picture"),
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "transport.copy_kernel"),
-    "flashinfer": ("model.cuda.flashinfer",),
+    "flashinfer": ("model.cuda.flashinfer", "bench.peers.gpu_attention"),
 }
 TORCH_FREE = [
     "pd_cluster.api.guide_child",

@@ -54,8 +54,8 @@ def test_greedy_and_seeded_are_those_of_one_process(split: Offline, model: Path)
 
 def test_a_lost_worker_is_an_error_or_nothing_at_all(split: Offline, model: Path) -> None:
     """Last of this cluster's tests: its prefill process is gone after it, and decode does both."""
-    assert isinstance(split._backend, SplitCluster)
-    prefill = split._backend._processes["prefill-0"].pid
+    assert isinstance(split._parts.backend, SplitCluster)
+    prefill = split._parts.backend._processes["prefill-0"].pid
     running = split.start(pieces_of(split, PROMPTS, max_tokens=100, ignore_eos=True))
     os.kill(prefill, signal.SIGKILL)
     assert [len(piece.token_ids) for piece in running.result(60)] == [100] * 3
@@ -95,8 +95,8 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
     """A second Ctrl-C while it waits for processes, in a program that goes on: Jupyter's way."""
     monkeypatch.setattr(subprocess.Popen, "terminate", lambda self: None)  # they take their time
     made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
-    assert isinstance(made._backend, SplitCluster)
-    folder, processes = made._backend._folder, list(made._backend._processes.values())
+    assert isinstance(made._parts.backend, SplitCluster)
+    folder, processes = made._parts.backend._folder, list(made._parts.backend._processes.values())
     pids = [pid for each in processes for pid in (each.pid, *children_of(each.pid))]
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, 0.2)

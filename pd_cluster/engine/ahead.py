@@ -20,6 +20,8 @@ from pd_cluster.types import Request, Status
 
 
 class Launcher(Protocol):
+    goes_ahead: bool  # whether there is a device that computes beside the host
+
     def launch(self, requests: Sequence[Request], after: After | None = None) -> Tokens | None:
         """A step of one token for each; with `after` of the token that follows the one which is computed now.
 
@@ -51,6 +53,8 @@ class LookAhead:
 
         None: this step is not for here, and nothing was done.
         """
+        if not self._runner.goes_ahead:
+            return None
         requests = [request for request, _ in plan.chunks]
         if plan is self._plan:
             tokens, rows = self._tokens, [self._rows[request.key] for request in requests]

@@ -31,6 +31,7 @@ class Runner(Protocol):
 
     eos_token_ids: frozenset[int]
     vocab_size: int
+    goes_ahead: bool
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copies blocks, in this order."""

@@ -81,6 +81,7 @@ class LeadRunner:
         self._followers = followers
         self.eos_token_ids = runner.eos_token_ids
         self.vocab_size = runner.vocab_size
+        self.goes_ahead = False  # followers are told of a step by the host
         self.progress = to.Reached(0, ALL_LAYERS)  # of this rank
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -88,7 +89,7 @@ class LeadRunner:
         self._runner.move(moves)
 
     def launch(self, requests: Sequence[Request], after: After | None = None) -> Tokens | None:
-        """Followers are told of a step by the host."""
+        """Never asked."""
         return None
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:

@@ -90,10 +90,8 @@ class ModelRunner:
         """
         return self._logits(step, None, on_layer).float()
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens | None:
-        """See engine/ahead.py."""
-        if not self.goes_ahead:
-            return None
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens:
+        """See engine/ahead.py; for runners that go ahead."""
         block_size = self.pool.layout.block_size
         if after is None:
             step, input_ids = step_input([(request, 1) for request in requests], block_size), None

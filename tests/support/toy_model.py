@@ -45,7 +45,7 @@ class ToyRunner:
     def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0, window: int | None = None) -> None:
         self.block_size = block_size
         self.window = window
-        self.launches = False  # steps of which the host need know nothing
+        self.goes_ahead = False  # steps of which the host need know nothing
         self.memory: list[tuple[int, ...] | None] = [None] * (num_blocks + 1)  # one for padding
         self.host: list[tuple[int, ...] | None] = [None] * num_swap_blocks
         self.num_moves = {"copy": 0, "out": 0, "in": 0}
@@ -71,10 +71,8 @@ class ToyRunner:
             rows += [logits_after(request.token_ids(0, end)) for end in ends]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> ToyTokens | None:
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> ToyTokens:
         """As a device that computes at once what it is told to: `after` is known to it, not to the requests."""
-        if not self.launches:
-            return None
         rows = []
         for at, request in enumerate(requests):
             tokens = request.token_ids(0, request.num_tokens)

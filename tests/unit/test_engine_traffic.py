@@ -82,7 +82,7 @@ class Traffic:
         prefix = PrefixScope("model", "float32") if rng.random() < 0.8 else None
         window = rng.choice([None, None, 1, 5, 12])
         self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks, window)
-        self.runner.launches = launches
+        self.runner.goes_ahead = launches
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size,
@@ -116,7 +116,7 @@ class Traffic:
 
     def submit(self, name: str, now_s: float) -> None:
         prompt = random_prompt(self.rng)
-        is_plain = self.runner.launches and self.rng.random() < 0.95
+        is_plain = self.runner.goes_ahead and self.rng.random() < 0.95
         sampling = plain_sampling(self.rng) if is_plain else random_sampling(self.rng, len(prompt))
         request = Request(name, prompt, sampling, arrival_s=now_s)
         request.cache_salt = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Request, Resumed, SamplingParams
@@ -61,7 +61,7 @@ class Limits:
             sampling.presence_penalty,
             sampling.frequency_penalty,
             sampling.repetition_penalty,
-            *(bias for _, bias in sampling.logit_bias),
+            *(bias for _, bias in sampling.logit_bias if bias != -math.inf),  # which is a ban
         )
         if not all(math.isfinite(number) for number in numbers) or sampling.temperature < 0:
             return "sampling parameters must be finite numbers, and temperature not negative"
@@ -79,8 +79,8 @@ class Limits:
             return "logprobs, prompt_logprobs and min_tokens must not be negative, nor more than there are tokens"
         return None
 
-    def _are_tokens(self, ids: Iterable[int]) -> bool:
-        return all(0 <= token_id < self.vocab_size for token_id in ids)
+    def _are_tokens(self, ids: Sequence[int]) -> bool:
+        return not ids or (min(ids) >= 0 and max(ids) < self.vocab_size)
 
 
 def _beam_problem(sampling: SamplingParams) -> str | None:

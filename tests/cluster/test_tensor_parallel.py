@@ -21,6 +21,7 @@ PAIRS = {
     "2 to 1 and 4, shared memory": ({"prefill-0": 2, "decode-1": 4}, "shm"),
     "1 and 4 to 2, gloo": ({"prefill-1": 4, "decode-0": 2}, "dist"),
 }
+ALWAYS, SOMETIMES = PAIRS  # seven rank processes each
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def model(checkpoint: Checkpoints) -> Path:
     return checkpoint("llama")
 
 
-@pytest.fixture(params=PAIRS, scope="module")
+@pytest.fixture(params=[ALWAYS, pytest.param(SOMETIMES, marks=pytest.mark.slow)], scope="module")
 def cluster(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveCluster]:

@@ -279,8 +279,9 @@ def capture(device: Device) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     memory_pool = module.graph_pool_handle()
 
     def make(run: Callable[[], Any]) -> Callable[[], Any]:
-        with SideStream(device) as side:  # once as it is: kernels are compiled and loaded, which no capture can hold
-            side.after(mark(device))
+        side = SideStream(device)
+        side.after(mark(device))  # of this thread's own stream, before the side's takes its place
+        with side:  # once as it is: kernels are compiled and loaded, which no capture can hold
             run()
         synchronize(device)
         graph = module.CUDAGraph()

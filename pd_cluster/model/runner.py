@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +32,8 @@ from pd_cluster.types import Request
 log = logging.getLogger(__name__)
 
 OnLayer = Callable[[int], None]
+
+ASKING_ROPES = ("dynamic", "longrope")  # transformers' own code compares the step's largest position on the host
 
 
 class ModelRunner:
@@ -71,6 +74,8 @@ class ModelRunner:
             why = "--enforce-eager"
         elif not isinstance(self.model, FusedCausalLM):
             why = "its layers are not fused"
+        elif (rope := rope_type(self.model.config)) in ASKING_ROPES:
+            why = f"rope_type {rope} asks the device for positions"
         elif self.model.ops.attention == "SDPA":
             why = "SDPA asks the device for lengths"
         else:
@@ -117,6 +122,11 @@ class ModelRunner:
     def move(self, moves: Sequence[tuple[Kind, int, int]]) -> None:
         """Copies blocks (kind, source, target) in this order; see SwapSpace."""
         self.swap.move(moves)
+
+
+def rope_type(config: Any) -> str:
+    """Of a transformers config."""
+    return str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
 
 
 def make_graphs(model: CausalLM, pool: KVPool, max_num_seqs: int, max_model_len: int) -> DecodeGraphs:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from pd_cluster.device import Device, mark
+from pd_cluster.model.batch import on_device
 
 
 class Tokens(Protocol):
@@ -29,7 +31,7 @@ class DeviceTokens:
 
     def __init__(self, ids: torch.Tensor, device: Device) -> None:
         """`ids` [num_rows] int64, on the device."""
-        self._ids = ids
+        self._ids, self._device = ids, device
         self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=device.is_accelerator)
         self._host.copy_(ids, non_blocking=True)
         self._copied = mark(device)
@@ -43,4 +45,4 @@ class DeviceTokens:
         """Those of some rows, [len(rows)] int64, on the device."""
         if list(rows) == list(range(len(self._ids))):
             return self._ids
-        return self._ids.index_select(0, torch.tensor(rows, device=self._ids.device))
+        return self._ids.index_select(0, on_device({"rows": np.array(rows, dtype=np.int64)}, self._device)["rows"])

@@ -162,3 +162,17 @@ def test_layers_that_attend_by_sdpa_are_never_captured(
     with caplog.at_level(logging.INFO):
         assert served._make_graphs(config) is None
     assert "decode steps run eagerly: SDPA asks the device for lengths" in caplog.text
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_layers_whose_rope_asks_for_positions_are_never_captured(
+    rope: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", max_model_len=64)
+    served = ModelRunner(config)
+    monkeypatch.setattr(runner, "make_graphs", lambda *given: pytest.fail("captured"))
+    monkeypatch.setitem(served.model.config.rope_parameters, "rope_type", rope)
+    served.device = CUDA
+    with caplog.at_level(logging.INFO):
+        assert served._make_graphs(config) is None
+    assert f"decode steps run eagerly: rope_type {rope} asks the device for positions" in caplog.text

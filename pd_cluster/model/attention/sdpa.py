@@ -141,7 +141,8 @@ def _attend(
         if window:
             k, v = k[:, :, -window:], v[:, :, -window:]
         grouped = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        return scaled_dot_product_attention(grouped, k, v, scale=scaling).view(num_heads, 1, head_dim)
+        attended = scaled_dot_product_attention(grouped, k, v, scale=scaling)
+        return attended.reshape(num_heads, 1, head_dim)  # in float32 on CUDA its heads come strided
     if seen == query_len and not window:
         return scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling, enable_gqa=True)[0]
     mask = _mask(batch, query_len, seen, window)

@@ -44,3 +44,14 @@ def test_weights_that_do_not_fit_are_told_with_the_way_out(
     monkeypatch.setattr(torch.nn.Module, "to", full)
     with pytest.raises(ConfigError, match="the weights do not fit cpu in float32; give more devices"):
         loader.load_plain(Checkpoint.open(str(checkpoint("llama"))), "float32", CPU)
+
+
+def test_in_sixteen_bits_a_row_may_take_another_expert() -> None:
+    expected = torch.eye(4)
+    changed = expected.clone()
+    changed[1] += 0.4
+    assert loader.change_of(changed, expected, "float32") == pytest.approx(0.4)
+    assert loader.change_of(changed, expected, "bfloat16") == 0.0
+    changed[2:] += 0.4
+    assert loader.change_of(changed, expected, "bfloat16") == pytest.approx(0.4)
+    assert loader.change_of(torch.full((4, 4), float("nan")), expected, "bfloat16") != 0.0

@@ -1,7 +1,7 @@
 """One decode step more than the host knows the tokens of: it is launched from the device's own, and read a step later.
 
-Only for steps in which every sequence is decoded greedily or by a plain draw, and nothing else is asked of its logits:
-the random numbers follow from seed and position, so the host knows them ahead of the tokens. A sequence that
+Only for steps in which every sequence is decoded, and of its logits nothing is asked but a token, without masks or
+penalties: random numbers follow from seed and position, so the host knows them ahead of the tokens. A sequence that
 turns out to have ended, or is aborted, is computed once too often: what that wrote is in blocks that have come home,
 and whoever takes them next writes after it, in the device's order. Who arrives waits for the step that is under way.
 """
@@ -14,7 +14,6 @@ from typing import Protocol
 from pd_cluster.engine.plan import StepPlan
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.model.adjust import adjusts
-from pd_cluster.model.choice import is_plain_draw
 from pd_cluster.model.tokens import After, Tokens
 from pd_cluster.types import Request, Status
 
@@ -100,7 +99,6 @@ def _is_plain(request: Request) -> bool:
         position > 0
         and request.num_behind == 1
         and request.leg != "prefill"
-        and (params.greedy or is_plain_draw(params))
         and params.logprobs is None
         and params.guide is None
         and not params.beam_width

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pd_cluster.device import CPU
-from pd_cluster.model.choice import choose, is_plain_draw
+from pd_cluster.model import choice
+from pd_cluster.model.choice import choose
 from pd_cluster.model.sampler import Row, Sampler
 from pd_cluster.types import Request, SamplingParams
 
@@ -19,7 +20,9 @@ def sequences(rng: random.Random, num: int) -> list[Request]:
     for i in range(num):
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.3, 1.0, 2.5]),
-            min_p=rng.choice([0.0, 0.02, 0.5]),
+            min_p=rng.choice([0.0, 0.0, 0.02, 0.5]),
+            top_k=rng.choice([-1, -1, 1, 3, 50, 200, 3000]),
+            top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-6]),
             seed=rng.randrange(1 << 40),
         )
         output = [1] * rng.randrange(1, 9)
@@ -36,6 +39,8 @@ def test_the_device_draws_what_the_host_draws(vocab_size: int, num_unknown: int)
         torch.manual_seed(seed)
         requests = sequences(rng, 12)
         logits = torch.randn(12, vocab_size) * rng.choice([0.5, 3.0, 20.0])
+        if seed % 3 == 0:
+            logits = logits.round()  # many are equal
         chosen = choose(logits.clone(), requests, num_unknown, CPU).tolist()
         rows = [Row(r, r.index, len(r.output_token_ids) + num_unknown) for r in requests]
         assert chosen == [each.token_id for each in sampler.sample(logits, rows)]
@@ -62,7 +67,9 @@ def test_in_sixteen_bits_the_draw_is_that_of_the_same_numbers() -> None:
     assert choose(logits, requests, 0, CPU).tolist() == choose(logits.float(), requests, 0, CPU).tolist()
 
 
-def test_what_needs_the_host_is_no_plain_draw() -> None:
-    assert is_plain_draw(SamplingParams(temperature=0.7, min_p=0.1))
-    for params in ({"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}):
-        assert not is_plain_draw(SamplingParams(**{"temperature": 1.0, **params}))  # type: ignore[arg-type]
+def test_rows_are_sorted_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = sequences(random.Random(9), 20)
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1))
+    whole = choose(logits, requests, 0, CPU).tolist()
+    monkeypatch.setattr(choice, "MAX_SORTED", 700)
+    assert choose(logits, requests, 0, CPU).tolist() == whole

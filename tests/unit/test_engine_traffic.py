@@ -65,6 +65,8 @@ def plain_sampling(rng: random.Random) -> SamplingParams:
         max_tokens=rng.randrange(1, 16),
         temperature=rng.choice([0.0, 1.0]),
         min_p=rng.choice([0.0, 0.05]),
+        top_k=rng.choice([-1, 5]),
+        top_p=rng.choice([1.0, 0.8]),
         seed=rng.randrange(1000),
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1]))),
         ignore_eos=rng.random() < 0.7,

@@ -156,11 +156,11 @@ def assert_good_end(
 
 
 def test_kill_9_of_a_prefill_and_a_decode_instance_under_load(model: Path, tmp_path: Path) -> None:
-    asks = make_asks(random.Random(41), 100, 16, LONGEST, MAX_TOKENS)
+    asks = make_asks(random.Random(41), 200, 16, LONGEST, MAX_TOKENS)
     judge = Judge(model, asks, REQUEST_TIMEOUT_S)
     with LiveCluster(tmp_path, model, 2, 2, FLAGS) as cluster:
         with Traffic(cluster.url, asks, CONCURRENCY) as traffic:
-            trouble = Trouble(cluster, traffic, burst=20)
+            trouble = Trouble(cluster, traffic, burst=40)
             trouble.kill("prefill-0")
             trouble.kill("decode-1")
             trouble.restart("prefill-0", "decode-1")

@@ -195,6 +195,20 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def poll(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether that comes to hold in time. Devices have no wait with an end, so they are asked again and again.
+
+    After an eighth of the time that has passed, and at least every millisecond.
+    """
+    started_s = time.monotonic()
+    while not holds():
+        waited_s = time.monotonic() - started_s
+        if waited_s >= timeout_s:
+            return False
+        time.sleep(min(1e-3, 2e-5 + waited_s / 8))
+    return True
+
+
 class Marker:
     """A place in the work that was launched, which the host or another stream can wait for."""
 
@@ -204,21 +218,11 @@ class Marker:
         self._event = event
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """The host waits, without holding the interpreter's lock; False when it was not reached in time.
-
-        A device has no wait with an end, so with a timeout it is asked again and again, after an eighth of the time
-        that has passed, and at least every millisecond.
-        """
-        if timeout_s is None:
-            if self._event is not None:
-                self._event.synchronize()
-            return True
-        started_s = time.monotonic()
-        while not self.is_reached:
-            waited_s = time.monotonic() - started_s
-            if waited_s >= timeout_s:
-                return False
-            time.sleep(min(1e-3, 2e-5 + waited_s / 8))
+        """The host waits, without holding the interpreter's lock; False when it was not reached in time."""
+        if timeout_s is not None:
+            return poll(lambda: self.is_reached, timeout_s)
+        if self._event is not None:
+            self._event.synchronize()
         return True
 
     @property

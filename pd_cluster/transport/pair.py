@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ import torch._C._distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from pd_cluster import device as devices
-from pd_cluster.device import Device
+from pd_cluster.device import Device, poll
 from pd_cluster.errors import LinkError
 from pd_cluster.transport.copies import first_line
 
@@ -146,13 +145,9 @@ class NcclWork:
 
     def wait(self, timeout: timedelta) -> None:
         """Raises RuntimeError when it has failed, or not ended in time; the pair is aborted then."""
-        started_s = time.monotonic()
         try:
-            while not self._work.is_completed():
-                waited_s = time.monotonic() - started_s
-                if waited_s > timeout.total_seconds():
-                    raise RuntimeError(f"nothing came or left within {timeout.total_seconds():g} s")
-                time.sleep(min(1e-3, 2e-5 + waited_s / 8))
+            if not poll(self._work.is_completed, timeout.total_seconds()):
+                raise RuntimeError(f"nothing came or left within {timeout.total_seconds():g} s")
             self._work.wait()  # raises what went wrong
         except RuntimeError:
             self._pair.abort()

@@ -72,7 +72,7 @@ class DecodeGraphs:
         self._most = max_num_seqs
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(max_model_len))
-        device = pool.data.device
+        device = pool.memory.device
         pinned = pool.device.is_accelerator
         length = self._parts.blocks.stop
         self._stages = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_STAGES)]

@@ -32,7 +32,8 @@ NUM_EXTRA_BLOCKS = 3  # behind the pool's own: one takes what padding writes, tw
 class KVPool:
     """`data` is [num_blocks + extra, num_layers, 2, block_size, local_kv_heads, head_dim]; index 2 is key, value.
 
-    `memory` is `data`, or what takes its place where pools lie by layers. `num_blocks` counts those that requests can hold. The probe block has a content that follows from `probe_seed`,
+    `memory` is `data`, or what takes its place where pools lie by layers. `num_blocks` counts those that requests can
+    hold. The probe block has a content that follows from `probe_seed`,
     and never another: the probes of others land in a block of their own.
     """
 

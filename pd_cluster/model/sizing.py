@@ -39,7 +39,7 @@ def num_pool_blocks(
         return max(per_request, min(enough, DEFAULT_KV_CACHE_NBYTES // layout.block_nbytes))
     if num_blocks < per_request:
         raise ConfigError(
-            f"{flag}: {num_blocks} blocks of {config.block_size} tokens cannot hold one request of "
+            f"{flag}: {num_blocks} blocks of {layout.block_size} tokens cannot hold one request of "
             f"--max-model-len {max_model_len} ({per_request} blocks); raise the one or lower the other"
         )
     return num_blocks

@@ -10,8 +10,9 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from pd_cluster.device import REACHED, Device, Marker, SideStream
-from pd_cluster.errors import LinkError
+from pd_cluster.device import Device
+from pd_cluster.errors import LinkError, first_line
+from pd_cluster.streams import REACHED, Marker, SideStream
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,3 @@ class Copies:
             self._last.wait()
         except RuntimeError as error:  # the device is beyond use: nothing is written any more
             log.error("copying KV cache on the device failed: %s", first_line(error))
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

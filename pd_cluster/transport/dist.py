@@ -17,11 +17,11 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from pd_cluster import device as devices
-from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster.errors import LinkError, TransferFailed, first_line
 from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import Checksum, Prepared
-from pd_cluster.transport.copies import Copies, first_line
+from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.pair import (
     RECEIVER,
     SENDER,

@@ -19,12 +19,12 @@ import torch
 
 from pd_cluster import device as devices
 from pd_cluster.device import Device
-from pd_cluster.errors import LinkError
+from pd_cluster.errors import LinkError, first_line
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, TORCH_DTYPES, KVPool, shape_of
 from pd_cluster.transport import unix
 from pd_cluster.transport.base import Checksum
-from pd_cluster.transport.copies import SETTLE_S, first_line
+from pd_cluster.transport.copies import SETTLE_S
 from pd_cluster.transport.local import OneSidedReceiver
 from pd_cluster.wire import MAX_EXPORT_NBYTES, KVChunk, PoolExport, TransportName, TransportOffer, decode_export
 

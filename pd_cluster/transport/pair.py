@@ -16,9 +16,9 @@ import torch._C._distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from pd_cluster import device as devices
-from pd_cluster.device import Device, poll
-from pd_cluster.errors import LinkError
-from pd_cluster.transport.copies import first_line
+from pd_cluster.device import Device
+from pd_cluster.errors import LinkError, first_line
+from pd_cluster.streams import poll
 
 Backend = Literal["gloo", "nccl"]
 SENDER, RECEIVER = 0, 1

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 import torch
 
 from pd_cluster import wire
-from pd_cluster.device import mark, use
+from pd_cluster.device import use
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool, probe_content
+from pd_cluster.streams import mark
 from pd_cluster.transport.base import KVReceiver
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed, Report
 from pd_cluster.transport.guard import Opener

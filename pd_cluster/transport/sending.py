@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 
 from pd_cluster import wire
-from pd_cluster.device import CPU, Device, Marker, mark, use
+from pd_cluster.device import CPU, Device, use
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.streams import Marker, mark
 from pd_cluster.transport.base import KVSender
 from pd_cluster.transport.events import LinkFailed, Report, numbers_of
 from pd_cluster.transport.guard import Sealer

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.device import CPU, REACHED, Marker
+from pd_cluster.device import CPU
 from pd_cluster.errors import LinkError
+from pd_cluster.streams import REACHED, Marker
 from pd_cluster.transport import receiving, sending
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Drained, Landed, LinkFailed

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from pd_cluster import device, wire
-from pd_cluster.device import CPU, Device, Marker
+from pd_cluster.device import CPU, Device
 from pd_cluster.errors import LinkError
+from pd_cluster.streams import Marker
 from pd_cluster.transport import pair as pair_module
 from pd_cluster.transport import unix
 from pd_cluster.transport.device_copy import copy_blocks

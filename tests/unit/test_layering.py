@@ -18,6 +18,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors", "types"),
     ("wire", "reports"),
     ("config", "device", "checkpoint"),
+    ("streams",),
     ("sockets", "mailbox", "chat_template", "text", "grammar", "parsers", "kv"),
     ("transport", "model"),
     ("engine",),

@@ -21,6 +21,8 @@ from pd_cluster.kv.layout import KVLayout
 
 log = logging.getLogger(__name__)
 
+DEFAULT_BLOCK_SIZE = 16  # tokens
+NPU_BLOCK_SIZE = 128
 TRITON_BLOCK_SIZES = (4, 256)  # the least and the largest, powers of two
 
 
@@ -35,6 +37,11 @@ class Attention:
 
 
 SDPA = Attention("SDPA")
+
+
+def default_block_size(device: Device) -> int:
+    """Where `--block-size` is not given."""
+    return NPU_BLOCK_SIZE if device.kind == "npu" else DEFAULT_BLOCK_SIZE
 
 
 def check_backend(wanted: str, block_size: int, device: Device) -> None:

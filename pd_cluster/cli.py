@@ -92,7 +92,7 @@ def serve(
     swap_space: Annotated[float, ENGINE(help="GiB of host memory to swap to.")] = 4.0,
     growth_tokens: Annotated[int, ENGINE(help="Output tokens that decode reserves room for.")] = 128,
     kv_transport: Annotated[
-        str, KV(help="auto, ipc (GPUs of one host), shm (same host) or dist (NCCL or gloo).")
+        str, KV(help="auto, ipc (GPUs or NPUs of one host), shm (same host) or dist (NCCL, HCCL or gloo).")
     ] = "auto",
     kv_port_range: Annotated[str, KV(help="FIRST-LAST for the control socket; default: any.")] = "",
     kv_checksum: Annotated[bool, KV(help="Check every KV payload.")] = True,

@@ -170,8 +170,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def transports(self) -> tuple[TransportName, ...]:
         """In order of preference. Which of them a worker has is its device's matter (transport/factory.py)."""
         if self.kv_transport == "auto":
-            return ("local", "ipc", "shm", "nccl", "dist")
-        return ("nccl", "dist") if self.kv_transport == "dist" else (self.kv_transport,)
+            return ("local", "ipc", "shm", "nccl", "hccl", "dist")
+        return ("nccl", "hccl", "dist") if self.kv_transport == "dist" else (self.kv_transport,)
 
 
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -189,12 +189,15 @@ def reset_peak(device: Device) -> None:
 
 
 def uuid(device: Device) -> str:
-    """Names an accelerator to every process of the host, whatever each of them sees."""
-    return str(_module(device).get_device_properties(device.index).uuid)
+    """Names an accelerator to every process of the host, whatever each of them sees; "" if its driver does not."""
+    name = str(_module(device).get_device_properties(device.index).uuid)
+    return name if name.strip("0-") else ""
 
 
 def with_uuid(kind: DeviceKind, wanted: str) -> Device | None:
     """The device that `uuid` names so, if this process sees it."""
+    if not wanted:
+        return None
     num_visible = {"cpu": lambda: 0, "cuda": num_cuda_devices, "npu": num_npu_devices}[kind]()
     return next((each for each in (Device(kind, at) for at in range(num_visible)) if uuid(each) == wanted), None)
 
@@ -237,6 +240,15 @@ def _module(device: Device) -> Any:
 
     assert device.is_accelerator
     return torch.cuda if device.kind == "cuda" else _npu()
+
+
+def process_group(device: Device) -> Any:
+    """torch's class of groups over such accelerators: ProcessGroupNCCL, ProcessGroupHCCL, or None if it has none."""
+    if device.kind != "npu":
+        return getattr(importlib.import_module("torch._C._distributed_c10d"), "ProcessGroupNCCL", None)
+    if _npu_problem():
+        return None
+    return getattr(importlib.import_module("torch_npu")._C._distributed_c10d, "ProcessGroupHCCL", None)
 
 
 def has_triton() -> bool:

@@ -40,6 +40,12 @@ class Copies:
             finally:  # what went before an error is under way, too
                 self._last = self._stream.mark()
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """What waits for the current stream inside waits for this one, not for what is computed."""
+        with self._stream:
+            yield
+
     def settle(self) -> None:
         """Waits until all that was launched is over. Raises LinkError."""
         try:

@@ -177,7 +177,8 @@ class OneSidedReceiver(abc.ABC):
     def close(self) -> None:
         """Lets go of P's pool, which nothing may still be reading then."""
         self.copies.drain()
-        self._reader = None
+        with self.copies.beside():  # torch unmaps behind the current stream
+            self._reader = None
 
 
 class LocalReceiver(OneSidedReceiver):

@@ -18,7 +18,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors", "types"),
     ("wire", "reports"),
     ("config", "device", "checkpoint"),
-    ("streams",),
+    ("streams", "device_group"),
     ("sockets", "mailbox", "chat_template", "text", "grammar", "parsers", "kv"),
     ("transport", "model"),
     ("engine",),

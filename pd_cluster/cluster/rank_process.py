@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Mapping
 
 import msgspec
 
@@ -14,6 +15,13 @@ from pd_cluster.config import WorkerConfig
 from pd_cluster.reports import RankReport
 
 STOP_TIMEOUT_S = 5.0
+
+
+def environment_of(config: WorkerConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    threads = str(config.num_threads)
+    taken_away = [name for name, value in config.environment.items() if not value]
+    env = {**inherited, **config.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    return {name: value for name, value in env.items() if name not in taken_away}
 
 
 class RankProcess:
@@ -39,8 +47,6 @@ class RankProcess:
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
-        threads = str(self._config.num_threads)
-        env = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -49,7 +55,7 @@ class RankProcess:
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno(), *self._config.ranks.fds],
                 stdin=asyncio.subprocess.DEVNULL,
-                env=env,
+                env=environment_of(self._config, os.environ),
             )
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(msgspec.json.encode(self._config) + b"\n")

@@ -19,7 +19,7 @@ from pd_cluster.types import SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_same, generate, random_prompt
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 LENS = (1, 5, 150, 127, 128)
 SIZES = {"max_position_embeddings": 1024}
 

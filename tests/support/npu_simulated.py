@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pd_cluster import device as devices
 from pd_cluster.device import Device
@@ -41,6 +42,7 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     for name in ("empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.backends.mkldnn.is_available = lambda: False  # weights are packed for CPUs only
     devices.npu_files = lambda: [f"/dev/davinci{i}" for i in range(NUM_DEVICES)]
 
 
@@ -75,7 +77,7 @@ def _meta(value: Any) -> Any:
 
 def _flat(found: Any) -> list[torch.Tensor]:
     """The first result is what is used; the others of some operators are made for training only."""
-    return [found] if isinstance(found, torch.Tensor) else list(found)[:1]
+    return [found] if isinstance(found, torch.Tensor) else list(found or ())[:1]
 
 
 # ---- the operators
@@ -301,8 +303,12 @@ class FakeGraph(TorchDispatchMode):
         assert func._schema.name not in ("aten::_local_scalar_dense", "aten::item"), "a captured launch asks the device"
         kwargs = dict(kwargs or {})
         found = func(*args, **kwargs)
-        outs = [] if found is None or func.is_view else list(found) if isinstance(found, (list, tuple)) else [found]
-        self._launches.append((func, args, kwargs, outs))
+        outs = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
+        there = {
+            each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }
+        if func._schema.is_mutable or not all(each.untyped_storage().data_ptr() in there for each in outs):
+            self._launches.append((func, args, kwargs, list(outs)))  # else a view, which stays true
         return found
 
     def update(self, cpu_update_input: list[dict[str, list[int]]]) -> None:

@@ -101,25 +101,22 @@ class NpuAttention:
             return sdpa.write_and_attend(layer_idx, query, keys, values, batch, scoring)
         write_kv(layer_idx, keys.contiguous(), values.contiguous(), batch)
         batch.layer_written(layer_idx, scoring.sliding_window)
-        return self._attend(query.transpose(0, 1).contiguous(), *batch.pool.layer(layer_idx), batch, scoring)
+        if layer_idx == 0 or not isinstance(batch.kernel_state, _Planned):
+            batch.kernel_state = _plan(batch)
+        return self._attend(query.transpose(0, 1).contiguous(), layer_idx, batch, batch.kernel_state, scoring)
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key_pool: torch.Tensor,
-        value_pool: torch.Tensor,
-        batch: ForwardBatch,
-        scoring: Scoring,
+        self, query: torch.Tensor, layer_idx: int, batch: ForwardBatch, planned: _Planned, scoring: Scoring
     ) -> torch.Tensor:
         """[num_tokens, num_heads, head_dim] to the same; this step's keys and values are in the pool."""
-        planned = _planned(batch)
         query = query if self.way == "TND" else query[:, None]  # [num_seqs, 1, num_heads, head_dim]
         options: dict[str, Any] = {"block_table": planned.tables, "input_layout": self.way}
         if self.way == "TND":
             options |= {"atten_mask": self._mask, "sparse_mode": CAUSAL}
             if scoring.sliding_window is not None:  # a token sees so many before itself
                 options |= {"sparse_mode": BAND, "pre_tokens": scoring.sliding_window - 1, "next_tokens": 0}
-        found = _call(query, key_pool.flatten(2), value_pool.flatten(2), planned, scoring, options)
+        keys, values = (pool.flatten(2) for pool in batch.pool.layer(layer_idx))
+        found = _call(query, keys, values, planned, scoring, options)
         return found if self.way == "TND" else found[:, 0]
 
     def _goes_by_sdpa(self, batch: ForwardBatch) -> bool:
@@ -172,15 +169,8 @@ def _call(
     return attended
 
 
-def _planned(batch: ForwardBatch) -> _Planned:
-    """The batch's own; made by its first layer. In a graph the table is made anew at each replay, from its buffers."""
-    found = batch.kernel_state
-    if not isinstance(found, _Planned):
-        found = batch.kernel_state = _plan(batch)
-    return found
-
-
 def _plan(batch: ForwardBatch) -> _Planned:
+    """Made by a step's first layer, so that a graph makes it anew at each replay, from its buffers."""
     lens = batch.host_context_lens if batch.replay_lens is None else batch.replay_lens
     width = batch.pool.layout.num_blocks_for(int(batch.host_context_lens.max()))
     columns = torch.arange(width, device=batch.block_table.device)

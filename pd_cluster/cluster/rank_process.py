@@ -15,12 +15,13 @@ from pd_cluster.config import WorkerConfig
 from pd_cluster.reports import RankReport
 
 STOP_TIMEOUT_S = 5.0
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # else `import torch` imports torch_npu, and fails where its driver is not
 
 
 def environment_of(config: WorkerConfig, inherited: Mapping[str, str]) -> dict[str, str]:
     threads = str(config.num_threads)
     taken_away = [name for name, value in config.environment.items() if not value]
-    env = {**inherited, **config.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    env = {AUTOLOAD: "0", **inherited, **config.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     return {name: value for name, value in env.items() if name not in taken_away}
 
 

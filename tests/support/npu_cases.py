@@ -155,11 +155,24 @@ def test_drawn_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_swapped_blocks_come_back_as_they_were(tmp_path: Path) -> None:
+def test_copied_and_swapped_blocks_hold_what_they_held(tmp_path: Path) -> None:
+    """Sequences of one prompt share its blocks, write to copies, and leave for the host when there are too few."""
     folder = make_checkpoint(tmp_path, "llama", head_dim=128, **SIZES)
-    core, _ = core_of(folder, num_blocks=3, preemption_mode="swap", swap_space_gib=0.1)
-    check(folder, core, (126, 126, 127))
-    assert core.scheduler.num_preemptions > 0
+    params = SamplingParams(n=3, max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
+    prompt, kinds, outputs = random_prompt(random.Random(4), 126), set(), []
+    for num_blocks in (24, 4):
+        core, runner = core_of(folder, num_blocks=num_blocks, preemption_mode="swap", swap_space_gib=0.1)
+        move = runner.move
+
+        def note(moves: Any, move: Any = move) -> None:
+            kinds.update(each.kind for each in moves)
+            move(moves)
+
+        runner.move = note  # type: ignore[method-assign]
+        found = run(core, [Request("n", prompt, params)])["n"]
+        outputs.append([[token.token_id for token in found[index]] for index in range(3)])
+    assert outputs[0] == outputs[1]
+    assert kinds == {"copy", "out", "in"}
 
 
 def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:

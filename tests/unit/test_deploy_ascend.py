@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pd_cluster.api.parse import parse
 from pd_cluster.api.protocol import GenerateRequest
@@ -158,3 +159,26 @@ def test_a_worker_s_container_has_hccn_conf_and_two_cards_of_its_own() -> None:
     assert cards == [["4", "5"], ["6", "7"], []]
     assert all("-v /etc/hccn.conf:/etc/hccn.conf:ro" in line for line in started[:2])
     assert not re.search(r"-v \S*:/home/ma-user", PAGE)
+
+
+# Of every docker run line of the guide for a worker, besides the cards and the folder of one's own.
+DEVICES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+MOUNTS = (
+    "/etc/localtime:/etc/localtime",
+    "/usr/local/Ascend/driver:/usr/local/Ascend/driver",
+    "/etc/ascend_install.info:/etc/ascend_install.info",
+    "/var/log/npu/:/usr/slog",
+    "/usr/local/sbin/npu-smi:/usr/local/sbin/npu-smi",
+    "/sys/fs/cgroup:/sys/fs/cgroup",
+)
+
+
+def test_a_worker_s_container_has_what_the_guide_gives_it() -> None:
+    """On the page, and in the Compose file, where what is only read is mounted so."""
+    for line in [line for line in lines() if line.startswith("docker run -itd ")][:2]:
+        assert all(f"--device={device} " in line for device in DEVICES)
+        assert all(f"-v {mount}" in line for mount in MOUNTS)
+    services = yaml.safe_load((ROOT / "deploy" / "compose.npu.yaml").read_text(encoding="utf-8"))["services"]
+    for name in ("prefill", "decode"):
+        assert set(DEVICES) <= set(services[name]["devices"])
+        assert {mount.removesuffix(":ro") for mount in services[name]["volumes"]} >= set(MOUNTS)

@@ -164,6 +164,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     timeouts: Timeouts
     ranks: RankPlace = RankPlace()
+    environment: dict[str, str] = {}  # of the process beside its parent's; an empty value takes the variable away
     log_level: str = "INFO"
 
     @property

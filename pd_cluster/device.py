@@ -162,9 +162,18 @@ def _npu() -> Any:
 
 
 def use(device: Device) -> None:
-    """What this process allocates and launches without saying where goes there, on every thread that calls this."""
-    if device.is_accelerator:
+    """What this process allocates and launches without saying where goes there, on every thread that calls this.
+
+    Raises ConfigError when the device cannot be had.
+    """
+    if not device.is_accelerator:
+        return
+    try:
         _module(device).set_device(device.index)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{device.torch_name} cannot be used: {first_line(error)}; does another process or container have it?"
+        ) from error
 
 
 def memory(device: Device) -> Memory:

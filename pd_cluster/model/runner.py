@@ -19,7 +19,7 @@ from pd_cluster.kv.swap import Kind, SwapSpace
 from pd_cluster.model.attention.choice import check_backend, default_block_size
 from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
-from pd_cluster.model.choice import choose
+from pd_cluster.model.choice import can_choose, choose
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
 from pd_cluster.model.parallel.group import Alone, Group
@@ -53,7 +53,9 @@ class ModelRunner:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.model_identity = checkpoint.identity
         dtype = resolve_dtype(config.dtype, checkpoint, device)
-        self.model = load_model(checkpoint, dtype, device, self.group, config.attention_backend, block_size)
+        self.model = load_model(
+            checkpoint, dtype, device, self.group, config.attention_backend, block_size, config.max_num_seqs
+        )
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, dtype)
         if self.group.size > 1:
@@ -96,8 +98,10 @@ class ModelRunner:
         """
         return self._logits(step, None, on_layer).float()
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens:
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens | None:
         """See engine/ahead.py; for runners that go ahead."""
+        if not can_choose(requests, self.device):
+            return None
         block_size = self.pool.layout.block_size
         if after is None:
             step, input_ids = step_input([(request, 1) for request in requests], block_size), None

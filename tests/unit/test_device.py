@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +85,15 @@ def test_a_machine_with_npus_does_not_fall_back_to_the_cpu(npus: list[int], monk
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4")
     with pytest.raises(ConfigError, match=r"ASCEND_RT_VISIBLE_DEVICES=4: a container counts the cards .* from 0"):
         bind("auto", ["4"], 0)
+
+
+def test_a_card_that_another_process_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_device(index: int) -> None:
+        raise RuntimeError(f"aclrtSetDevice failed for {index}\nmore")
+
+    monkeypatch.setattr(device, "_module", lambda _: SimpleNamespace(set_device=set_device))
+    with pytest.raises(ConfigError, match=r"npu:1 cannot be used: aclrtSetDevice failed for 1; does another process"):
+        device.use(Device("npu", 1))
 
 
 def test_without_torch_npu_its_way_in_is_named() -> None:

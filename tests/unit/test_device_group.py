@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from pd_cluster.device import Device, DeviceKind
-from pd_cluster.device_group import SAME_BITS, TP_BUFFER_MB
+from pd_cluster.hccl import GROUP_BUFFER_MB
 from pd_cluster.model.parallel.group import DeviceGroup, Rendezvous, join
 from tests.support.fake_device import FakeGroup, install
 
@@ -44,8 +43,6 @@ class Adding(FakeGroup):
 def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     install(monkeypatch)
     monkeypatch.setattr("pd_cluster.device.process_group", lambda device: Adding)
-    monkeypatch.setenv(SAME_BITS, "unset")
-    monkeypatch.delenv(SAME_BITS)
     kind: DeviceKind = request.param
 
     def meet(rank: int) -> Any:
@@ -68,9 +65,8 @@ def test_a_group_is_told_what_its_backend_needs(groups: tuple[DeviceKind, list[D
         options = group._group.options
         assert options._timeout == timedelta(seconds=WAIT_S)
         if kind == "npu":
-            assert options.hccl_config == {"hccl_buffer_size": TP_BUFFER_MB}
+            assert options.hccl_config == {"hccl_buffer_size": GROUP_BUFFER_MB}
             assert options.global_ranks_in_group == [0, 1]
             assert options.group_id == "ranks"
         group.loaded()
         assert group._group.limit == timedelta(seconds=3)
-    assert os.environ.get(SAME_BITS) == ("true" if kind == "npu" else None)

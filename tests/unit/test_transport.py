@@ -312,7 +312,7 @@ def make_config(transport: str, secret: bytes = b"s") -> WorkerConfig:
         kv_transport=transport,  # type: ignore[arg-type]
         kv_port_range=PortRange(),
         engine=EngineConfig(model="m"),
-        timeouts=Timeouts(connect_timeout_s=1.5),
+        timeouts=Timeouts(connect_timeout_s=5.0),
     )
 
 

@@ -7,6 +7,7 @@ write to the pool's block for padding. Who captures comes from outside: see `str
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, Ints, StepInput
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.streams import Marker, mark
+
+log = logging.getLogger(__name__)
 
 LEAST_BUCKET = 512  # tokens of the longest context that a graph's work is divided for; the next has four times as many
 BUCKET_FACTOR = 4
@@ -67,9 +70,21 @@ class _Graph(NamedTuple):
 class DecodeGraphs:
     """`compute` is what the runner's is, for those steps that it can do; it returns None for the others."""
 
-    def __init__(self, model: CausalLM, pool: KVPool, max_num_seqs: int, max_model_len: int, capture: Capture) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: KVPool,
+        max_num_seqs: int,
+        max_model_len: int,
+        capture: Capture,
+        max_graphs: int | None = None,
+        is_for_any_context: bool = False,
+    ) -> None:
+        """`max_graphs`: what the device has room for. `is_for_any_context`: its work is not divided by its length."""
         self._model, self._pool, self._capture = model, pool, capture
         self._most = max_num_seqs
+        self._max_graphs = max_graphs
+        self._least_bucket = bucket_of(max_model_len) if is_for_any_context else LEAST_BUCKET
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(max_model_len))
         device = pool.memory.device
@@ -86,6 +101,10 @@ class DecodeGraphs:
     def num_captured(self) -> int:
         return len(self._graphs)
 
+    @property
+    def _is_full(self) -> bool:
+        return self._max_graphs is not None and len(self._graphs) >= self._max_graphs
+
     def compute(self, step: StepInput, input_ids: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [num_seqs, vocab_size], which the next call overwrites.
 
@@ -95,10 +114,12 @@ class DecodeGraphs:
         if num_seqs > self._most or (step.rows[:, [0, 3]] != 1).any():
             return None
         size = padded_size(num_seqs, self._most)
+        key = size, max(self._least_bucket, bucket_of(int(step.rows[:, 1].max()) + 1))
+        if key not in self._graphs and self._is_full:
+            return None
         self._put(step, size)
         if input_ids is not None:
             self._of(self._parts.input_ids, num_seqs, torch.int64).copy_(input_ids)
-        key = size, bucket_of(int(step.rows[:, 1].max()) + 1)
         lens = _padded(step.rows[:, 1] + 1, size)
         graph = self._graphs.get(key)
         if graph is None:
@@ -114,6 +135,8 @@ class DecodeGraphs:
         """`lens`: of the step that is in the buffers, with which it is captured."""
         batch = self._batch(size, context_len)
         batch.replay_lens = lens
+        if len(self._graphs) + 1 == self._max_graphs:
+            log.warning("decode steps of further sizes run eagerly: the device holds %d graphs", self._max_graphs)
         return _Graph(batch, self._capture(lambda: self._model(batch)))
 
     def _put(self, step: StepInput, size: int) -> None:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 OnLayer = Callable[[int], None]
 
+NPU_STREAMS = 1800  # for graphs; 2,048 are there, by what others who capture on NPUs have found
 ASKING_ROPES = ("dynamic", "longrope")  # transformers' own code compares the step's largest position on the host
 
 
@@ -135,4 +136,9 @@ def rope_type(config: Any) -> str:
 
 
 def make_graphs(model: CausalLM, pool: KVPool, max_num_seqs: int, max_model_len: int) -> DecodeGraphs:
-    return DecodeGraphs(model, pool, max_num_seqs, max_model_len, capture(pool.device))
+    """On an NPU every layer of a graph takes one of its streams, which are few, and attention finds its own way."""
+    how = capture(pool.device)
+    if pool.device.kind != "npu":
+        return DecodeGraphs(model, pool, max_num_seqs, max_model_len, how)
+    most = NPU_STREAMS // (pool.layout.num_layers + 1)
+    return DecodeGraphs(model, pool, max_num_seqs, max_model_len, how, most, is_for_any_context=True)

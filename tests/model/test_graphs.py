@@ -144,6 +144,22 @@ def test_steps_of_another_kind_are_left_to_others(model: CausalLM) -> None:
     assert world.graphs.compute(step_input([(request, 1) for request in requests], BLOCK_SIZE)) is None
 
 
+def test_a_device_that_holds_few_graphs_gets_no_more(model: CausalLM, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(model, 7)
+    graphs = DecodeGraphs(model, world.pool, MOST, 5000, world.capture, max_graphs=2, is_for_any_context=True)
+    requests = [Request(str(i), [1, 2], SamplingParams(), block_table=[i]) for i in range(4)]
+    for request in requests:
+        request.num_computed_tokens = 1
+    done = []
+    with torch.inference_mode():
+        for num_seqs in (1, 2, 4, 1):
+            step = step_input([(request, 1) for request in requests[:num_seqs]], BLOCK_SIZE)
+            done.append(graphs.compute(step) is not None)
+    assert done == [True, True, False, True]
+    assert {bucket for _, bucket in graphs._graphs} == {bucket_of(5000)}, "contexts make no further ones"
+    assert "decode steps of further sizes run eagerly: the device holds 2 graphs" in caplog.text
+
+
 def test_a_block_that_the_pool_does_not_have_is_refused(model: CausalLM) -> None:
     world = World(model, 8)
     request = Request("0", [1], SamplingParams(), block_table=[NUM_BLOCKS + 1])

@@ -132,7 +132,7 @@ def test_float32_is_for_other_devices(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(attention, "DTYPES", ("float16", "bfloat16"))  # as it is outside these tests
     folder = make_checkpoint(tmp_path, "llama", head_dim=128)
-    with pytest.raises(ConfigError, match="float32: attention on NPUs takes float16 or bfloat16"):
+    with pytest.raises(ConfigError, match="--dtype float32: attention on NPUs takes float16 or bfloat16"):
         core_of(folder)
 
 

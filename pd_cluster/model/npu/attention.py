@@ -40,7 +40,7 @@ def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str
     `traits` of the model: "softcap", "sinks", "window".
     """
     if layout.dtype not in DTYPES:
-        return f"{layout.dtype}: attention on NPUs takes {' or '.join(DTYPES)}"
+        return f"--dtype {layout.dtype}: attention on NPUs takes {' or '.join(DTYPES)}"
     if "softcap" in traits:
         return "the model caps its attention scores (softcap), which attention on NPUs cannot"
     if not _why_not_packed(layout, num_heads):

@@ -1,4 +1,7 @@
-"""`pd-cluster check`: what this process would do with the rank tables and variables at hand, and every deadline."""
+"""`pd-cluster check`: what this process would do with the rank tables and variables at hand, and every deadline.
+
+For a worker on NPUs also every variable of HCCL, with the deadlines' defaults. Looks at no device.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from pd_cluster import hccl
 from pd_cluster.cluster.place import Place, find_place, node_ports
-from pd_cluster.config import Timeouts
+from pd_cluster.config import PortRange, Timeouts
 from pd_cluster.device import num_threads_for
 from pd_cluster.errors import ConfigError
 from ranktable_tools import permission_warnings
+from ranktable_tools.npu import HCCN_CONF
+
+VARIABLE = "PD_CLUSTER_SERVE_"  # a flag of `serve` may be a variable; those on a command line are not seen here
 
 FLAGS = {
     "heartbeat_interval_s": "one heartbeat on every connection",
@@ -49,6 +56,10 @@ def run(env: Mapping[str, str]) -> None:
             f"{num_threads_for(place.num_local_ranks)} compute threads "
             f"a rank (this host's cores are shared by {place.num_local_ranks} ranks)"
         )
+        if hccl.is_wanted(env.get(f"{VARIABLE}DEVICE") or "auto", place.server):
+            console.print(_hccl(place, env))
+            if not HCCN_CONF.exists():
+                console.print(f"warning: {HCCN_CONF} is missing, and HCCL reads the NPUs' addresses there: mount it")
     if place.spans_hosts:
         console.print("the instances are on several hosts: give all of them the same --secret-file")
 
@@ -58,6 +69,14 @@ def _deadlines() -> Table:
     times = Timeouts()
     for name, meaning in FLAGS.items():
         table.add_row("--" + name.removesuffix("_s").replace("_", "-"), f"{getattr(times, name):g}", meaning)
+    return table
+
+
+def _hccl(place: Place, env: Mapping[str, str]) -> Table:
+    ports = PortRange.parse(env.get(f"{VARIABLE}KV_PORT_RANGE", ""))
+    table = Table("variable", "value", "why", title="HCCL: what the ranks on NPUs get")
+    for each in hccl.settings(place.server, place.bind_address, Timeouts(), ports, env):
+        table.add_row(each.name, "not set" if not each.value else each.value, each.reason)
     return table
 
 

@@ -62,7 +62,9 @@ def serve(
     dtype: Annotated[
         str, ENGINE(help="auto, float32, float16 or bfloat16; auto is the model's own, on CPU float32.")
     ] = "auto",
-    device: Annotated[str, ENGINE(help="auto, cpu or cuda; auto is cuda where torch finds a GPU.")] = "auto",
+    device: Annotated[
+        str, ENGINE(help="auto, cpu, cuda or npu; auto is the accelerator that the machine has, else cpu.")
+    ] = "auto",
     enforce_eager: Annotated[bool, ENGINE(help="Capture no graphs, where the device could.")] = False,
     attention_backend: Annotated[
         str,
@@ -71,7 +73,9 @@ def serve(
             "only when asked for: it has not been timed here yet. On CPU: auto or sdpa."
         ),
     ] = "auto",
-    block_size: Annotated[int, ENGINE(help="Tokens in a KV cache block.")] = 16,
+    block_size: Annotated[
+        int | None, ENGINE(help="Tokens in a KV cache block; 16, on NPUs 128 when not given.")
+    ] = None,
     num_blocks: Annotated[
         int | None, ENGINE("--num-blocks", "--num-gpu-blocks-override", help="Blocks in the KV pool.")
     ] = None,
@@ -88,7 +92,7 @@ def serve(
     swap_space: Annotated[float, ENGINE(help="GiB of host memory to swap to.")] = 4.0,
     growth_tokens: Annotated[int, ENGINE(help="Output tokens that decode reserves room for.")] = 128,
     kv_transport: Annotated[
-        str, KV(help="auto, ipc (GPUs of one host), shm (same host) or dist (NCCL or gloo).")
+        str, KV(help="auto, ipc (GPUs or NPUs of one host), shm (same host) or dist (NCCL, HCCL or gloo).")
     ] = "auto",
     kv_port_range: Annotated[str, KV(help="FIRST-LAST for the control socket; default: any.")] = "",
     kv_checksum: Annotated[bool, KV(help="Check every KV payload.")] = True,

@@ -86,7 +86,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     dtype: str = "auto"
     max_model_len: int | None = None
-    block_size: int = 16
+    block_size: int | None = None  # tokens
     num_blocks: int | None = None
     kv_cache_memory_gib: float | None = None
     gpu_memory_utilization: float | None = None  # share of the device's memory for weights and KV pool together
@@ -104,12 +104,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None  # of the scheduler: requests without a seed get theirs from it
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        if self.block_size > MAX_BLOCK_SIZE:
+        if self.block_size is not None and self.block_size > MAX_BLOCK_SIZE:
             raise ConfigError(f"--block-size {self.block_size}: must be at most {MAX_BLOCK_SIZE} tokens")
-        for name in ("max_model_len", "num_blocks"):
+        for name in ("block_size", "max_model_len", "num_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -164,14 +164,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     timeouts: Timeouts
     ranks: RankPlace = RankPlace()
+    environment: dict[str, str] = {}  # of the process beside its parent's; an empty value takes the variable away
     log_level: str = "INFO"
 
     @property
     def transports(self) -> tuple[TransportName, ...]:
         """In order of preference. Which of them a worker has is its device's matter (transport/factory.py)."""
         if self.kv_transport == "auto":
-            return ("local", "ipc", "shm", "nccl", "dist")
-        return ("nccl", "dist") if self.kv_transport == "dist" else (self.kv_transport,)
+            return ("local", "ipc", "shm", "nccl", "hccl", "dist")
+        return ("nccl", "hccl", "dist") if self.kv_transport == "dist" else (self.kv_transport,)
 
 
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,21 +1,24 @@
-"""The one place that names devices to torch: which kind, how many, which one is mine, its memory and its streams.
+"""The one place that names devices to torch: which kind, how many, which one is mine, and its memory.
 
-Imports torch only inside functions: a worker's parent checks names here and never loads it. NPU arrives with its own
-issue of this interface; asking for it before that is refused here.
+Imports torch only inside functions: a worker's parent checks names here and never loads it. torch_npu is imported when
+an NPU is asked for, by name or because this machine has NPUs and no GPU. What is launched on a device and in which
+order is the business of streams.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
+import importlib
 import importlib.util
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, first_line
 
 # (limit, use) of this process's control group as containers see it, versions 2 and 1
 CGROUP_FILES = (
@@ -23,8 +26,12 @@ CGROUP_FILES = (
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 
+NPU_FILES = "/dev/davinci[0-9]*"
+NPU_VISIBILITY = "ASCEND_RT_VISIBLE_DEVICES"
+
 DeviceKind = Literal["cpu", "cuda", "npu"]
 KINDS = ("cpu", "cuda", "npu")
+NOUNS = {"cuda": "a CUDA device", "npu": "an NPU"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +65,13 @@ class Memory(NamedTuple):
 
 
 def check_name(name: str) -> None:
-    """Of `--device`. Raises ConfigError for what this version does not know; needs no torch."""
-    if name == "npu":
-        raise ConfigError(f"--device {name}: this version serves on CPU and CUDA only; use one of these")
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {name}: expected auto, cpu or cuda")
+    """Of `--device`. Raises ConfigError for what nobody knows; needs no torch."""
+    if name not in ("auto", *KINDS):
+        raise ConfigError(f"--device {name}: expected auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
 
 def resolve(name: str) -> Device:
-    """`--device` to the first device of that kind; `auto` is CUDA where torch finds a GPU. Raises ConfigError."""
+    """`--device` to the first device of that kind; `auto` is what this machine has. Raises ConfigError."""
     return bind(name, (), 0)
 
 
@@ -78,27 +83,35 @@ def bind(name: str, device_ids: Sequence[str], rank: int) -> Device:
     visibility variable is set. Without `device_ids`: the first.
     """
     check_name(name)
-    num_visible = 0 if name == "cpu" else num_cuda_devices()
-    if name == "cpu" or (name == "auto" and not num_visible):
+    kind = _kind_here() if name == "auto" else name
+    if kind == "cpu":
         return CPU
-    if not num_visible:
-        raise ConfigError(f"--device {name}: torch finds no CUDA device here ({_why_no_cuda()}); use --device cpu")
+    found, why = (num_cuda_devices(), _why_no_cuda) if kind == "cuda" else (num_npu_devices(), _why_no_npu)
+    if not found:
+        raise ConfigError(f"--device {name}: torch finds no {kind.upper()} device here ({why()}); use --device cpu")
     index = rank
-    if device_ids and num_visible != len(device_ids):
-        index = _numbers(device_ids)[rank]
-    if index >= num_visible:
+    if device_ids and found != len(device_ids):
+        index = _numbers(device_ids, kind)[rank]
+    if index >= found:
         raise ConfigError(
-            f"--device {name}: the rank table gives rank {rank} device_id {index}, and {num_visible} CUDA devices are "
-            f"visible here; make the table's devices visible, or correct its device_id"
+            f"--device {name}: the rank table gives rank {rank} device_id {index}, and {found} {kind.upper()} devices "
+            f"are visible here; make the table's devices visible, or correct its device_id"
         )
-    return Device("cuda", index)
+    return Device("cuda" if kind == "cuda" else "npu", index)
 
 
-def _numbers(device_ids: Sequence[str]) -> list[int]:
+def _kind_here() -> str:
+    """CUDA where torch finds a GPU, NPU where the driver shows one; an NPU that cannot be used is an error there."""
+    if num_cuda_devices():
+        return "cuda"
+    return "npu" if npu_files() else "cpu"
+
+
+def _numbers(device_ids: Sequence[str], kind: str) -> list[int]:
     try:
         return sorted(map(int, device_ids))
     except ValueError:
-        raise ConfigError(f"device_id {', '.join(device_ids)}: a CUDA device is named by its number") from None
+        raise ConfigError(f"device_id {', '.join(device_ids)}: {NOUNS[kind]} is named by its number") from None
 
 
 def _why_no_cuda() -> str:
@@ -113,10 +126,54 @@ def num_cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def npu_files() -> list[str]:
+    """What the driver shows of NPUs; one file a card that this process may use."""
+    return sorted(glob.glob(NPU_FILES))
+
+
+def num_npu_devices() -> int:
+    """0 where torch-npu cannot be imported, too."""
+    return 0 if _npu_problem() else int(_npu().device_count())
+
+
+@functools.cache
+def _npu_problem() -> str:
+    """Why torch-npu is not to be had; "" when it is. Imports it."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch-npu is not installed: pip install 'pd-cluster[npu]'"
+    try:
+        _npu()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"torch-npu cannot be imported: {first_line(error)}; is CANN's set_env.sh sourced?"
+    return ""
+
+
+def _why_no_npu() -> str:
+    if problem := _npu_problem():
+        return problem
+    if visible := os.environ.get(NPU_VISIBILITY):
+        return f"{NPU_VISIBILITY}={visible}: a container counts the cards that it mounts from 0; take it out"
+    return "no /dev/davinci* is mounted" if not npu_files() else "the driver shows none"
+
+
+def _npu() -> Any:
+    """torch.npu, which torch_npu brings."""
+    return importlib.import_module("torch_npu").npu
+
+
 def use(device: Device) -> None:
-    """What this process allocates and launches without saying where goes there, on every thread that calls this."""
-    if device.is_accelerator:
+    """What this process allocates and launches without saying where goes there, on every thread that calls this.
+
+    Raises ConfigError when the device cannot be had.
+    """
+    if not device.is_accelerator:
+        return
+    try:
         _module(device).set_device(device.index)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{device.torch_name} cannot be used: {first_line(error)}; does another process or container have it?"
+        ) from error
 
 
 def memory(device: Device) -> Memory:
@@ -141,13 +198,16 @@ def reset_peak(device: Device) -> None:
 
 
 def uuid(device: Device) -> str:
-    """Names an accelerator to every process of the host, whatever each of them sees."""
-    return str(_module(device).get_device_properties(device.index).uuid)
+    """Names an accelerator to every process of the host, whatever each of them sees; "" if its driver does not."""
+    name = str(_module(device).get_device_properties(device.index).uuid)
+    return name if name.strip("0-") else ""
 
 
 def with_uuid(kind: DeviceKind, wanted: str) -> Device | None:
     """The device that `uuid` names so, if this process sees it."""
-    num_visible = num_cuda_devices() if kind == "cuda" else 0
+    if not wanted:
+        return None
+    num_visible = {"cpu": lambda: 0, "cuda": num_cuda_devices, "npu": num_npu_devices}[kind]()
     return next((each for each in (Device(kind, at) for at in range(num_visible)) if uuid(each) == wanted), None)
 
 
@@ -158,7 +218,7 @@ def can_read(device: Device, other: Device) -> bool:
 
 def expands_segments() -> str:
     """The setting that makes torch's allocator grow its allocations, which no other process can map; "" without."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             return f"{name}={os.environ[name]}"
     return ""
@@ -184,122 +244,24 @@ def synchronize(device: Device) -> None:
 
 
 def _module(device: Device) -> Any:
-    """torch.cuda or its equal."""
+    """torch.cuda or torch.npu, which has the same functions."""
     import torch
 
     assert device.is_accelerator
-    return getattr(torch, device.kind)
+    return torch.cuda if device.kind == "cuda" else _npu()
+
+
+def process_group(device: Device) -> Any:
+    """torch's class of groups over such accelerators: ProcessGroupNCCL, ProcessGroupHCCL, or None if it has none."""
+    if device.kind != "npu":
+        return getattr(importlib.import_module("torch._C._distributed_c10d"), "ProcessGroupNCCL", None)
+    if _npu_problem():
+        return None
+    return getattr(importlib.import_module("torch_npu")._C._distributed_c10d, "ProcessGroupHCCL", None)
 
 
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def poll(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether that comes to hold in time. Devices have no wait with an end, so they are asked again and again.
-
-    After an eighth of the time that has passed, and at least every millisecond.
-    """
-    started_s = time.monotonic()
-    while not holds():
-        waited_s = time.monotonic() - started_s
-        if waited_s >= timeout_s:
-            return False
-        time.sleep(min(1e-3, 2e-5 + waited_s / 8))
-    return True
-
-
-class Marker:
-    """A place in the work that was launched, which the host or another stream can wait for."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """The host waits, without holding the interpreter's lock; False when it was not reached in time."""
-        if timeout_s is not None:
-            return poll(lambda: self.is_reached, timeout_s)
-        if self._event is not None:
-            self._event.synchronize()
-        return True
-
-    @property
-    def is_reached(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-
-REACHED = Marker(None)
-
-
-class SideStream:
-    """Copies that go on beside what is computed. On CPU everything has happened when a call returns."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._stream = _module(device).Stream(device.index) if device.is_accelerator else None
-
-    def after(self, marker: Marker) -> None:
-        """What is launched here from now on begins when that is reached; the host does not wait."""
-        if self._stream is not None and marker._event is not None:
-            self._stream.wait_event(marker._event)
-
-    def __enter__(self) -> SideStream:
-        """What is launched inside goes to this stream."""
-        if self._stream is not None:
-            self._context = _module(self._device).stream(self._stream)
-            self._context.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._stream is not None:
-            self._context.__exit__(*error)
-
-    def mark(self) -> Marker:
-        """Behind all that was launched here."""
-        return _recorded(self._device, self._stream)
-
-
-def mark(device: Device) -> Marker:
-    """Behind all that this thread has launched on its current stream."""
-    return _recorded(device, _module(device).current_stream(device.index) if device.is_accelerator else None)
-
-
-def _recorded(device: Device, stream: Any) -> Marker:
-    if stream is None:
-        return Marker(None)
-    event = _module(device).Event(blocking=True)  # whoever waits sleeps: the other threads need the core
-    event.record(stream)
-    return Marker(event)
-
-
-def capture(device: Device) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """What makes a graph of an accelerator's launches: called with what launches, it returns what launches all again.
-
-    Both return the same tensors. The graphs share their memory: what one returned, the next overwrites.
-    """
-    module = _module(device)
-    memory_pool = module.graph_pool_handle()
-
-    def make(run: Callable[[], Any]) -> Callable[[], Any]:
-        side = SideStream(device)
-        side.after(mark(device))  # of this thread's own stream, before the side's takes its place
-        with side:  # once as it is: kernels are compiled and loaded, which no capture can hold
-            run()
-        synchronize(device)
-        graph = module.CUDAGraph()
-        # Other threads copy meanwhile: only this one's launches are captured, and may not wait.
-        with module.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
-            result = run()
-
-        def replay() -> Any:
-            graph.replay()
-            return result
-
-        return replay
-
-    return make
 
 
 def available_nbytes(device: Device) -> int:

@@ -120,3 +120,8 @@ class OutOfBlocks(PdClusterError):
         super().__init__(f"wanted {wanted} blocks, {free} are free")
         self.wanted = wanted
         self.free = free
+
+
+def first_line(error: BaseException) -> str:
+    """Of another library's error, short enough for one line of our own."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

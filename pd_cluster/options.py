@@ -39,7 +39,7 @@ class ServeOptions:
     max_num_seqs: int
     max_num_batched_tokens: int
     dtype: str
-    block_size: int
+    block_size: int | None
     seed: int | None
     max_logprobs: int
     device: str

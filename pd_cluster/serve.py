@@ -12,6 +12,7 @@ from typing import get_args
 
 import msgspec
 
+from pd_cluster import hccl
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.auto_role import AutoRole
 from pd_cluster.cluster.elastic import Tables
@@ -170,9 +171,23 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         engine=msgspec.structs.replace(engine, tensor_parallel_size=num_devices, num_local_ranks=place.num_local_ranks),
         timeouts=timeouts,
         ranks=RankPlace(size=num_devices),
+        environment=_hccl_environment(engine.device, place, timeouts, options.kv_port_range),
         log_level=options.log_level.upper(),
     )
     asyncio.run(run_worker(config, bind(options.host, options.port), place.cluster_tag))
+
+
+def _hccl_environment(device: str, place: Place, timeouts: Timeouts, kv_port_range: str) -> dict[str, str]:
+    """What rank processes on NPUs get; empty for others."""
+    if not hccl.is_wanted(device, place.server):
+        return {}
+    ports = PortRange.parse(kv_port_range)
+    environment = hccl.environment(hccl.settings(place.server, place.bind_address, timeouts, ports, os.environ))
+    if hccl.RANK_TABLE in environment:
+        log.warning(
+            "%s=%s is not handed to the ranks: HCCL would read it", hccl.RANK_TABLE, os.environ[hccl.RANK_TABLE]
+        )
+    return environment
 
 
 def _die_with_parent(env: Mapping[str, str]) -> None:

@@ -14,8 +14,9 @@ from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, Role, SamplingP
 
 PROTOCOL_VERSION = 8
 MAX_MESSAGE_NBYTES = 64 << 20
-MAX_EXPORT_NBYTES = 1024  # of a PoolExport
-TransportName = Literal["local", "ipc", "shm", "nccl", "dist"]
+MAX_EXPORT_NBYTES = 1024  # of a PoolExport, for each of its parts
+MAX_EXPORT_PARTS = 1024
+TransportName = Literal["local", "ipc", "shm", "nccl", "hccl", "dist"]
 KVWireDtype = Literal["auto", "int8"]
 
 
@@ -196,9 +197,9 @@ class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """local, ipc, shm: `address` is a random name. nccl, dist: `port` of the store, `address` the group's name.
+    """local, ipc, shm: `address` is a random name. Else `port` of the store, `address` the group's name.
 
-    `backend`: nccl or gloo, of a group. `device_uuid`: the accelerator that P's pool is on.
+    `backend`: nccl, hccl or gloo, of a group. `device_uuid`: the accelerator that P's pool is on.
     """
 
     transport: TransportName
@@ -208,15 +209,21 @@ class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
     device_uuid: str = ""
 
 
-class PoolExport(msgspec.Struct, frozen=True, kw_only=True):
-    """What P hands to D over their Unix socket (transport/ipc.py): how to map the pool's device memory.
-
-    `handle` names an allocation to the driver; the pool's `nbytes` begin `offset_nbytes` into it.
-    """
+class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
+    """`handle` names an allocation to the driver; the part's `nbytes` begin `offset_nbytes` into it."""
 
     handle: Annotated[bytes, msgspec.Meta(max_length=512)]
     nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     offset_nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class PoolExport(msgspec.Struct, frozen=True, kw_only=True):
+    """What P hands to D over their Unix socket (transport/ipc.py): how to map the pool's device memory.
+
+    A block-major pool is one part; one that lies by layers has a part for each, in order.
+    """
+
+    parts: Annotated[list[MemoryPart], msgspec.Meta(max_length=MAX_EXPORT_PARTS)]
     block_nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 

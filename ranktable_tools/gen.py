@@ -13,6 +13,7 @@ from ranktable_tools import probe
 from ranktable_tools.errors import RankTableError
 from ranktable_tools.files import write_private
 from ranktable_tools.hosts import HOST_EXPECTED, in_file_name, is_host
+from ranktable_tools.npu import Npu
 from ranktable_tools.probe import DeviceKind
 from ranktable_tools.rules import device_conflicts, entries
 from ranktable_tools.tables import Device, LocalRankTable, RankTable, Server, local_table, server_group
@@ -43,7 +44,8 @@ def generate(
     device_ips: Mapping[int, str] | None = None,
 ) -> Generated:
     """`prefill` and `decode`: the device ids of each instance, in order of rank. `device_ips` are asked of
-    the machine where they aren't given. Raises RankTableError.
+    the machine where they aren't given. Where NPUs have a super_device_id, all tables are of version 1.2, as HCCL
+    has it. Raises RankTableError.
     """
     if not is_host(server_ip):
         raise RankTableError(_ARGUMENTS, "--server-ip", server_ip, HOST_EXPECTED)
@@ -51,23 +53,24 @@ def generate(
     if not (prefill or decode or api_server):
         expected = "--prefill-server-list, --decode-server-list or --api-server"
         raise RankTableError(_ARGUMENTS, "instances", "none", expected)
-    addresses = _addresses([*prefill, *decode], server_ip, device_kind, device_ips or {})
-    prefill_servers = tuple(_server(server_ip, ids, addresses) for ids in prefill)
-    decode_servers = tuple(_server(server_ip, ids, addresses) for ids in decode)
+    devices = _devices([*prefill, *decode], server_ip, device_kind, device_ips or {})
+    prefill_servers = tuple(_server(server_ip, ids, devices) for ids in prefill)
+    decode_servers = tuple(_server(server_ip, ids, devices) for ids in decode)
     host = Server(server_ip, server_ip)
     groups = (
         server_group("scheduler", (host,) if api_server else ()),
         server_group("prefill", prefill_servers),
         server_group("decode", decode_servers),
     )
-    table = RankTable("1.0", "completed", groups)
+    version = "1.2" if any(device.super_device_id for device in devices.values()) else "1.0"
+    table = RankTable(version, "completed", groups)
     for fault in device_conflicts(entries(table)):  # no table is written that nobody would read
         raise replace(fault, file=_ARGUMENTS).error()
     names = _local_names(server_ip, [*prefill, *decode])
     servers = dict(zip(names, prefill_servers + decode_servers, strict=True))
     if api_server:
         servers[f"local_ranktable_{in_file_name(server_ip)}_host.json"] = host
-    tables = {name: local_table("1.0", server) for name, server in servers.items()}
+    tables = {name: local_table(version, server) for name, server in servers.items()}
     return Generated(server_ip, table, tables)
 
 
@@ -103,22 +106,22 @@ def _instances(
             yield f"{option}[{index}]", ids
 
 
-def _addresses(
+def _devices(
     instances: Sequence[Sequence[int]], server_ip: str, kind: DeviceKind, given: Mapping[int, str]
-) -> dict[int, str]:
+) -> dict[int, Npu]:
     used = [device_id for ids in instances for device_id in ids]
     for device_id, address in given.items():
         if device_id not in used:
             raise RankTableError(_ARGUMENTS, "--device-ip", device_id, "a device of an instance")
         if not is_host(address):
             raise RankTableError(_ARGUMENTS, f"--device-ip {device_id}", address, HOST_EXPECTED)
-    asked = [device_id for device_id in used if device_id not in given]
-    return {**given, **(probe.device_ips(kind, asked, server_ip) if asked else {})}
+    return probe.find_devices(kind, used, server_ip, given) if used else {}
 
 
-def _server(server_ip: str, device_ids: Sequence[int], addresses: Mapping[int, str]) -> Server:
-    devices = (Device(str(i), addresses[i], str(rank)) for rank, i in enumerate(device_ids))
-    return Server(server_ip, server_ip, tuple(devices))
+def _server(server_ip: str, device_ids: Sequence[int], devices: Mapping[int, Npu]) -> Server:
+    found = [(str(i), devices[i]) for i in device_ids]
+    ranked = (Device(i, one.address, str(rank), one.super_device_id) for rank, (i, one) in enumerate(found))
+    return Server(server_ip, server_ip, tuple(ranked))
 
 
 def _local_names(server_ip: str, instances: Sequence[Sequence[int]]) -> list[str]:

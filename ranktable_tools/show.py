@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from ranktable_tools.tables import RankTable, Server
 
-_TITLES = ("#", "role", "host", "devices", "device ips")
-_Row = tuple[str, str, str, str, str]
+_TITLES = ("#", "role", "host", "devices", "device ips", "super device ids")
+_Row = tuple[str, str, str, str, str, str]
 
 
 def render(table: RankTable) -> str:
     rows = [_TITLES, *_rows(table)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    in_super_pod = any(device.super_device_id for server in table.instances for device in server.device)
+    num_columns = len(_TITLES) - (not in_super_pod)
+    widths = [max(len(row[column]) for row in rows) for column in range(num_columns)]
+    lines = ["  ".join(map(str.ljust, row[:num_columns], widths)).rstrip() for row in rows]
     order = ",".join(f"<port of #{index}>" for index in range(len(table.instances)))
     return "\n".join([f"{table.file}: version {table.version}, {table.status}", *lines, f"NODE_PORTS={order}"])
 
@@ -27,4 +29,5 @@ def _rows(table: RankTable) -> list[_Row]:
 def _row(index: str, role: str, server: Server) -> _Row:
     ids = ",".join(device.device_id for device in server.device) or "-"
     addresses = ",".join(device.device_ip for device in server.device) or "-"
-    return index, role, server.server_ip, ids, addresses
+    super_ids = ",".join(device.super_device_id or "-" for device in server.device) or "-"
+    return index, role, server.server_ip, ids, addresses, super_ids

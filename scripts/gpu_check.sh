@@ -106,6 +106,8 @@ END
 }
 
 run_tests() {
+    [ "$quick" ] || run_clusters &
+    clusters=$!
     num_workers=$(($(nproc) / 2))
     [ "$num_workers" -ge 1 ] || num_workers=1
     [ "$num_workers" -le 8 ] || num_workers=8
@@ -117,7 +119,18 @@ run_tests() {
         $([ "$quick" ] || ls tests/model/test_cuda_*.py) tests/model/test_graphs.py tests/model/test_greedy_exact.py \
         >"$out/tests.txt" 2>&1 || status=$?
     tail -n 1 "$out/tests.txt" >&2
+    wait "$clusters" || status=$?
     [ "$status" -ne 124 ] || say "the tests were not done after $tests_s s"
+}
+
+# Clusters of real processes on the device, beside the other tests: what they cost is mostly starting.
+run_clusters() {
+    ended=0
+    PD_CLUSTER_TEST_DEVICE=$device timeout -k 5 "$tests_s" "$python" -m pytest -m "not slow" -n 2 --dist loadfile \
+        --junitxml="$out/clusters.xml" -o junit_family=xunit1 tests/cluster/test_exact.py \
+        tests/cluster/test_document_rows.py >"$out/clusters.txt" 2>&1 || ended=$?
+    tail -n 1 "$out/clusters.txt" >&2
+    return "$ended"
 }
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)

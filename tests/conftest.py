@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from pd_cluster.cluster.rank_process import LOOKUPS
+
+for name, value in LOOKUPS.items():  # as rank processes have them, for links between engines in one process
+    os.environ.setdefault(name, value)
 
 
 @pytest.fixture(scope="session")

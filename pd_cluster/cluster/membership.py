@@ -23,7 +23,7 @@ from pd_cluster.mailbox import Mailbox
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import Role
 from ranktable_tools import Server
-from ranktable_tools.hosts import host_key
+from ranktable_tools.hosts import host_key, is_ip
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +33,10 @@ FAREWELL_S = 1.0  # between the last message to an instance and the end of its c
 
 
 def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
-    """The global table's workers, in the order of NODE_PORTS. Raises ConfigError for a host that does not resolve."""
+    """The global table's workers, in the order of NODE_PORTS. A host that does not resolve yet stays a name."""
     num_prefill = len(place.table.prefill)
     return [
-        Instance(name, _role(at < num_prefill), resolve_host(server.server_ip), port, _ids(server))
+        Instance(name, _role(at < num_prefill), _address(server.server_ip), port, _ids(server))
         for at, (name, server, port) in enumerate(zip(place.names, place.table.instances, ports, strict=True))
     ]
 
@@ -115,6 +115,9 @@ class Membership(Roster):
             way_out = f"pd-cluster instances add {instance.name} --port PORT"
             self.set_state(instance, "unreachable", f"its port is not known; {way_out}")
             return
+        if reason := await self._find(instance):
+            self.set_state(instance, "unreachable", reason)
+            return
         host = f"[{instance.host}]" if ":" in instance.host else instance.host
         try:
             answer = await client.get(f"http://{host}:{instance.port}/instance")
@@ -136,6 +139,16 @@ class Membership(Roster):
             self.connect(instance, info)
         else:
             self.set_state(instance, "loading" if info.state == "loading" else "failed", info.error)
+
+    async def _find(self, instance: Instance) -> str:
+        """Asks for its name's address again: a pod comes back with another one. Returns why there is none, or ""."""
+        name = self._hosts.get(instance.name, instance.host)
+        if not is_ip(name):
+            try:
+                instance.host = await asyncio.to_thread(resolve_host, name)
+            except ConfigError as error:
+                return str(error)
+        return ""
 
     def _misplaced(self, instance: Instance, info: InstanceInfo) -> str:
         """Why whoever answers here is not this entry of the table; "" when it is."""
@@ -182,6 +195,14 @@ class Membership(Roster):
         peers = wire.Peers([instance.to_peer() for instance in ready])
         for instance in ready:
             self._mailbox.send(instance.conn, peers)
+
+
+def _address(host: str) -> str:
+    """A number, or the name while nobody knows it."""
+    try:
+        return resolve_host(host)
+    except ConfigError:
+        return host
 
 
 def _role(is_prefill: bool) -> Role:

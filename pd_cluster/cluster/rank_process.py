@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Mapping
 
 import msgspec
 
@@ -14,6 +15,17 @@ from pd_cluster.config import WorkerConfig
 from pd_cluster.reports import RankReport
 
 STOP_TIMEOUT_S = 5.0
+# torch's stores look up the name of every address, for their logs, and wait for a name server that is silent.
+LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
+# Else `import torch` imports torch_npu, wherever it is installed, and fails where its driver is not.
+DEFAULTS = {**LOOKUPS, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def environment_of(config: WorkerConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    threads = str(config.num_threads)
+    taken_away = [name for name, value in config.environment.items() if not value]
+    env = {**DEFAULTS, **inherited, **config.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    return {name: value for name, value in env.items() if name not in taken_away}
 
 
 class RankProcess:
@@ -39,8 +51,6 @@ class RankProcess:
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
-        threads = str(self._config.num_threads)
-        env = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -49,7 +59,7 @@ class RankProcess:
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno(), *self._config.ranks.fds],
                 stdin=asyncio.subprocess.DEVNULL,
-                env=env,
+                env=environment_of(self._config, os.environ),
             )
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(msgspec.json.encode(self._config) + b"\n")

@@ -43,7 +43,7 @@ def build_core(
     prefix = PrefixScope(runner.model_identity, runner.pool.layout.dtype) if config.enable_prefix_caching else None
     scheduler = Scheduler(
         BlockPool(runner.pool.num_blocks),
-        config.block_size,
+        runner.pool.layout.block_size,
         config.max_num_seqs,
         config.max_num_batched_tokens,
         prefix,

@@ -88,7 +88,7 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
         "ready after %.1f s: %d blocks of %d tokens, control port %d",
         time.monotonic() - started_s,
         report.num_blocks,
-        config.engine.block_size,
+        report.layout.block_size if report.layout is not None else 0,
         report.control_port,
     )
     _tell(channel, report)

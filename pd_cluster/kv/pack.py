@@ -1,21 +1,22 @@
 """A piece of a prompt's KV cache as one payload: out of one pool, into another of whatever block size, dtype and heads.
 
-The one place that converts. Pools are data [num_blocks, num_layers, 2, block_size, local_kv_heads, head_dim]. Knows
-nothing of how payloads travel.
+The one place that converts. Pools are data [num_blocks, num_layers, 2, block_size, local_kv_heads, head_dim], or lie by
+layers; payloads are the same for both. Knows nothing of how payloads travel.
 """
 
 from __future__ import annotations
 
 import torch
 
+from pd_cluster.kv.layered import LayerMajor
 from pd_cluster.kv.layout import SCALE_NBYTES, Route
-from pd_cluster.kv.pool import TORCH_DTYPES
+from pd_cluster.kv.pool import TORCH_DTYPES, Memory, shape_of
 from pd_cluster.wire import KVPiece
 
 INT8_MAX = 127
 
 
-def pack(data: torch.Tensor, piece: KVPiece, route: Route) -> torch.Tensor:
+def pack(data: Memory, piece: KVPiece, route: Route) -> torch.Tensor:
     """The payload as bytes, [payload_nbytes] uint8; a view of the pool where that is possible."""
     if route.is_verbatim:
         return _blocks_of(data, piece)
@@ -26,9 +27,14 @@ def pack(data: torch.Tensor, piece: KVPiece, route: Route) -> torch.Tensor:
     return x.to(TORCH_DTYPES[route.wire_dtype]).contiguous().view(torch.uint8).reshape(-1)
 
 
-def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, data: torch.Tensor, into: list[int]) -> None:
+def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, data: Memory, into: list[int]) -> None:
     """Writes a payload of `pack` to a pool: `into` are the blocks that hold the piece's tokens there."""
     if route.is_verbatim:
+        if isinstance(data, LayerMajor):
+            _, _, *of_layer = shape_of(route.target, 1)
+            blocks = payload.view(data.dtype).view(len(into), piece.num_layers, *of_layer)
+            data.scatter(ids_on(data.device, torch.tensor(into)), blocks.to(data.device), piece.first_layer)
+            return
         blocks = as_layers(data)[:, piece.first_layer : piece.stop_layer]  # [num_blocks, num_layers, layer_nbytes]
         payload = payload.view(len(into), piece.num_layers, -1)
         at = 0
@@ -47,6 +53,9 @@ def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, data: torch.Tens
     tokens = torch.arange(piece.num_tokens) + piece.first_token % route.target.block_size
     block = ids_on(data.device, torch.tensor(into)[tokens // route.target.block_size])
     offset = ids_on(data.device, tokens % route.target.block_size)
+    if isinstance(data, LayerMajor):
+        data.put_tokens(block, offset, route.heads_in(route.target), x, piece.first_layer)
+        return
     target = data[:, piece.first_layer : piece.stop_layer, :, :, route.heads_in(route.target)]
     target[block, :, :, offset] = x.permute(2, 0, 1, 3, 4).to(data.dtype)  # [num_tokens, num_layers, 2, heads, dim]
 
@@ -80,19 +89,27 @@ def runs(ids: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _blocks_of(data: torch.Tensor, piece: KVPiece) -> torch.Tensor:
+def _blocks_of(data: Memory, piece: KVPiece) -> torch.Tensor:
+    if isinstance(data, LayerMajor):
+        return _gathered(data, piece).view(-1).view(torch.uint8)
     blocks = as_layers(data)[:, piece.first_layer : piece.stop_layer]
     pieces = [blocks[first : first + count] for first, count in runs(piece.block_ids)]
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return whole.reshape(-1)  # copies what is not contiguous
 
 
-def _vectors_of(data: torch.Tensor, piece: KVPiece, route: Route) -> torch.Tensor:
+def _gathered(data: LayerMajor, piece: KVPiece) -> torch.Tensor:
+    return data.gather(ids_on(data.device, torch.tensor(piece.block_ids)), piece.first_layer, piece.stop_layer)
+
+
+def _vectors_of(data: Memory, piece: KVPiece, route: Route) -> torch.Tensor:
     """[num_layers, 2, num_tokens, num_heads, head_dim]"""
-    layers = data[:, piece.first_layer : piece.stop_layer, :, :, route.heads_in(route.source)]
-    blocks = layers.index_select(
-        0, ids_on(data.device, torch.tensor(piece.block_ids))
-    )  # [n, num_layers, 2, block_size, heads, dim]
-    x = blocks.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
+    heads = route.heads_in(route.source)
+    if isinstance(data, LayerMajor):
+        blocks = _gathered(data, piece)[:, :, :, :, heads]
+    else:
+        layers = data[:, piece.first_layer : piece.stop_layer, :, :, heads]
+        blocks = layers.index_select(0, ids_on(data.device, torch.tensor(piece.block_ids)))
+    x = blocks.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)  # blocks are [n, num_layers, 2, block_size, heads, dim]
     start = piece.first_token % route.source.block_size
     return x[:, :, start : start + piece.num_tokens]

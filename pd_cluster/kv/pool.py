@@ -1,4 +1,4 @@
-"""The KV cache itself: one tensor, block-major, so that a block is one contiguous range.
+"""The KV cache itself: one tensor, block-major, so that a block is one contiguous range; on NPUs one a layer.
 
 On CPU the memory is a memfd: another process that is handed the descriptor can map it, and it is gone with the
 last process that has it, however that ended. On an accelerator it is one allocation of the device's. Knows nothing of
@@ -19,18 +19,21 @@ import torch
 
 from pd_cluster.device import CPU, Device
 from pd_cluster.errors import ConfigError
+from pd_cluster.kv.layered import LayerMajor
 from pd_cluster.kv.layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+Memory = torch.Tensor | LayerMajor  # the latter on NPUs
 NUM_EXTRA_BLOCKS = 3  # behind the pool's own: one takes what padding writes, two prove links
 
 
 class KVPool:
     """`data` is [num_blocks + extra, num_layers, 2, block_size, local_kv_heads, head_dim]; index 2 is key, value.
 
-    `num_blocks` counts those that requests can hold. The probe block has a content that follows from `probe_seed`,
+    `memory` is `data`, or what takes its place where pools lie by layers. `num_blocks` counts those that requests can
+    hold. The probe block has a content that follows from `probe_seed`,
     and never another: the probes of others land in a block of their own.
     """
 
@@ -41,22 +44,29 @@ class KVPool:
         self.num_blocks = num_blocks
         self.device = device
         self.fd = -1  # of the memory, on CPU
+        self.memory: Memory
         if device.is_accelerator:
-            shape, dtype = shape_of(layout, num_blocks + NUM_EXTRA_BLOCKS), TORCH_DTYPES[layout.dtype]
             try:
-                self.data = torch.zeros(shape, dtype=dtype, device=device.torch_name)
+                self.memory = self._allocated()
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"{_described(layout, num_blocks)} does not fit {device.torch_name}: {error}; give it less"
                 ) from None
         else:
             try:
-                self.data = self._mapped()
+                self.memory = self._mapped()
             except (OSError, OverflowError) as error:
                 raise ConfigError(f"{_described(layout, num_blocks)} cannot be had: {error}; give it less") from None
         self.probe_lock = threading.Lock()  # of the block where several links' probes land
         self.probe_seed = secrets.randbits(62)
-        self.data[self.probe_block] = probe_content(layout, self.probe_seed)[0].to(self.data.device)
+        self.put_block(self.probe_block, probe_content(layout, self.probe_seed)[0])
+
+    def _allocated(self) -> Memory:
+        """On an accelerator."""
+        num_blocks, dtype = self.num_blocks + NUM_EXTRA_BLOCKS, TORCH_DTYPES[self.layout.dtype]
+        if self.device.kind == "npu":
+            return LayerMajor.zeros(self.layout, num_blocks, dtype, self.device.torch_name)
+        return torch.zeros(shape_of(self.layout, num_blocks), dtype=dtype, device=self.device.torch_name)
 
     def _mapped(self) -> torch.Tensor:
         num_blocks = self.num_blocks + NUM_EXTRA_BLOCKS
@@ -65,6 +75,12 @@ class KVPool:
         os.ftruncate(self.fd, nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return view_blocks(mmap.mmap(self.fd, nbytes), self.layout, num_blocks)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Of a block-major pool."""
+        assert isinstance(self.memory, torch.Tensor)
+        return self.memory
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +96,24 @@ class KVPool:
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value of one layer, each [num_blocks + extra, block_size, local_kv_heads, head_dim] (strided)."""
-        return self.data[:, layer_idx, 0], self.data[:, layer_idx, 1]
+        if isinstance(self.memory, LayerMajor):
+            keys, values = self.memory.layers[layer_idx]
+            return keys, values
+        return self.memory[:, layer_idx, 0], self.memory[:, layer_idx, 1]
+
+    def block(self, block: int) -> torch.Tensor:
+        """One block on the host, [num_layers, 2, block_size, local_kv_heads, head_dim]."""
+        if isinstance(self.memory, LayerMajor):
+            return torch.stack([layer[:, block] for layer in self.memory.layers]).cpu()
+        return self.memory[block].cpu()
+
+    def put_block(self, block: int, content: torch.Tensor | float) -> None:
+        """What `block` gives, from the host; or one number."""
+        if not isinstance(self.memory, LayerMajor):
+            self.memory[block] = content.to(self.memory.device) if isinstance(content, torch.Tensor) else content
+            return
+        for i, layer in enumerate(self.memory.layers):
+            layer[:, block] = content[i].to(layer.device) if isinstance(content, torch.Tensor) else content
 
     def check_blocks(self, table: npt.NDArray[np.int64], wanted: int) -> None:
         """Kernels trust what passes here; `wanted` is how long it must be. Raises ValueError."""
@@ -93,11 +126,16 @@ class KVPool:
 
     def flat(self) -> torch.Tensor:
         """The same memory as bytes: [num_blocks + extra, block_nbytes] uint8."""
-        return self.data.view(len(self.data), -1).view(torch.uint8)
+        return flat(self.data)
 
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
+
+
+def flat(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks as bytes: [num_blocks, block_nbytes] uint8."""
+    return blocks.view(len(blocks), -1).view(torch.uint8)
 
 
 def _described(layout: KVLayout, num_blocks: int) -> str:

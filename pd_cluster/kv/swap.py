@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.layered import LayerMajor
+from pd_cluster.kv.pool import KVPool, flat
 
 Kind = Literal["copy", "out", "in"]
 
@@ -28,6 +29,9 @@ class SwapSpace:
 
         Neither the targets of neighbouring "out" moves nor those of "in" moves repeat, so these go in one go.
         """
+        if isinstance(self._pool.memory, LayerMajor):
+            self._move_layered(self._pool.memory, moves)
+            return
         blocks = self._pool.flat()
         for kind, group in itertools.groupby(moves, key=lambda move: move[0]):
             pairs = [(source, target) for _, source, target in group]
@@ -51,3 +55,14 @@ class SwapSpace:
                 self._host[target].copy_(blocks[source], non_blocking=True)
             else:
                 blocks[target].copy_(self._host[source], non_blocking=True)
+
+    def _move_layered(self, memory: LayerMajor, moves: Sequence[tuple[Kind, int, int]]) -> None:
+        for kind, source, target in moves:
+            here, there = (torch.tensor([block], device=memory.device) for block in (source, target))
+            if kind == "copy":
+                memory.copy_from(memory, here, there)
+            elif kind == "out":
+                self._host[target].copy_(flat(memory.gather(here))[0], non_blocking=True)
+            else:
+                block = self._host[source].to(memory.device, non_blocking=True).view(memory.dtype)
+                memory.scatter(there, block.view(1, *memory.gather(there).shape[1:]))

@@ -12,6 +12,7 @@ import torch
 
 from pd_cluster.device import Device
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.streams import HostValues
 from pd_cluster.types import Request
 
 Ints = npt.NDArray[np.int64]
@@ -46,6 +47,7 @@ class ForwardBatch:
     kernel_state: object = None  # what the kernels keep from layer to layer
     replay_lens: Ints | None = None  # a graph's batch only: the `host_context_lens` of the step that it replays
     before_replay: Callable[[], None] | None = None  # of a graph's batch: what the kernels must do on the host
+    host_values: Callable[[Ints], HostValues] | None = None  # of a graph's batch: what its kernels are given, by lens
 
     @property
     def num_tokens(self) -> int:

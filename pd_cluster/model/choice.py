@@ -24,6 +24,11 @@ LARGEST = torch.finfo(torch.float32).max
 MAX_SORTED = 4 << 20  # numbers at once: sorting and summing takes some forty bytes for each
 
 
+def can_choose(requests: Sequence[Request], device: Device) -> bool:
+    """Whether the host is not needed. Draws take numbers in double, which NPUs compute slowly if at all."""
+    return device.kind != "npu" or all(request.sampling.greedy for request in requests)
+
+
 def choose(logits: Tensor, requests: Sequence[Request], num_unknown: int, device: Device) -> Tensor:
     """Token ids [num_rows] int64, on the device, of rows of logits [num_rows, vocab_size], one for each request.
 

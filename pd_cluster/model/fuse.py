@@ -133,17 +133,24 @@ def _mlp(mlp: Any, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor]:
     if activation is None:  # an activation without a kernel: the module itself, on a batch of one sequence
         return lambda x: mlp(x[None])[0]
     if hasattr(mlp, "experts"):
-        return Experts(mlp, ops, activation) if ops.name != "Triton" else _grouped(mlp, activation)
+        return _experts(mlp, ops, activation)
     intermediate_size: int = mlp.gate_proj.out_features
     gate_up, down = join([mlp.gate_proj, mlp.up_proj]), join([mlp.down_proj])
     del mlp.gate_proj, mlp.up_proj, mlp.down_proj
     return GatedMLP(gate_up, down, ops, activation, intermediate_size)
 
 
-def _grouped(block: Any, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-    from pd_cluster.model.cuda.experts import GroupedExperts  # Triton is only where its ops are
+def _experts(block: Any, ops: Ops, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """On accelerators such that the host need not know which experts are chosen."""
+    if ops.name == "Triton":
+        from pd_cluster.model.cuda import experts as cuda  # Triton is only where its ops are
 
-    return GroupedExperts.of_block(block, activation)
+        return cuda.GroupedExperts.of_block(block, activation)
+    if ops.name == "NPU":
+        from pd_cluster.model.npu import experts as npu
+
+        return npu.GroupedExperts(block, ops, activation)
+    return Experts(block, ops, activation)
 
 
 class GatedMLP:

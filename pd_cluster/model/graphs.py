@@ -1,7 +1,7 @@
 """Decode steps as graphs: captured once for a padded number of sequences, then replayed on the same buffers.
 
 A graph is captured when its size is first wanted, so that no start waits for it. Rows of padding have no context, and
-write to the pool's block for padding. Who captures comes from outside: see `device.capture`.
+write to the pool's block for padding. Who captures comes from outside: see `streams.capture`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_cluster.device import Marker, mark
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, Ints, StepInput
 from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.streams import Marker, mark
 
 LEAST_BUCKET = 512  # tokens of the longest context that a graph's work is divided for; the next has four times as many
 BUCKET_FACTOR = 4
@@ -25,7 +25,7 @@ SIZE_STEP = 8  # between sizes; below it they are powers of two
 NUM_STAGES = 2  # of host memory: one is filled while the device reads the other
 
 Run = Callable[[], torch.Tensor]
-Capture = Callable[[Run], Run]  # what is launched by the one is launched again by the other, on the same tensors
+Capture = Callable[[Run], Callable[..., torch.Tensor]]  # what the one launches, the other launches again: `Replay`
 
 
 def padded_size(num_seqs: int, most: int) -> int:
@@ -61,7 +61,7 @@ class _Parts(NamedTuple):
 
 class _Graph(NamedTuple):
     batch: ForwardBatch  # over buffers that each step fills anew
-    replay: Run
+    replay: Callable[..., torch.Tensor]
 
 
 class DecodeGraphs:
@@ -72,7 +72,7 @@ class DecodeGraphs:
         self._most = max_num_seqs
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(max_model_len))
-        device = pool.data.device
+        device = pool.memory.device
         pinned = pool.device.is_accelerator
         length = self._parts.blocks.stop
         self._stages = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_STAGES)]
@@ -106,6 +106,8 @@ class DecodeGraphs:
         graph.batch.replay_lens = lens
         if graph.batch.before_replay is not None:
             graph.batch.before_replay()
+        if graph.batch.host_values is not None:
+            return graph.replay(graph.batch.host_values(lens))[:num_seqs]
         return graph.replay()[:num_seqs]
 
     def _captured(self, size: int, context_len: int, lens: Ints) -> _Graph:
@@ -122,7 +124,9 @@ class DecodeGraphs:
         np.cumsum(nums_blocks, out=table_starts[1 : num_seqs + 1])
         table_starts[num_seqs + 1 :] = table_starts[num_seqs]
         self._pool.check_blocks(step.blocks, int(table_starts[-1]))
-        slots = np.full(size, self._pool.num_blocks * block_size)
+        slots = (
+            self._pool.num_blocks * block_size + np.arange(size) % block_size
+        )  # each its own: some kernels want that
         slots[:num_seqs] = step.blocks[table_starts[:num_seqs] + starts // block_size] * block_size
         slots[:num_seqs] += starts % block_size
         self._copied[self._turn].wait()

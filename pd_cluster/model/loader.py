@@ -21,7 +21,7 @@ from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa
-from pd_cluster.model.attention.choice import SDPA, Attention, choose_attention
+from pd_cluster.model.attention.choice import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.build import KernelsUnavailable, are_wanted
@@ -37,7 +37,6 @@ from pd_cluster.types import Request, SamplingParams
 log = logging.getLogger(__name__)
 
 PROBE_NUM_TOKENS = 4
-PROBE_BLOCK_SIZE = 16
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}  # relative; in float32 fusing moves about 1e-6
 ALIASES = {"float": "float32", "half": "float16"}
 
@@ -57,22 +56,23 @@ def load_model(
     device: Device,
     group: Group | None = None,
     attention_backend: str = "auto",
-    block_size: int = PROBE_BLOCK_SIZE,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    max_num_seqs: int = 1,
 ) -> CausalLM:
     """The whole model, or this rank's share of it. Raises ModelError when the weights do not fit the architecture."""
     share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
     model = load_plain(checkpoint, dtype, device, share)
     layout = layout_of(model.config, block_size, dtype)
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
-    attention = choose_attention(attention_backend, model.config, layout, device, has_sinks)
+    attention = choose_attention(attention_backend, model.config, layout, device, has_sinks, max_num_seqs)
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention)
     if not can_fuse(model):
         log.info("model: %s", plain.kernels)
         return plain
-    expected = _probe_logits(plain, dtype, device)
+    expected = _probe_logits(plain, layout, device)
     fused = fuse(model, choose_ops(model.config, device, attention), share)
-    error = change_of(_probe_logits(fused, dtype, device), expected, dtype)
+    error = change_of(_probe_logits(fused, layout, device), expected, dtype)
     if not error <= PROBE_TOLERANCE[dtype]:
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
     log.info("model: %s", fused.kernels)
@@ -89,9 +89,14 @@ def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float
 
 
 def choose_ops(config: Any, device: Device = CPU, attention: Attention = SDPA) -> Ops:
-    """On CUDA Triton's kernels around the attention that was chosen; on CPU the C kernels, which have their own, unless
-    SDPA was asked for, they cannot be built, do not know the shape or PD_CLUSTER_CPU_KERNELS is 0.
+    """On CUDA Triton's kernels around the attention that was chosen, on NPUs torch-npu's operators; on CPU the C
+    kernels, which have their own, unless SDPA was asked for, they cannot be built, do not know the shape or
+    PD_CLUSTER_CPU_KERNELS is 0.
     """
+    if device.kind == "npu" and attention.write_and_attend is not None:
+        from pd_cluster.model.npu.ops import NpuOps
+
+        return NpuOps(attention.write_and_attend, attention.name)
     if attention.attend_batch is not None:
         from pd_cluster.model.cuda.ops import CudaOps  # Triton may be missing
 
@@ -184,12 +189,12 @@ def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:
     )
 
 
-def _probe_logits(model: CausalLM, dtype: str, device: Device) -> torch.Tensor:
+def _probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Tensor:
     """Logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a pool of their own."""
     vocab_size = model.config.vocab_size
     token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
     probe = Request("probe", token_ids, SamplingParams(), block_table=[0])
-    pool = KVPool(layout_of(model.config, PROBE_BLOCK_SIZE, dtype), num_blocks=1, device=device)
+    pool = KVPool(layout, num_blocks=1, device=device)
     batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
     batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.positions.device)
     with torch.inference_mode():

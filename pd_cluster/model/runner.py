@@ -13,13 +13,13 @@ import torch
 
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device, capture, resolve, use
+from pd_cluster.device import Device, resolve, use
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import Kind, SwapSpace
-from pd_cluster.model.attention.choice import check_backend
+from pd_cluster.model.attention.choice import check_backend, default_block_size
 from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
-from pd_cluster.model.choice import choose
+from pd_cluster.model.choice import can_choose, choose
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
 from pd_cluster.model.parallel.group import Alone, Group
@@ -27,6 +27,7 @@ from pd_cluster.model.profile import peak_of_a_step
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sizing import num_pool_blocks, num_swap_blocks
 from pd_cluster.model.tokens import After, DeviceTokens
+from pd_cluster.streams import capture
 from pd_cluster.types import Request
 
 log = logging.getLogger(__name__)
@@ -45,16 +46,18 @@ class ModelRunner:
         assert self.group.size == config.tensor_parallel_size
         self.device = device = device or resolve(config.device)
         use(device)
-        check_backend(config.attention_backend, config.block_size, device)
+        block_size = config.block_size or default_block_size(device)
+        check_backend(config.attention_backend, block_size, device)
         checkpoint = Checkpoint.open(config.model)
         self.max_model_len = checkpoint.max_model_len(config.max_model_len)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.model_identity = checkpoint.identity
         dtype = resolve_dtype(config.dtype, checkpoint, device)
-        backend, block_size = config.attention_backend, config.block_size
-        self.model = load_model(checkpoint, dtype, device, self.group, backend, block_size)
+        self.model = load_model(
+            checkpoint, dtype, device, self.group, config.attention_backend, block_size, config.max_num_seqs
+        )
         self.vocab_size = int(checkpoint.config["vocab_size"])
-        layout = layout_of(self.model.config, config.block_size, dtype)
+        layout = layout_of(self.model.config, block_size, dtype)
         if self.group.size > 1:
             layout = plan_of(checkpoint, self.group.size).layout_of_rank(layout, self.group.rank)
         peak = peak_of_a_step(self.model, layout, config, self.max_model_len, device)
@@ -95,8 +98,10 @@ class ModelRunner:
         """
         return self._logits(step, None, on_layer).float()
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens:
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens | None:
         """See engine/ahead.py; for runners that go ahead."""
+        if not can_choose(requests, self.device):
+            return None
         block_size = self.pool.layout.block_size
         if after is None:
             step, input_ids = step_input([(request, 1) for request in requests], block_size), None

@@ -6,9 +6,11 @@ from pd_cluster.config import EngineConfig
 from pd_cluster.device import Device, available_nbytes, memory, reserved_nbytes
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS
 
 DEFAULT_KV_CACHE_NBYTES = 1 << 30
 GIB = 1 << 30
+MAX_NPU_ELEMENTS = (1 << 31) - 1  # of one layer's keys or values
 DEFAULT_UTILIZATION = 0.9  # of an accelerator
 UNSEEN_NBYTES = 1 << 30  # of an accelerator: the driver's context, libraries' workspaces, graphs
 
@@ -37,12 +39,23 @@ def num_pool_blocks(
     else:
         enough = per_request * config.max_num_seqs
         return max(per_request, min(enough, DEFAULT_KV_CACHE_NBYTES // layout.block_nbytes))
+    num_blocks = _within_indices(num_blocks, layout, device, config.num_blocks is not None)
     if num_blocks < per_request:
         raise ConfigError(
-            f"{flag}: {num_blocks} blocks of {config.block_size} tokens cannot hold one request of "
+            f"{flag}: {num_blocks} blocks of {layout.block_size} tokens cannot hold one request of "
             f"--max-model-len {max_model_len} ({per_request} blocks); raise the one or lower the other"
         )
     return num_blocks
+
+
+def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_for: bool) -> int:
+    """NPUs count the numbers of one layer's keys in 32 bits."""
+    if device.kind != "npu":
+        return num_blocks
+    most = MAX_NPU_ELEMENTS // (layout.block_size * layout.local_kv_heads * layout.k_head_dim) - NUM_EXTRA_BLOCKS
+    if num_blocks > most and is_asked_for:
+        raise ConfigError(f"--num-blocks {num_blocks}: an NPU takes at most {most} of this model's blocks")
+    return min(num_blocks, most)
 
 
 def _left_nbytes(device: Device, share: float, peak_nbytes: int) -> int:

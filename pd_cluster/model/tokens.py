@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from pd_cluster.device import Device, mark
+from pd_cluster.device import Device
 from pd_cluster.model.batch import on_device
+from pd_cluster.streams import mark
 
 
 class Tokens(Protocol):

@@ -17,7 +17,9 @@ def run_batch(
     num_blocks: Annotated[
         int | None, typer.Option("--num-blocks", "--num-gpu-blocks-override", help="Blocks in the KV pool.")
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a KV cache block.")] = 16,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in a KV cache block; 16, on NPUs 128 when not given.")
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.")] = 256,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     chat_template: Annotated[str, typer.Option(help="File of a chat template, or the template itself.")] = "",

@@ -10,8 +10,9 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from pd_cluster.device import REACHED, Device, Marker, SideStream
-from pd_cluster.errors import LinkError
+from pd_cluster.device import Device
+from pd_cluster.errors import LinkError, first_line
+from pd_cluster.streams import REACHED, Marker, SideStream
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,12 @@ class Copies:
             finally:  # what went before an error is under way, too
                 self._last = self._stream.mark()
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """What waits for the current stream inside waits for this one, not for what is computed."""
+        with self._stream:
+            yield
+
     def settle(self) -> None:
         """Waits until all that was launched is over. Raises LinkError."""
         try:
@@ -54,7 +61,3 @@ class Copies:
             self._last.wait()
         except RuntimeError as error:  # the device is beyond use: nothing is written any more
             log.error("copying KV cache on the device failed: %s", first_line(error))
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

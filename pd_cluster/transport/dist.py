@@ -2,8 +2,8 @@
 
 The group is built directly on a TCPStore that P hosts on the rank table's address (pair.py): nothing that another link
 could disturb. Payloads land in staging buffers and are copied to their blocks from there; a timeout ends the link, so
-that late bytes never reach a reused block. Over gloo the staging is host memory, wherever the pools are; over NCCL it
-is on the devices, and payloads have no checksum: the host would have to fetch them to hash them.
+that late bytes never reach a reused block. Over gloo the staging is host memory, wherever the pools are; over NCCL and
+HCCL it is on the devices, and payloads have no checksum: the host would have to fetch them to hash them.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from datetime import timedelta
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 
 from pd_cluster import device as devices
-from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster import device_group
+from pd_cluster.device import Device
+from pd_cluster.errors import LinkError, TransferFailed, first_line
 from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import Checksum, Prepared
-from pd_cluster.transport.copies import Copies, first_line
+from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.pair import (
+    BACKENDS,
     RECEIVER,
     SENDER,
     Backend,
@@ -30,13 +32,12 @@ from pd_cluster.transport.pair import (
     close_group,
     join_store,
     make_group,
-    why_no_nccl,
 )
 from pd_cluster.transport.staging import Staging
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 8 << 20
-MAX_NCCL_PAYLOAD_NBYTES = 32 << 20
+MAX_DEVICE_PAYLOAD_NBYTES = 32 << 20
 NUM_UNDER_WAY = 4  # payloads: one is packed or unpacked while the next are on the wire
 
 
@@ -51,7 +52,7 @@ class DistSender:
         transfer_s: float,
         backend: Backend = "gloo",
     ) -> None:
-        self.name: TransportName = "nccl" if backend == "nccl" else "dist"
+        self.name: TransportName = "dist" if backend == "gloo" else backend
         self.max_payload_nbytes = _most(backend)
         self._store: Store | None = Store(bind_host, connect_s)
         self._pool = pool
@@ -74,7 +75,7 @@ class DistSender:
             address=self._group_name,
             port=self._store.port,
             backend=self._backend,
-            device_uuid=devices.uuid(self._pool.device) if self._backend == "nccl" else "",
+            device_uuid="" if self._backend == "gloo" else devices.uuid(self._pool.device),
         )
 
     def open(self, peer: KVLayout) -> None:
@@ -82,8 +83,8 @@ class DistSender:
         route = Route(self._pool.layout, peer, self._wants_int8)
         self._staging = Staging(self._pool, route, self._copies, in_host_memory=self._backend == "gloo")
         self._staging.warm()
-        prefix = PrefixStore(self._group_name, self._store.store)
-        self._group = make_group(self._backend, prefix, SENDER, self._bind_host, self._connect_s, self._pool.device)
+        store, name, host = self._store.store, self._group_name, self._bind_host
+        self._group = make_group(self._backend, store, name, SENDER, host, self._connect_s, self._pool.device)
 
     def prepare(self, piece: KVPiece) -> Prepared:
         assert self._staging is not None
@@ -123,7 +124,7 @@ class DistReceiver:
     ) -> None:
         self.name: TransportName = offer.transport
         self._offer = offer
-        self._backend: Backend = "nccl" if offer.backend == "nccl" else "gloo"
+        self._backend: Backend = next((each for each in BACKENDS if each == offer.backend), "gloo")
         self._pool = pool
         self._checksum = checksum
         self._route = Route(peer, pool.layout, wants_int8)
@@ -141,23 +142,12 @@ class DistReceiver:
         self.precision = self._route.precision
 
     def open(self) -> None:
-        if self._offer.backend not in get_args(Backend):
-            raise LinkError(
-                f"the prefill instance sends with {self._offer.backend!r}, this one receives with "
-                f"{', '.join(get_args(Backend))}"
-            )
-        if self._backend == "nccl":
-            self._check_nccl()
-        self._staging.warm()
-        prefix = PrefixStore(self._offer.address, join_store(self._peer_host, self._offer.port, self._connect_s))
-        self._group = make_group(self._backend, prefix, RECEIVER, self._bind_host, self._connect_s, self._pool.device)
-
-    def _check_nccl(self) -> None:
-        """Raises LinkError."""
-        if problem := why_no_nccl(self._pool.device):
+        if problem := why_no_pair(self._offer, self._pool.device):
             raise LinkError(problem)
-        if devices.uuid(self._pool.device) == self._offer.device_uuid:
-            raise LinkError(f"both pools are on device {self._offer.device_uuid}: NCCL takes one rank a device only")
+        self._staging.warm()
+        store = join_store(self._peer_host, self._offer.port, self._connect_s)
+        name, host = self._offer.address, self._bind_host
+        self._group = make_group(self._backend, store, name, RECEIVER, host, self._connect_s, self._pool.device)
 
     def expect(self, sequence: int, chunk: KVChunk) -> None:
         self._announced.append((sequence, chunk))
@@ -217,8 +207,22 @@ class DistReceiver:
             self._under_way.append((sequence, work, buffer, payload))
 
 
+def why_no_pair(offer: TransportOffer, device: Device) -> str:
+    """Why a process with its pool on this device cannot be the other end; "" when it can."""
+    backend, uuid = offer.backend, offer.device_uuid
+    if backend not in BACKENDS:
+        return f"the prefill instance sends with {backend!r}, this one receives with {', '.join(BACKENDS)}"
+    if backend not in device_group.BACKENDS:
+        return ""
+    if problem := device_group.why_none(backend, device):
+        return problem
+    if uuid and uuid == devices.uuid(device):
+        return f"both pools are on device {uuid}: {backend.upper()} takes one rank a device only"
+    return ""
+
+
 def _most(backend: Backend) -> int:
-    return MAX_NCCL_PAYLOAD_NBYTES if backend == "nccl" else MAX_PAYLOAD_NBYTES
+    return MAX_PAYLOAD_NBYTES if backend == "gloo" else MAX_DEVICE_PAYLOAD_NBYTES
 
 
 def _tag(sequence: int) -> int:

@@ -1,7 +1,4 @@
-"""Builds the two ends of a link from what this worker's configuration and its pool's device allow.
-
-The seam for accelerators: HCCL and another vendor's IPC will stand in `_sender` and `_receiver` beside the others.
-"""
+"""Builds the two ends of a link from what this worker's configuration and its pool's device allow."""
 
 from __future__ import annotations
 
@@ -9,19 +6,18 @@ import logging
 from collections.abc import Callable
 
 from pd_cluster import device as devices
-from pd_cluster import wire
+from pd_cluster import device_group, wire
 from pd_cluster.config import WorkerConfig
 from pd_cluster.device import Device
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import Checksum, KVReceiver, KVSender
-from pd_cluster.transport.dist import DistReceiver, DistSender
+from pd_cluster.transport.dist import DistReceiver, DistSender, why_no_pair
 from pd_cluster.transport.events import Report
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.ipc import DeviceMemory, ExportServer, IpcReceiver, TorchMemory
 from pd_cluster.transport.local import LocalReceiver, OneSidedSender, is_here, offer_pool
-from pd_cluster.transport.pair import why_no_nccl
 from pd_cluster.transport.receiving import Probe, ReceiveThread
 from pd_cluster.transport.sending import SendThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
@@ -34,9 +30,9 @@ def why_not(name: wire.TransportName, device: Device) -> str:
     """Why a pool on this device cannot be handed over so; "" when it can."""
     if name == "shm" and device.is_accelerator:
         return f"this instance's pool is on {device.torch_name}, not in host memory"
-    if name == "ipc" and device.kind != "cuda":
-        return f"this instance's pool is on {device.torch_name}, not on a CUDA device"
-    return why_no_nccl(device) if name == "nccl" else ""
+    if name == "ipc" and not device.is_accelerator:
+        return "this instance's pool is in host memory"
+    return device_group.why_none(name, device) if name in device_group.BACKENDS else ""
 
 
 class Transports:
@@ -81,17 +77,24 @@ class Transports:
         offers = {offer.transport: offer for offer in lane.offers}
         both = [offers[name] for name, problem in self._problems.items() if name in offers and not problem]
         both = [offer for offer in both if offer.transport != "local" or is_here(offer.address)]
+        problems = self._problems | {
+            offer.transport: why_no_pair(offer, self._pool.device) for offer in both if offer.backend
+        }  # before P is told to open it: it would wait
         return ReceiveThread(
             conn,
             opened.link_id,
-            [self._receiver(offer, host, source, opened.num_blocks, key) for offer in both],
+            [
+                self._receiver(offer, host, source, opened.num_blocks, key)
+                for offer in both
+                if not problems[offer.transport]
+            ],
             Probe(self._pool, source, lane.probe_seed),
             Opener(key),
             post,
             report,
             self._config.timeouts.connect_timeout_s,
             note,
-            [f"{name}: {problem}" for name, problem in self._problems.items() if name in offers and problem],
+            [f"{name}: {problem}" for name, problem in problems.items() if name in offers and problem],
         )
 
     def _senders(self, checksum: Checksum) -> list[KVSender]:
@@ -127,7 +130,7 @@ class Transports:
             self._config.bind_address,
             times.connect_timeout_s,
             times.transfer_timeout_s,
-            "nccl" if name == "nccl" else "gloo",
+            name if name in ("nccl", "hccl") else "gloo",
         )
 
     def _receiver(

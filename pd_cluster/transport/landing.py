@@ -7,9 +7,9 @@ from array import array
 from dataclasses import dataclass
 
 from pd_cluster import wire
-from pd_cluster.device import REACHED, Marker
 from pd_cluster.errors import TransferFailed
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.streams import REACHED, Marker
 from pd_cluster.transport.base import KVReceiver
 from pd_cluster.transport.events import Drained, Landed, LandFault, numbers_of
 from pd_cluster.types import Note, note_nothing

@@ -14,9 +14,10 @@ from weakref import WeakValueDictionary
 import torch
 
 from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster.kv.layered import LayerMajor
 from pd_cluster.kv.layout import KVLayout, Route
-from pd_cluster.kv.pack import as_layers, pack, runs, unpack
-from pd_cluster.kv.pool import KVPool, is_block
+from pd_cluster.kv.pack import as_layers, ids_on, pack, runs, unpack
+from pd_cluster.kv.pool import KVPool, Memory, is_block
 from pd_cluster.model.cpu.copy import streaming_copy
 from pd_cluster.transport.base import Checksum, Prepared, buffer_of
 from pd_cluster.transport.copies import SETTLE_S, Copies
@@ -69,14 +70,14 @@ class OneSidedSender:
         if not self._checksum.is_on:
             return 0
         if not route.is_verbatim:
-            return self._checksum.of(pack(self._pool.data, piece, route))
+            return self._checksum.of(pack(self._pool.memory, piece, route))
         return self._checksum.of(*_parts(self._pool.data, piece, piece.block_ids))
 
 
 class OneSidedReader:
     """D's end, once it can read P's pool: `source` [num_blocks + NUM_EXTRA_BLOCKS, …]."""
 
-    def __init__(self, source: torch.Tensor, route: Route, pool: KVPool, checksum: Checksum, copies: Copies) -> None:
+    def __init__(self, source: Memory, route: Route, pool: KVPool, checksum: Checksum, copies: Copies) -> None:
         self._source, self._route = source, route
         self._pool = pool
         self._checksum = checksum
@@ -103,10 +104,16 @@ class OneSidedReader:
             raise TransferFailed("checksum of a KV chunk is wrong")
 
     def _launch(self, piece: KVPiece, into: list[int]) -> None:
+        source, target = self._source, self._pool.memory
         if not self._route.is_verbatim:
-            unpack(pack(self._source, piece, self._route), piece, self._route, self._pool.data, into)
+            unpack(pack(source, piece, self._route), piece, self._route, target, into)
             return
-        source = as_layers(self._source)[:, piece.first_layer : piece.stop_layer]
+        if isinstance(source, LayerMajor) and isinstance(target, LayerMajor):
+            ids, there = (ids_on(target.device, torch.tensor(blocks)) for blocks in (piece.block_ids, into))
+            target.copy_from(source, ids, there, slice(piece.first_layer, piece.stop_layer))
+            return
+        assert isinstance(source, torch.Tensor)
+        source = as_layers(source)[:, piece.first_layer : piece.stop_layer]
         target = as_layers(self._pool.data)[:, piece.first_layer : piece.stop_layer]
         copy_blocks(source, target, piece.block_ids, into, paired_runs(piece.block_ids, into))
 
@@ -116,6 +123,7 @@ class OneSidedReader:
         Hashed while it is in the core's own cache: what was written, or, when the copy goes past the cache, what was
         read. That the source has not changed in between is not the checksum's business but `Confirm`'s.
         """
+        assert isinstance(self._source, torch.Tensor)
         source = as_layers(self._source)[:, piece.first_layer : piece.stop_layer]
         target = as_layers(self._pool.data)[:, piece.first_layer : piece.stop_layer]
         copy = streaming_copy()
@@ -150,11 +158,11 @@ class OneSidedReceiver(abc.ABC):
 
     def open(self) -> None:
         with self.copies.launch():
-            warm(self._pool.data.device)
+            warm(self._pool.memory.device)
         self._reader = OneSidedReader(self._source(), self._route, self._pool, self._checksum, self.copies)
 
     @abc.abstractmethod
-    def _source(self) -> torch.Tensor:
+    def _source(self) -> Memory:
         """P's pool, [num_blocks + NUM_EXTRA_BLOCKS, …]. Raises LinkError."""
 
     def expect(self, sequence: int, chunk: KVChunk) -> None: ...  # noqa: B027  (it is read when its turn has come)
@@ -169,13 +177,14 @@ class OneSidedReceiver(abc.ABC):
     def close(self) -> None:
         """Lets go of P's pool, which nothing may still be reading then."""
         self.copies.drain()
-        self._reader = None
+        with self.copies.beside():  # torch unmaps behind the current stream
+            self._reader = None
 
 
 class LocalReceiver(OneSidedReceiver):
     name: TransportName = "local"
 
-    def _source(self) -> torch.Tensor:
+    def _source(self) -> Memory:
         source = _pools.get(self._address)
         if source is None:
             raise LinkError("the prefill instance is in another process")
@@ -184,7 +193,7 @@ class LocalReceiver(OneSidedReceiver):
                 f"the prefill instance's pool is on {source.device.torch_name}, this one's on "
                 f"{self._pool.device.torch_name}"
             )
-        return source.data
+        return source.memory
 
 
 def offer_pool(pool: KVPool) -> str:

@@ -1,30 +1,31 @@
 """Process groups of two ranks, P's and D's end of one link: built directly, no global world, one direction.
 
-gloo moves host memory, NCCL the memory of devices. Both are used alike: `send` and `recv` return work whose
+gloo moves host memory, NCCL and HCCL the memory of devices. All are used alike: `send` and `recv` return work whose
 `wait(timeout)` returns when the host may use or reuse the bytes, or raises RuntimeError: then the pair is beyond use.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import socket
+import threading
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
-import torch._C._distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from pd_cluster import device as devices
-from pd_cluster.device import Device, poll
-from pd_cluster.errors import LinkError
-from pd_cluster.transport.copies import first_line
+from pd_cluster import device_group
+from pd_cluster.device import Device
+from pd_cluster.errors import LinkError, first_line
+from pd_cluster.streams import poll
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "hccl"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 SENDER, RECEIVER = 0, 1
-
-# What torch does with a group whose peer has died: end the group only, not this process. Read when a group is made.
-NCCL_ERRORS, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+FAILED = "failed"  # in the store of a pair: one end cannot come
 
 
 class Store:
@@ -57,29 +58,22 @@ def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
         ) from error
 
 
-def make_group(backend: Backend, store: PrefixStore, rank: int, host: str, connect_s: float, device: Device) -> Any:
-    """Raises LinkError."""
+def make_group(
+    backend: Backend, store: TCPStore, name: str, rank: int, host: str, connect_s: float, device: Device
+) -> Any:
+    """`name`: of this attempt, in P's store. Raises LinkError."""
     try:
         if backend == "gloo":
-            return _gloo(store, rank, host, connect_s)
-        return NcclPair(store, rank, connect_s, device)
+            return _gloo(PrefixStore(name, store), rank, host, connect_s)
+        return DevicePair(PrefixStore(name, store), name, rank, connect_s, device)
     except RuntimeError as error:
         raise LinkError(f"the {backend} pair did not come up: {first_line(error)}", retry=True) from error
 
 
 def close_group(group: Any) -> None:
     """A gloo group ends when nobody has it any more."""
-    if isinstance(group, NcclPair):
+    if isinstance(group, DevicePair):
         group.close()
-
-
-def why_no_nccl(device: Device) -> str:
-    """Why this process cannot be an end of an NCCL pair; "" when it can."""
-    if not device.is_accelerator:
-        return "this instance's pool is in host memory"
-    if device.dist_backend != "nccl" or not hasattr(c10d, "ProcessGroupNCCL"):
-        return f"torch has no NCCL for {device.torch_name} here"
-    return ""
 
 
 def _gloo(store: PrefixStore, rank: int, host: str, connect_s: float) -> ProcessGroupGloo:
@@ -90,33 +84,56 @@ def _gloo(store: PrefixStore, rank: int, host: str, connect_s: float) -> Process
     return ProcessGroupGloo(store, rank, 2, options)
 
 
-class NcclPair:
-    """Its communicator comes up with the first payload, the link's probe.
+class DevicePair:
+    """NCCL's or HCCL's. NCCL's communicator comes up with the first payload, the link's probe; HCCL's here.
 
     Work waits for what the calling thread's current stream had launched before. The host asks for its end instead of
-    queueing behind it: so a peer that sends nothing holds up no copy, and every wait has an end.
+    queueing behind it: so a peer that sends nothing holds up no copy, and every wait has an end. Sends and receives
+    meet in the order in which they are called at either end; tags mean nothing.
     """
 
-    def __init__(self, store: PrefixStore, rank: int, connect_s: float, device: Device) -> None:
-        os.environ.setdefault(NCCL_ERRORS, CLEAN_UP_ONLY)
-        devices.use(device)
-        group_type = c10d.ProcessGroupNCCL  # not in every build of torch
-        options = group_type.Options()
-        options._timeout = timedelta(seconds=connect_s)
-        self._group: Any = group_type(store, rank, 2, options)
+    def __init__(self, store: PrefixStore, name: str, rank: int, connect_s: float, device: Device) -> None:
+        self.device = device
+        self._group: Any = device_group.make_pair(store, name, rank, connect_s, device)
         self._num_under_way = 0
         self._is_broken = False
+        if device.dist_backend == "hccl":
+            self._meet(store, 2 * connect_s)
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> NcclWork:
+    def _meet(self, store: PrefixStore, timeout_s: float) -> None:
+        """Waits until a number has been summed with the other end. Raises RuntimeError.
+
+        HCCL waits for it two minutes at the least (HCCL_CONNECT_TIMEOUT), whoever asks: so a thread does that can be
+        left behind, which then ends by itself. An end that fails says so: the other is free for the next transport.
+        """
+        called: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                devices.use(self.device)
+                called.set_result(self._group.allreduce([_number_on(self.device)], AllreduceOptions()))
+            except BaseException as error:
+                called.set_exception(error)
+                with contextlib.suppress(RuntimeError):  # nobody hears it any more
+                    store.set(FAILED, "")
+
+        threading.Thread(target=call, name="hccl-meet", daemon=True).start()
+        if not poll(lambda: called.done() or store.check([FAILED]), timeout_s) or not called.done():
+            self._is_broken = True  # it cannot be aborted while it is being made
+            raise RuntimeError(f"the other end failed, or did not come within {timeout_s:g} s")
+        self._num_under_way += 1
+        DeviceWork(self, called.result()).wait(timedelta(seconds=timeout_s))
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> DeviceWork:
         return self._begun(self._group.send, tensors, rank, tag)
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> NcclWork:
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> DeviceWork:
         return self._begun(self._group.recv, tensors, rank, tag)
 
-    def _begun(self, call: Any, tensors: list[torch.Tensor], rank: int, tag: int) -> NcclWork:
+    def _begun(self, call: Any, tensors: list[torch.Tensor], rank: int, tag: int) -> DeviceWork:
         self._num_under_way += 1
         try:
-            return NcclWork(self, call(tensors, rank, tag))
+            return DeviceWork(self, call(tensors, rank, tag))
         except RuntimeError:
             self.abort()
             raise
@@ -138,8 +155,12 @@ class NcclPair:
             self._group.shutdown()
 
 
-class NcclWork:
-    def __init__(self, pair: NcclPair, work: Any) -> None:
+def _number_on(device: Device) -> torch.Tensor:
+    return torch.zeros(1, device=device.torch_name)
+
+
+class DeviceWork:
+    def __init__(self, pair: DevicePair, work: Any) -> None:
         self._pair = pair
         self._work = work
 
@@ -148,7 +169,7 @@ class NcclWork:
         try:
             if not poll(self._work.is_completed, timeout.total_seconds()):
                 raise RuntimeError(f"nothing came or left within {timeout.total_seconds():g} s")
-            self._work.wait()  # raises what went wrong
+            device_group.finish(self._work, self._pair.device)
         except RuntimeError:
             self._pair.abort()
             raise

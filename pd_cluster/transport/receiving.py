@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 import torch
 
 from pd_cluster import wire
-from pd_cluster.device import mark, use
+from pd_cluster.device import use
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool, probe_content
+from pd_cluster.streams import mark
 from pd_cluster.transport.base import KVReceiver
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed, Report
 from pd_cluster.transport.guard import Opener
@@ -44,21 +45,21 @@ class Probe:
         if piece.num_tokens != min(layout.block_size, self.source.block_size) or piece.first_token or piece.first_layer:
             return "the probe has another shape"
         receiver.arrive(sequence, chunk, timeout_s)
-        landed = self.pool.data[self.pool.landing_probe_block, :, :, : piece.num_tokens]
         with self.pool.probe_lock:  # for a copy: nobody waits for a peer in it
             with receiver.copies.launch():
-                self.pool.data[self.pool.landing_probe_block].zero_()
+                self.pool.put_block(self.pool.landing_probe_block, 0)
             receiver.receive(sequence, chunk, [self.pool.landing_probe_block])
             receiver.copies.settle()
             with receiver.copies.launch():
-                found = landed.cpu()
-            same = torch.equal(found, self._expected(receiver, piece)[0, :, :, : piece.num_tokens])
+                found = self.pool.block(self.pool.landing_probe_block)
+            expected = self._expected(receiver, piece)[0]
+            same = torch.equal(found[:, :, : piece.num_tokens], expected[:, :, : piece.num_tokens])
         return "" if same else "the prefill instance's probe arrived with another content"
 
     def _expected(self, receiver: KVReceiver, piece: wire.KVPiece) -> torch.Tensor:
         route = Route(self.source, self.pool.layout, receiver.precision == "int8")
         piece = wire.KVPiece(0, piece.num_tokens, 0, self.source.num_layers, [0])
-        expected = torch.zeros_like(self.pool.data[:1], device="cpu")
+        expected = torch.zeros_like(probe_content(self.pool.layout, 0))
         unpack(pack(probe_content(self.source, self.seed), piece, route), piece, route, expected, [0])
         return expected
 

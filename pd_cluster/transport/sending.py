@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 
 from pd_cluster import wire
-from pd_cluster.device import CPU, Device, Marker, mark, use
+from pd_cluster.device import CPU, Device, use
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.streams import Marker, mark
 from pd_cluster.transport.base import KVSender
 from pd_cluster.transport.events import LinkFailed, Report, numbers_of
 from pd_cluster.transport.guard import Sealer
@@ -135,8 +136,17 @@ class SendThread:
         if transport not in self._senders:
             raise LinkError(f"the decode instance chose {transport}, which was not offered")
         self._sender = self._senders[transport]
-        self._sender.open(peer)
         self._written.wait()
+        try:
+            self._sender.open(peer)
+        except LinkError as error:
+            if len(self._senders) == 1:
+                raise
+            log.warning("link %s: %s does not open: %s", self._conn, transport, error)
+            self._sender.close()  # D finds nobody there, and chooses another
+            del self._senders[transport]
+            self._sender = None
+            return
         self.max_payload_nbytes = self._sender.max_payload_nbytes
         num_tokens = min(own.block_size, peer.block_size)
         self._probe_piece = wire.KVPiece(0, num_tokens, 0, own.num_layers, [self._probe_block])

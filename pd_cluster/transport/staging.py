@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from pd_cluster.kv.layered import LayerMajor
 from pd_cluster.kv.layout import Route
 from pd_cluster.kv.pack import as_layers, pack, unpack
 from pd_cluster.kv.pool import KVPool
@@ -24,12 +25,12 @@ class Staging:
         self._route = route
         self._copies = copies
         self._crosses = in_host_memory and pool.device.is_accelerator
-        self._place = torch.device("cpu") if in_host_memory else pool.data.device
-        self._is_pinned = self._crosses and pool.data.device.type != "cpu"
+        self._place = torch.device("cpu") if in_host_memory else pool.memory.device
+        self._is_pinned = self._crosses and pool.memory.device.type != "cpu"
 
     def warm(self) -> None:
         with self._copies.launch():
-            warm(self._pool.data.device)
+            warm(self._pool.memory.device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._place, pin_memory=self._is_pinned)
@@ -40,7 +41,7 @@ class Staging:
         Raises LinkError.
         """
         if not self._pool.device.is_accelerator:
-            return pack(self._pool.data, piece, self._route)
+            return pack(self._pool.memory, piece, self._route)
         with self._copies.launch():
             payload = self._gathered(piece)
             if self._crosses:
@@ -57,17 +58,17 @@ class Staging:
         """
         if self._pool.device.is_accelerator:
             with self._copies.launch():
-                self._scatter(payload.to(self._pool.data.device, non_blocking=True), piece, into)
+                self._scatter(payload.to(self._pool.memory.device, non_blocking=True), piece, into)
             if self._crosses:
                 self._copies.settle()  # the host fills the buffer again
         elif self._route.is_verbatim:
             put_blocks(payload, piece, self._pool.data, into)
         else:
-            unpack(payload, piece, self._route, self._pool.data, into)
+            unpack(payload, piece, self._route, self._pool.memory, into)
 
     def _gathered(self, piece: KVPiece) -> torch.Tensor:
-        if not self._route.is_verbatim:
-            return pack(self._pool.data, piece, self._route)
+        if not self._route.is_verbatim or isinstance(self._pool.memory, LayerMajor):
+            return pack(self._pool.memory, piece, self._route)
         blocks = as_layers(self._pool.data)[:, piece.first_layer : piece.stop_layer]
         count = len(piece.block_ids)
         payload = torch.empty((count, *blocks.shape[1:]), dtype=torch.uint8, device=blocks.device)
@@ -76,8 +77,8 @@ class Staging:
         return payload.view(-1)
 
     def _scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
-        if not self._route.is_verbatim:
-            unpack(payload, piece, self._route, self._pool.data, into)
+        if not self._route.is_verbatim or isinstance(self._pool.memory, LayerMajor):
+            unpack(payload, piece, self._route, self._pool.memory, into)
             return
         blocks = as_layers(self._pool.data)[:, piece.first_layer : piece.stop_layer]
         source = payload.view(len(into), *blocks.shape[1:])

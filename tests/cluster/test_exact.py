@@ -11,7 +11,7 @@ import pytest
 from pd_cluster.cluster.policy import POLICIES
 from pd_cluster.types import Request, SamplingParams
 from tests.support.checkpoints import CONFIGS
-from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.cluster import SAME_HOST, LiveCluster, in_parallel
 from tests.support.engines import assert_same, make_core, random_prompt, run
 from tests.support.reference_beams import assert_same_beams
 
@@ -35,12 +35,12 @@ def model(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One prefill instance, a decode instance over shared memory and one over gloo."""
-    transports = {"decode-0": ["--kv-transport=shm"], "decode-1": ["--kv-transport=dist"]}
+    """One prefill instance, a decode instance over the host's memory or the device's, and one over gloo."""
+    transports = {"decode-0": [f"--kv-transport={SAME_HOST}"], "decode-1": ["--kv-transport=dist"]}
     folder = tmp_path_factory.mktemp("exact")
     with LiveCluster(folder, model, num_decode=2, arguments=FLAGS, member_arguments=transports) as running:
         links = {peer.partition("@")[0]: state for peer, state in running.instance("prefill-0")["links"].items()}
-        assert links == {"decode-0": "up (shm)", "decode-1": "up (dist)"}
+        assert links == {"decode-0": f"up ({SAME_HOST})", "decode-1": "up (dist)"}
         yield running
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device, capture
+from pd_cluster.device import Device
 from pd_cluster.engine.build import build_core
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
@@ -20,6 +20,7 @@ from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, batch_of, build_batch, step_input
 from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.streams import capture
 from pd_cluster.types import Request, SamplingParams
 from tests.support import fake_flashinfer as fake
 from tests.support.checkpoints import make_checkpoint

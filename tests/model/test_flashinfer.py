@@ -156,7 +156,7 @@ class Layers:
 
 
 def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """As device.capture: once as it is, then only launches."""
+    """As streams.capture: once as it is, then only launches."""
     run()
 
     def replay() -> torch.Tensor:

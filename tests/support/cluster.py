@@ -23,6 +23,8 @@ from pd_cluster.cluster.launcher import Launch, Member, free_ports, plan_cluster
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 40.0
 POLL_S = 0.05
+DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "")  # of --device, for every worker
+SAME_HOST = "ipc" if DEVICE == "cuda" else "shm"  # how two instances of one host exchange KV cache
 
 
 class LiveCluster:
@@ -49,7 +51,7 @@ class LiveCluster:
             tp_sizes=tp_sizes or {},
             port=port,
             served_model_names=list(served_model_names),
-            arguments=[f"--admin-port={port + 1}", *arguments],
+            arguments=[f"--admin-port={port + 1}", *([f"--device={DEVICE}"] if DEVICE else []), *arguments],
             openai=openai,
         )
         self.url, self.admin_url = self.launch.url, self.launch.admin_url

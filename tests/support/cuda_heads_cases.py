@@ -43,7 +43,7 @@ def make_pool(heads: Heads, block_size: int, num_blocks: int, dtype: torch.dtype
     layout = KVLayout(2, heads.num_kv_heads, heads.head_dim, heads.head_dim, block_size, name)
     with torch.device("cpu"):
         pool = KVPool(layout, num_blocks)
-    pool.data = pool.data.to(torch.get_default_device())
+    pool.memory = pool.data.to(torch.get_default_device())
     return pool
 
 

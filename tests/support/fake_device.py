@@ -2,7 +2,7 @@
 
 What is launched on a stream is written down and done when an event behind it is waited for (or asked again and again),
 never earlier. So whoever reads or tells too early is found out, whatever the machine's speed. Stands where device.py
-expects torch's module of a device; the memory of another process is a memfd.
+expects torch's module of a device, CUDA's or NPUs'; the memory of another process is a memfd.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import os
 import queue
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pd_cluster import device as devices
-from pd_cluster.device import Device
+from pd_cluster import streams
+from pd_cluster.device import Device, DeviceKind
+from pd_cluster.kv.layered import LayerMajor
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.wire import PoolExport
+from pd_cluster.transport import pair
+from pd_cluster.wire import MemoryPart
 
 ANSWERS_HOST = {"aten::equal", "aten::_local_scalar_dense", "aten::item"}
 
@@ -105,8 +108,10 @@ class _Launches(TorchDispatchMode):
 
 
 class FakeModule:
-    """torch.cuda, as far as device.py uses it. `compute[i]` is every thread's current stream on device i, unless it
-    says otherwise."""
+    """torch.cuda or torch.npu, as far as device.py uses it.
+
+    `compute[i]` is every thread's current stream on device i, unless it says otherwise.
+    """
 
     Event = Event
 
@@ -159,70 +164,113 @@ class FakeModule:
 
 
 def install(patch: Any) -> FakeModule:
-    """The devices, and an NCCL between them. `patch`: pytest's MonkeyPatch."""
+    """The devices, and NCCL or HCCL between them. `patch`: pytest's MonkeyPatch."""
     fake = FakeModule()
-    patch.setattr(FakeNccl, "device", fake, raising=False)
-    patch.setattr(FakeNccl, "made", [])
-    patch.setattr(FakeNccl, "wires", {})
-    patch.setattr(c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
+    patch.setattr(FakeGroup, "device", fake, raising=False)
+    patch.setattr(FakeGroup, "made", [])
+    patch.setattr(FakeGroup, "wires", {})
+    patch.setattr(FakeGroup, "meetings", {})
+    patch.setattr(devices, "process_group", lambda device: FakeHccl if device.kind == "npu" else FakeGroup)
+    patch.setattr(pair, "_number_on", lambda device: torch.zeros(1))
     patch.setattr(devices, "_module", lambda device: fake)
     patch.setattr(devices, "num_cuda_devices", lambda: fake.num_devices)
+    patch.setattr(devices, "num_npu_devices", lambda: fake.num_devices)
+    patch.setattr(streams, "_current", threading.local())
     with fake.stream(fake.Stream(0)):  # torch needs a second for its first dispatch mode
         torch.zeros(1).clone()
     fake.finish()
     return fake
 
 
-def on_gpu(pool: KVPool, index: int = 0) -> KVPool:
-    """As if it were on that device; its memory stays where it is."""
-    pool.device = Device("cuda", index)
+def put_on(pool: KVPool, index: int = 0, kind: DeviceKind = "cuda") -> KVPool:
+    """As if it were on that device, and lay there as pools do; its memory stays the host's."""
+    pool.device = Device(kind, index)
+    if kind == "npu":
+        pool.memory = LayerMajor([_in_memfd(pool.data[:, i].transpose(0, 1)) for i in range(pool.layout.num_layers)])
+    else:
+        _fds[pool.data.data_ptr()] = pool.fd
     return pool
+
+
+def content(pool: KVPool) -> torch.Tensor:
+    """What it holds now, as block-major pools lie; of those no copy."""
+    if not isinstance(pool.memory, LayerMajor):
+        return pool.memory
+    return torch.stack([layer.transpose(0, 1) for layer in pool.memory.layers], dim=1)
+
+
+def fill(pool: KVPool, blocks: slice, value: float, layers: slice = slice(None)) -> None:
+    """At once, whatever the device has still to do."""
+    if not isinstance(pool.memory, LayerMajor):
+        pool.memory[blocks, layers] = value
+        return
+    for layer in pool.memory.layers[layers]:
+        layer[:, blocks] = value
+
+
+_fds: dict[int, int] = {}  # descriptors of memory, by where it begins
+
+
+def _in_memfd(tensor: torch.Tensor) -> torch.Tensor:
+    nbytes = tensor.numel() * tensor.element_size()
+    fd = os.memfd_create("layer", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    copy = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+    weakref.finalize(copy, os.close, fd)
+    _fds[copy.data_ptr()] = fd
+    return copy
 
 
 class MemfdMemory:
     """Memory of a device as another process gets it: here the handle names a descriptor."""
 
-    def export(self, pool: KVPool) -> PoolExport:
-        path = f"/proc/{os.getpid()}/fd/{pool.fd}".encode()
-        nbytes = pool.data.numel() * pool.data.element_size()
-        return PoolExport(
-            handle=b"\x03c" + path.ljust(64, b"\0"),
-            nbytes=nbytes,
-            offset_nbytes=0,
-            block_nbytes=pool.layout.block_nbytes,
+    def export(self, tensor: torch.Tensor) -> MemoryPart:
+        path = f"/proc/{os.getpid()}/fd/{_fds[tensor.data_ptr()]}".encode()
+        return MemoryPart(
+            handle=b"\x03c" + path.ljust(64, b"\0"), nbytes=tensor.numel() * tensor.element_size(), offset_nbytes=0
         )
 
-    def map(self, export: PoolExport, device: Device) -> torch.Tensor:
-        fd = os.open(export.handle[2:].rstrip(b"\0").decode(), os.O_RDONLY)
+    def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
+        fd = os.open(part.handle[2:].rstrip(b"\0").decode(), os.O_RDONLY)
         try:
-            view = mmap.mmap(fd, export.nbytes, prot=mmap.PROT_READ)
+            view = mmap.mmap(fd, part.nbytes, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.frombuffer(view, dtype=torch.uint8)
+            return torch.frombuffer(view, dtype=dtype).view(shape)
 
 
-class FakeNccl:
+class FakeGroup:
     """ProcessGroupNCCL between two ends in one process: calls go on by themselves, behind what was launched before."""
+
+    keeps_errors = False  # what has failed only says so when it is asked
 
     class Options:
         _timeout: object = None
+        hccl_config: dict[str, int] = {}  # noqa: RUF012
+        group_id = ""
+        global_ranks_in_group: list[int] = []  # noqa: RUF012
 
     wires: dict[str, queue.SimpleQueue[torch.Tensor | None]] = {}  # noqa: RUF012
-    made: list[FakeNccl] = []  # noqa: RUF012
+    meetings: dict[str, threading.Barrier] = {}  # noqa: RUF012
+    made: list[FakeGroup] = []  # noqa: RUF012
     device: FakeModule
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         if rank == 0:
-            name = str(len(FakeNccl.wires))
-            FakeNccl.wires[name] = queue.SimpleQueue()
+            name = str(len(FakeGroup.wires))
+            FakeGroup.wires[name] = queue.SimpleQueue()
+            FakeGroup.meetings[name] = threading.Barrier(2)
             store.set("wire", name)
-        self._wire = FakeNccl.wires[store.get("wire").decode()]
+        self.rank, self.options = rank, options
+        self.calls: list[tuple[str, int]] = []  # and how many bytes
+        name = store.get("wire").decode()
+        self._wire, self._meeting = FakeGroup.wires[name], FakeGroup.meetings[name]
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.aborted = threading.Event()
         self.is_shut_down = False
-        FakeNccl.made.append(self)
+        FakeGroup.made.append(self)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -230,9 +278,12 @@ class FakeNccl:
             self._jobs.get()()
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> FakeWork:
+        self.calls.append(("send", len(tensors[0])))
         return self._later(lambda: self._wire.put(tensors[0].clone()))
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> FakeWork:
+        self.calls.append(("recv", len(tensors[0])))
+
         def take() -> None:
             while not self.aborted.is_set():
                 with contextlib.suppress(queue.Empty):
@@ -244,8 +295,8 @@ class FakeNccl:
         return self._later(take)
 
     def _later(self, job: Callable[[], None]) -> FakeWork:
-        before, work = Event(), FakeWork()
-        before.record(FakeNccl.device.current_stream(0))
+        before, work = Event(), FakeWork(self.keeps_errors)
+        before.record(FakeGroup.device.current_stream(0))
 
         def run() -> None:
             before.synchronize()
@@ -266,14 +317,30 @@ class FakeNccl:
         self.is_shut_down = True
 
 
+class FakeHccl(FakeGroup):
+    """Whoever has called it must wait for the other end, however long that takes."""
+
+    keeps_errors = True
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> FakeWork:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._meeting.wait(10.0)
+        return self._later(lambda: None)
+
+
 class FakeWork:
-    def __init__(self) -> None:
+    def __init__(self, keeps_errors: bool) -> None:
         self.done = threading.Event()
         self.error: RuntimeError | None = None
+        self._keeps_errors = keeps_errors
 
     def is_completed(self) -> bool:
         return self.done.is_set()
 
     def wait(self) -> None:
-        if self.error is not None:
+        if self.error is not None and not self._keeps_errors:
             raise self.error
+
+    def is_success(self) -> bool:
+        assert self._keeps_errors, "NCCL's does not answer"
+        return self.error is None

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pd_cluster.device import Device, capture
+from pd_cluster.device import Device
+from pd_cluster.streams import capture
 from tests.support.fake_device import FakeModule, install
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -27,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 TABLES = DEPLOY / "ranktables"
 GLOBAL_TABLE = TABLES / "global_ranktable_merge.json"
-DOCKERFILE = DEPLOY / "Dockerfile.cpu"
 MOUNTED_TABLES = "/etc/pd-cluster/"
 
 
@@ -60,12 +60,6 @@ def parse_serve(argv: list[str]) -> dict[str, Any]:
 def address(service: dict[str, Any]) -> str:
     (network,) = service["networks"].values()
     return str(network["ipv4_address"])
-
-
-def instructions(name: str) -> list[str]:
-    """The arguments of every such instruction of the Dockerfile, continued lines joined."""
-    text = DOCKERFILE.read_text(encoding="utf-8").replace("\\\n", " ")
-    return [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith(f"{name} ")]
 
 
 # ---- rank tables
@@ -150,45 +144,12 @@ def test_a_service_is_restarted_and_has_time_to_drain(name: str) -> None:
     assert service["restart"] == "on-failure"
     grace_s = int(service["stop_grace_period"].removesuffix("s"))
     assert grace_s > parse_serve(service["command"])["drain_timeout"]
-    assert str(service["secrets"][0]["uid"]) == instructions("USER")[0].partition(":")[0]
+    user = re.search(r"^USER (\d+)", (DEPLOY / "Dockerfile.cpu").read_text(encoding="utf-8"), re.MULTILINE)
+    assert user is not None
+    assert str(service["secrets"][0]["uid"]) == user[1]
 
 
-# ---- Dockerfile.cpu
-
-
-def test_the_image_copies_what_is_there_and_not_ignored() -> None:
-    ignore = (DEPLOY / "Dockerfile.cpu.dockerignore").read_text(encoding="utf-8").split()
-    for line in instructions("COPY"):
-        for source in line.split()[:-1]:
-            assert (ROOT / source).exists(), f"COPY {source}"
-            assert f"!{source}" in ignore
-    assert {entry[1:] for entry in ignore if entry.startswith("!")} == {
-        source for line in instructions("COPY") for source in line.split()[:-1]
-    }
-
-
-def test_the_image_has_what_its_metadata_names() -> None:
-    copied = " ".join(instructions("COPY")).split()
-    for needed in ("README.md", "LICENSE", "pd_cluster", "ranktable_tools", "scripts/start_servers.sh"):
-        assert needed in copied
-
-
-def test_the_image_has_the_torch_of_setup_sh() -> None:
-    pins = {
-        re.findall(r"torch==[\d.]+", path.read_text(encoding="utf-8"))[0]
-        for path in (DOCKERFILE, ROOT / "scripts" / "setup.sh")
-    }
-    assert len(pins) == 1
-
-
-def test_the_image_does_not_run_as_root() -> None:
-    assert instructions("USER") == ["10001:10001"]
-
-
-def test_no_registry_or_index_is_named() -> None:
-    for path in (DOCKERFILE, DEPLOY / "compose.yaml", DEPLOY / "README.md", ROOT / "constraints.txt"):
-        assert "http://" not in path.read_text(encoding="utf-8").replace("http://127.0.0.1", "")
-        assert "https://" not in path.read_text(encoding="utf-8")
+# ---- healthcheck.py
 
 
 @contextmanager
@@ -204,7 +165,7 @@ def answering(status: int) -> Iterator[int]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield server.server_port
@@ -224,6 +185,26 @@ def test_the_healthcheck(status: int, code: int) -> None:
 
 
 # ---- systemd
+
+
+def verified(tmp_path: Path, unit: str, *drop_ins: Path) -> str:
+    """What systemd itself says of the unit, started under a name; empty when there is nothing to say."""
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd-analyze is not installed")
+    (tmp_path / "pd-cluster@.service").write_text(unit, encoding="utf-8")
+    folder = tmp_path / "pd-cluster@.service.d"
+    folder.mkdir(exist_ok=True)
+    for path in drop_ins:
+        shutil.copy(path, folder)
+    command = [program, "verify", "--man=no", str(tmp_path / "pd-cluster@prefill-0.service")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stderr
+
+
+def test_systemd_has_nothing_to_say_of_the_unit(tmp_path: Path) -> None:
+    unit = (DEPLOY / "systemd" / "pd-cluster@.service").read_text(encoding="utf-8")
+    assert "TimeoutStopSecs" in verified(tmp_path, unit.replace("TimeoutStopSec=", "TimeoutStopSecs="))
+    assert verified(tmp_path, unit, DEPLOY / "systemd" / "npu.conf") == ""
 
 
 def test_the_unit_starts_known_flags() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from pd_cluster import device
+from pd_cluster import device, streams
 from pd_cluster.device import CPU, Device, bind, check_name
 from pd_cluster.errors import ConfigError
 
@@ -13,6 +16,17 @@ from pd_cluster.errors import ConfigError
 def visible(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     count = [2]
     monkeypatch.setattr(device, "num_cuda_devices", lambda: count[0])
+    monkeypatch.setattr(device, "npu_files", list)
+    return count
+
+
+@pytest.fixture
+def npus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A machine of the driver's files /dev/davinci0…, and no GPU; torch-npu finds so many devices."""
+    count = [2]
+    monkeypatch.setattr(device, "num_cuda_devices", lambda: 0)
+    monkeypatch.setattr(device, "npu_files", lambda: [f"/dev/davinci{i}" for i in range(count[0])])
+    monkeypatch.setattr(device, "num_npu_devices", lambda: count[0])
     return count
 
 
@@ -46,15 +60,57 @@ def test_a_card_that_is_not_there_is_named_and_the_way_out(visible: list[int]) -
         bind("cuda", ["0"], 0)
 
 
-@pytest.mark.parametrize("name", ["npu", "gpu", ""])
+@pytest.mark.parametrize("name", ["auto", "npu"])
+def test_npus_are_bound_by_the_same_rule(name: str, npus: list[int]) -> None:
+    assert [bind(name, ["4", "5"], rank) for rank in (0, 1)] == [Device("npu", 0), Device("npu", 1)]
+    npus[0] = 8
+    assert [bind(name, ["5", "4"], rank).index for rank in (0, 1)] == [4, 5]
+    assert bind("cpu", ["4"], 0) == CPU
+    with pytest.raises(ConfigError, match=r"device_id 9, and 8 NPU devices are visible"):
+        bind(name, ["9"], 0)
+    with pytest.raises(ConfigError, match="device_id a0: an NPU is named by its number"):
+        bind(name, ["a0"], 0)
+    assert Device("npu", 3).torch_name == "npu:3"
+    assert Device("npu", 3).dist_backend == "hccl"
+
+
+def test_a_machine_with_npus_does_not_fall_back_to_the_cpu(npus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "num_npu_devices", lambda: 0)
+    monkeypatch.setattr(device, "_npu_problem", lambda: "torch-npu is not installed")
+    with pytest.raises(
+        ConfigError, match=r"--device auto: torch finds no NPU device here \(torch-npu is not installed"
+    ):
+        bind("auto", ["0"], 0)
+    monkeypatch.setattr(device, "_npu_problem", str)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4")
+    with pytest.raises(ConfigError, match=r"ASCEND_RT_VISIBLE_DEVICES=4: a container counts the cards .* from 0"):
+        bind("auto", ["4"], 0)
+
+
+def test_a_card_that_another_process_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_device(index: int) -> None:
+        raise RuntimeError(f"aclrtSetDevice failed for {index}\nmore")
+
+    monkeypatch.setattr(device, "_module", lambda _: SimpleNamespace(set_device=set_device))
+    with pytest.raises(ConfigError, match=r"npu:1 cannot be used: aclrtSetDevice failed for 1; does another process"):
+        device.use(Device("npu", 1))
+
+
+def test_without_torch_npu_its_way_in_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--device npu: .*torch-npu"):
+        bind("npu", ["0"], 0)
+    assert "torch_npu" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["tpu", "gpu", ""])
 def test_kinds_that_are_not_served_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--device {name}: "):
         check_name(name)
 
 
 def test_on_cpu_everything_has_happened_when_a_call_returns() -> None:
-    stream = device.SideStream(CPU)
-    before = device.mark(CPU)
+    stream = streams.SideStream(CPU)
+    before = streams.mark(CPU)
     stream.after(before)
     with stream:
         pass

@@ -3,57 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.device import CPU, REACHED, Marker
+from pd_cluster.device import CPU, DeviceKind
 from pd_cluster.errors import LinkError
+from pd_cluster.streams import REACHED, Marker
 from pd_cluster.transport import receiving, sending
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Drained, Landed, LinkFailed
 from pd_cluster.transport.local import OneSidedReceiver
-from tests.support.fake_device import FakeModule, FakeNccl, install
+from tests.support.fake_device import FakeGroup, FakeModule, content, fill, install
 from tests.unit.test_transport import LAYOUT, TOKEN, WAIT_S, Link, Pair, blocks
 
 P_WROTE, D_WROTE = 3.0, 5.0
-# what to ask for, the devices of P and D, what is chosen
-WAYS = [
-    ("auto", (0, 0), "local"),
-    ("ipc", (0, 0), "ipc"),
-    ("ipc", (1, 0), "ipc"),
-    ("dist", (1, 0), "nccl"),
-    ("dist", (0, 0), "dist"),
-    ("dist", (0, None), "dist"),
-    ("dist", (None, 0), "dist"),
-]
-IPC, NCCL, GLOO, GLOO_FROM_HOST = WAYS[2], WAYS[3], WAYS[4], WAYS[6]
+
+
+class Way(NamedTuple):
+    """What to ask for, the devices of P and D, what is chosen."""
+
+    asked: str
+    devices: tuple[int | None, int | None]
+    chosen: str
+    kind: DeviceKind
+
+    def __str__(self) -> str:
+        return f"{self.chosen} {self.kind} {self.devices}"
+
+
+def ways(kind: DeviceKind, group: str) -> list[Way]:
+    return [
+        Way("auto", (0, 0), "local", kind),
+        Way("ipc", (0, 0), "ipc", kind),
+        Way("ipc", (1, 0), "ipc", kind),
+        Way("dist", (1, 0), group, kind),
+        Way("dist", (0, 0), "dist", kind),
+        Way("dist", (0, None), "dist", kind),
+        Way("dist", (None, 0), "dist", kind),
+    ]
+
+
+CUDA, NPU = ways("cuda", "nccl"), ways("npu", "hccl")
+IPC, NCCL, GLOO, GLOO_FROM_HOST = CUDA[2], CUDA[3], CUDA[4], CUDA[6]
+NPU_IPC, HCCL, NPU_GLOO = NPU[2], NPU[3], NPU[4]
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
     yield install(monkeypatch)
-    for group in FakeNccl.made:
+    for group in FakeGroup.made:
         group.aborted.set()
 
 
-Way = tuple[str, tuple[int | None, int | None], str]
-
-
 def open_link(way: Way) -> Link:
-    link = Link(way[0], devices=way[1])
-    assert link.await_ready().transport == way[2]
+    link = Link(way.asked, devices=way.devices, kind=way.kind)
+    assert link.await_ready().transport == way.chosen
     return link
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[2]} {way[1]}")
+@pytest.mark.parametrize("way", CUDA + NPU, ids=str)
 def test_a_transfer_lands_whole_between_work_of_both_engines(way: Way, gpu: FakeModule) -> None:
     link = open_link(way)
-    if way[1][0] is not None:
+    if way.devices[0] is not None:
         written_late(link, gpu)
-    if way[1][1] is not None:
+    if way.devices[1] is not None:
         used_late(link, gpu)
     link.close()
 
@@ -65,31 +82,32 @@ def written_late(link: Link, gpu: FakeModule) -> None:
     """P's kernels have been launched, not run, when their layers are shipped."""
     link.receive.begin("written late", [7, 8, 9], 0, 12)
     for layer in range(2):
-        gpu.launch(link.source.device.index, lambda at=layer: link.source.data[1:4, at].fill_(P_WROTE))  # type: ignore[misc]
+        part = slice(layer, layer + 1)
+        gpu.launch(link.source.device.index, lambda of=part: fill(link.source, slice(1, 4), P_WROTE, of))  # type: ignore[misc]
         link.send.ship("written late", layer, blocks([1, 2, 3], layer, 1))
     link.send.ship_end(wire.KVEnd("written late", 2, 12, [TOKEN]))
     assert isinstance(link.events.get(timeout=WAIT_S), Landed)
-    assert torch.all(link.target.data[[7, 8, 9]] == P_WROTE)
+    assert torch.all(content(link.target)[[7, 8, 9]] == P_WROTE)
 
 
 def used_late(link: Link, gpu: FakeModule) -> None:
     """D's landing blocks were another request's, whose last kernels have been launched, not run."""
-    gpu.launch(link.target.device.index, lambda: link.target.data[4:6].fill_(D_WROTE))
+    gpu.launch(link.target.device.index, lambda: fill(link.target, slice(4, 6), D_WROTE))
     link.transfer([1, 2], [4, 5], "used late")
     assert isinstance(link.events.get(timeout=WAIT_S), Landed)
     gpu.finish()
-    assert torch.equal(link.target.data[[4, 5]], link.source.data[[1, 2]])
+    assert torch.equal(content(link.target)[[4, 5]], content(link.source)[[1, 2]])
 
 
 def told_late(link: Link, gpu: FakeModule) -> None:
     """D computes with the blocks, and P gives its own to somebody else, as soon as the landing is told."""
     link.transfer([1, 2, 3], [7, 8, 9], "told late")
     assert isinstance(link.events.get(timeout=WAIT_S), Landed)
-    before = link.source.data[[1, 2, 3]].clone()
-    assert torch.equal(link.target.data[[7, 8, 9]], before)
-    link.source.data[1:4].fill_(P_WROTE)
+    before = content(link.source)[[1, 2, 3]]
+    assert torch.equal(content(link.target)[[7, 8, 9]], before)
+    fill(link.source, slice(1, 4), P_WROTE)
     gpu.finish()
-    assert torch.equal(link.target.data[[7, 8, 9]], before)
+    assert torch.equal(content(link.target)[[7, 8, 9]], before)
 
 
 def drained_late(link: Link, gpu: FakeModule) -> None:
@@ -100,21 +118,21 @@ def drained_late(link: Link, gpu: FakeModule) -> None:
     await_received(link, 2 * LAYOUT.block_nbytes)
     link.receive.forget("drained late")
     assert link.events.get(timeout=WAIT_S) == Drained("drained late")
-    link.target.data[[7, 8]] = D_WROTE
+    fill(link.target, slice(7, 9), D_WROTE)
     gpu.finish()
-    assert torch.all(link.target.data[[7, 8]] == D_WROTE)
+    assert torch.all(content(link.target)[[7, 8]] == D_WROTE)
 
 
 def filled_again_late(link: Link, gpu: FakeModule) -> None:
     """More payloads than staging buffers, each of another content."""
     for at in range(12):
-        link.source.data[at] = float(at + 1)
+        fill(link.source, slice(at, at + 1), at + 1)
     link.receive.begin("filled", list(range(12)), 0, 48)
     for at in range(12):
         link.send.ship("filled", at, wire.KVPiece(4 * at, 4, 0, 2, [at]))
     link.send.ship_end(wire.KVEnd("filled", 12, 48, [TOKEN]))
     assert isinstance(link.events.get(timeout=WAIT_S), Landed)
-    assert [float(link.target.data[at].mean()) for at in range(12)] == [float(at + 1) for at in range(12)]
+    assert [float(content(link.target)[at].mean()) for at in range(12)] == [float(at + 1) for at in range(12)]
 
 
 def await_received(link: Link, nbytes: int) -> None:
@@ -132,7 +150,7 @@ HAZARDS: list[Hazard] = [written_late, used_late, told_late, drained_late, fille
 
 
 @pytest.mark.parametrize("hazard", HAZARDS, ids=lambda hazard: hazard.__name__)
-@pytest.mark.parametrize("way", [IPC, NCCL, GLOO], ids=lambda way: way[2])
+@pytest.mark.parametrize("way", [IPC, NCCL, GLOO, NPU_IPC, HCCL, NPU_GLOO], ids=str)
 def test_what_the_device_does_late_harms_nothing(way: Way, hazard: Hazard, gpu: FakeModule) -> None:
     link = open_link(way)
     hazard(link, gpu)
@@ -157,24 +175,28 @@ MISSING: list[tuple[Any, str, Any, Hazard, Way]] = [
     (Copies, "settle", nothing, filled_again_late, GLOO),
     (Copies, "drain", nothing, drained_late, IPC),
     (Copies, "drain", nothing, drained_late, NCCL),
+    (sending, "mark", lambda device: REACHED, written_late, NPU_IPC),
+    (receiving, "mark", lambda device: REACHED, used_late, HCCL),
+    (Copies, "settle", nothing, told_late, NPU_IPC),
+    (Copies, "drain", nothing, drained_late, NPU_IPC),
 ]
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "hazard", "way"),
     MISSING,
-    ids=[f"{m[1]} of {getattr(m[0], '__name__', '').rpartition('.')[2]} over {m[4][2]}" for m in MISSING],
+    ids=[f"{m[1]} of {getattr(m[0], '__name__', '').rpartition('.')[2]} over {m[4]}" for m in MISSING],
 )
 def test_a_wait_that_is_missing_is_noticed(
-    owner: Any, name: str, broken: Any, hazard: Hazard, way: Way, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, broken: Any, hazard: Hazard, way: Way, gpu: FakeModule
 ) -> None:
     link = open_link(way)
-    if name == "drain":  # and `await_received` would do the waiting
-        monkeypatch.setitem(globals(), "await_received", lambda link, nbytes: awaited_without_drains(link, nbytes))
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(AssertionError):
-        hazard(link, gpu)
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "drain":  # and `await_received` would do the waiting
+            patch.setitem(globals(), "await_received", lambda link, nbytes: awaited_without_drains(link, nbytes))
+        patch.setattr(owner, name, broken)
+        with pytest.raises(AssertionError):
+            hazard(link, gpu)
     link.close()
 
 
@@ -187,13 +209,13 @@ def awaited_without_drains(link: Link, nbytes: int) -> None:
 
 
 def test_a_link_lets_go_of_memory_only_when_nothing_reads_it(gpu: FakeModule) -> None:
-    pair = Pair("ipc", on_device=True)
+    pair = Pair("ipc", kind="cuda")
     prepared = pair.sender.prepare(blocks([1]))
     pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), prepared.nbytes, 0), [2])
     assert gpu.num_open
     pair.receiver.close()
     assert not gpu.num_open
-    assert torch.equal(pair.target.data[2], pair.source.data[1])
+    assert torch.equal(content(pair.target)[2], content(pair.source)[1])
     pair.close()
 
 
@@ -246,11 +268,11 @@ def test_a_device_that_is_beyond_use_writes_nothing_and_so_is_drained() -> None:
 
 
 def test_payloads_of_a_device_are_large_and_have_no_checksum(gpu: FakeModule) -> None:
-    for name in ("local", "ipc", "nccl"):
-        pair = Pair(name, on_device=True)  # type: ignore[arg-type]
+    for name, kind in product(("local", "ipc", "group"), ("cuda", "npu")):
+        pair = Pair({"cuda": "nccl", "npu": "hccl"}[kind] if name == "group" else name, kind=kind)  # type: ignore[arg-type]
         assert pair.sender.prepare(blocks([1])).checksum == 0
         assert pair.sender.max_payload_nbytes >= 32 << 20
         pair.close()
-    pair = Pair("dist", on_device=True)  # over host memory, where it costs little
+    pair = Pair("dist", kind="cuda")  # over host memory, where it costs little
     assert pair.sender.prepare(blocks([1])).checksum != 0
     pair.close()

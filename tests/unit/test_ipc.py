@@ -15,23 +15,23 @@ import pytest
 import torch
 
 from pd_cluster import device, wire
-from pd_cluster.device import CPU, Device, Marker
+from pd_cluster.device import CPU, Device, DeviceKind
 from pd_cluster.errors import LinkError
-from pd_cluster.transport import pair as pair_module
+from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS
+from pd_cluster.streams import Marker
 from pd_cluster.transport import unix
 from pd_cluster.transport.device_copy import copy_blocks
-from pd_cluster.transport.dist import DistReceiver
 from pd_cluster.transport.factory import why_not
 from pd_cluster.transport.ipc import ExportServer, IpcReceiver
 from pd_cluster.transport.local import LocalReceiver, offer_pool, paired_runs
-from tests.support.fake_device import FakeModule, FakeNccl, MemfdMemory, install, on_gpu
+from tests.support.fake_device import FakeGroup, FakeModule, MemfdMemory, content, install, put_on
 from tests.unit.test_transport import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Link, Pair, blocks, make_config, random_pool
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
     yield install(monkeypatch)
-    for group in FakeNccl.made:
+    for group in FakeGroup.made:
         group.aborted.set()
 
 
@@ -46,16 +46,21 @@ class Server(unix.UnixServer):
         peer.sendall(self._data)
 
 
-def make_receiver(server: unix.UnixServer, num_blocks: int = NUM_BLOCKS, uuid: str = "GPU-0") -> IpcReceiver:
+def make_receiver(
+    server: unix.UnixServer, num_blocks: int = NUM_BLOCKS, uuid: str = "GPU-0", kind: DeviceKind = "cuda"
+) -> IpcReceiver:
     offer = wire.TransportOffer(transport="ipc", address=server.name, device_uuid=uuid)
-    target = on_gpu(random_pool(2))
+    target = put_on(random_pool(2), 0, kind)
     return IpcReceiver(offer, target, LAYOUT, num_blocks, CHECKSUM, WAIT_S, MemfdMemory())
 
 
-def exported(**change: Any) -> bytes:
-    """A message about a pool, but for what is changed, with its length in front."""
-    honest = MemfdMemory().export(random_pool(1))
-    data = msgspec.msgpack.encode(msgspec.structs.asdict(honest) | change)
+def exported(*changes: dict[str, Any], **change: Any) -> bytes:
+    """A message about a pool on CUDA, or of as many parts as there are `changes`, with its length in front."""
+    nbytes = (NUM_BLOCKS + NUM_EXTRA_BLOCKS) * LAYOUT.block_nbytes // (len(changes) or 1)
+    honest = {"handle": b"\x03c" + bytes(64), "nbytes": nbytes, "offset_nbytes": 0}
+    parts = [honest | each for each in changes or ({name: change[name] for name in honest.keys() & change.keys()},)]
+    rest = {name: value for name, value in change.items() if name not in honest}
+    data = msgspec.msgpack.encode({"parts": parts, "block_nbytes": LAYOUT.block_nbytes} | rest)
     return len(data).to_bytes(4, "big") + data
 
 
@@ -73,19 +78,65 @@ def exported(**change: Any) -> bytes:
         ((4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1", "makes no sense"),
         ((2).to_bytes(4, "big") + b"\x91\x01", "makes no sense"),
         ((wire.MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 1025 bytes"),
+        (exported({}, {}), "in 2 parts, not in 1"),
+        (exported(parts=[]), "in 0 parts, not in 1"),
     ],
 )
 def test_what_does_not_fit_the_layout_is_not_mapped(
     data: bytes, reason: str, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    refuses(data, reason, "cuda", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (exported(), "in 1 parts, not in 2"),
+        (exported({}, {}, {}), "in 3 parts, not in 2"),
+        (exported({}, {"nbytes": LAYOUT.block_nbytes}), "bytes in blocks of"),
+        (exported({}, {"offset_nbytes": -1}), "makes no sense"),
+        (exported({}, {}, block_nbytes=LAYOUT.block_nbytes // 2), "bytes in blocks of"),
+        (exported({}, {"handle": b"x" * 513}), "makes no sense"),
+        ((2 * wire.MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 2049 bytes"),
+    ],
+)
+def test_of_a_pool_that_lies_by_layers_every_layer_must_fit(
+    data: bytes, reason: str, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses(data, reason, "npu", monkeypatch)
+
+
+def refuses(data: bytes, reason: str, kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> None:
     def mapped(*args: object) -> None:
         raise AssertionError("mapped")
 
     monkeypatch.setattr(MemfdMemory, "map", mapped)
     server = Server(data)
     with pytest.raises(LinkError, match=reason) as caught:
-        make_receiver(server).open()
+        make_receiver(server, kind=kind).open()
     assert not caught.value.retry
+    server.close()
+
+
+class Recorded(MemfdMemory):
+    """Says yes to everything, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.mapped: list[tuple[bytes, int, tuple[int, ...]]] = []
+
+    def map(self, part: wire.MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
+        self.mapped.append((part.handle, part.offset_nbytes, shape))
+        return torch.zeros(shape, dtype=dtype)
+
+
+def test_the_form_of_a_handle_of_an_npu_is_its_drivers_business(gpu: FakeModule) -> None:
+    server = Server(exported({"handle": b"any", "offset_nbytes": 512}, {"handle": b"form" * 99}))
+    receiver = make_receiver(server, kind="npu")
+    memory = receiver._memory = Recorded()
+    receiver.open()
+    shape = (2, NUM_BLOCKS + NUM_EXTRA_BLOCKS, LAYOUT.block_size, LAYOUT.num_kv_heads, LAYOUT.k_head_dim)
+    assert memory.mapped == [(b"any", 512, shape), (b"form" * 99, 0, shape)]
+    receiver.close()
     server.close()
 
 
@@ -104,18 +155,18 @@ def test_a_server_that_hangs_up_is_tried_again(gpu: FakeModule) -> None:
 def test_memory_that_cannot_be_mapped_is_a_reason_for_the_next_transport(
     gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(self: MemfdMemory, export: wire.PoolExport, device: Device) -> torch.Tensor:
+    def fails(*args: object) -> torch.Tensor:
         raise RuntimeError("CUDA error: invalid device context\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr(MemfdMemory, "map", refuses)
-    server = ExportServer(on_gpu(random_pool(1)), MemfdMemory())
+    monkeypatch.setattr(MemfdMemory, "map", fails)
+    server = ExportServer(put_on(random_pool(1)), MemfdMemory())
     with pytest.raises(LinkError, match=r"cannot be mapped: CUDA error: invalid device context$"):
         make_receiver(server).open()
     server.close()
 
 
 def test_a_device_that_is_not_visible_is_named(gpu: FakeModule) -> None:
-    server = ExportServer(on_gpu(random_pool(1)), MemfdMemory())
+    server = ExportServer(put_on(random_pool(1)), MemfdMemory())
     with pytest.raises(LinkError, match="device GPU-7 is not visible here"):
         make_receiver(server, uuid="GPU-7").open()
     gpu.peers_can_read = False
@@ -125,38 +176,50 @@ def test_a_device_that_is_not_visible_is_named(gpu: FakeModule) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("name", "kind", "group"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "cuda", "nccl"),
+        ("PYTORCH_ALLOC_CONF", "cuda", "nccl"),
+        ("PYTORCH_NPU_ALLOC_CONF", "npu", "hccl"),
+    ],
+)
 def test_a_pool_that_may_grow_is_not_offered_and_the_next_transport_serves(
-    name: str, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    kind: DeviceKind,
+    group: str,
+    gpu: FakeModule,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
     with pytest.raises(LinkError, match=f"{name}=max_split_size_mb:64.*take expandable_segments out"):
-        ExportServer(on_gpu(random_pool(1)), MemfdMemory())
-    link = Link("auto", devices=(1, 0))
-    assert [offer.transport for offer in link.send.offers] == ["local", "nccl", "dist"]
+        ExportServer(put_on(random_pool(1), 0, kind), MemfdMemory())
+    link = Link("auto", devices=(1, 0), kind=kind)
+    assert [offer.transport for offer in link.send.offers] == ["local", group, "dist"]
     assert "KV cache is not offered over ipc" in caplog.text
-    assert link.await_ready().transport == "nccl"
+    assert link.await_ready().transport == group
     link.close()
     monkeypatch.setenv(name, "expandable_segments:False")
     assert not device.expands_segments()
 
 
 def test_nothing_is_read_once_the_exporter_is_dead(gpu: FakeModule) -> None:
-    pair = Pair("ipc", on_device=True)
+    pair = Pair("ipc", kind="cuda")
     pair.move(blocks([1]), [2])
     assert pair.server is not None
     pair.server.close()  # as the kernel does for a process that has died
-    before = pair.target.data.clone()
+    before = content(pair.target).clone()
     with pytest.raises(LinkError, match="process has ended") as caught:
         pair.move(blocks([3]), [4])
     assert caught.value.retry
     gpu.finish()
-    assert torch.equal(pair.target.data, before)
+    assert torch.equal(content(pair.target), before)
     pair.close()
 
 
 def test_a_server_forgets_who_has_hung_up(gpu: FakeModule) -> None:
-    server = ExportServer(on_gpu(random_pool(1)), MemfdMemory())
+    server = ExportServer(put_on(random_pool(1)), MemfdMemory())
     for _ in range(5):
         receiver = make_receiver(server)
         receiver.open()
@@ -171,8 +234,8 @@ def test_a_server_forgets_who_has_hung_up(gpu: FakeModule) -> None:
 
 
 def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
-    offer = wire.TransportOffer(transport="local", address=offer_pool(source := on_gpu(random_pool(1), 1)))
-    receiver = LocalReceiver(offer, on_gpu(random_pool(2)), LAYOUT, CHECKSUM)
+    offer = wire.TransportOffer(transport="local", address=offer_pool(source := put_on(random_pool(1), 1)))
+    receiver = LocalReceiver(offer, put_on(random_pool(2)), LAYOUT, CHECKSUM)
     with pytest.raises(LinkError, match="pool is on cuda:1, this one's on cuda:0"):
         receiver.open()
     assert source.device.index == 1
@@ -182,16 +245,18 @@ def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
 
 
 def test_each_device_has_its_transports(gpu: FakeModule) -> None:
-    names: tuple[wire.TransportName, ...] = ("local", "ipc", "shm", "nccl", "dist")
+    names: tuple[wire.TransportName, ...] = ("local", "ipc", "shm", "nccl", "hccl", "dist")
     assert [name for name in names if not why_not(name, CPU)] == ["local", "shm", "dist"]
     assert [name for name in names if not why_not(name, Device("cuda"))] == ["local", "ipc", "nccl", "dist"]
+    assert [name for name in names if not why_not(name, Device("npu"))] == ["local", "ipc", "hccl", "dist"]
+    assert why_not("hccl", Device("cuda")) == "torch has no HCCL for cuda:0 here"
     assert make_config("auto").transports == names
-    assert make_config("dist").transports == ("nccl", "dist")
+    assert make_config("dist").transports == ("nccl", "hccl", "dist")
     assert make_config("ipc").transports == ("ipc",)
 
 
 def test_a_choice_that_is_not_possible_here_is_named(gpu: FakeModule) -> None:
-    with pytest.raises(LinkError, match=r"--kv-transport ipc is not possible here: ipc: .* on cpu, not on a CUDA dev"):
+    with pytest.raises(LinkError, match=r"--kv-transport ipc is not possible here: ipc: .* pool is in host memory"):
         Link("ipc")
     with pytest.raises(LinkError, match=r"--kv-transport shm is not possible here: shm: .* on cuda:0, not in host"):
         Link("shm", devices=(0, 0))
@@ -201,56 +266,14 @@ def test_what_one_side_offers_and_the_other_has_not_is_named(gpu: FakeModule) ->
     link = Link("ipc", devices=(0, None))
     refused = link.answers.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
-    assert refused.reason == "ipc: this instance's pool is on cpu, not on a CUDA device"
+    assert refused.reason == "ipc: this instance's pool is in host memory"
     assert not refused.retry
     link.close()
 
 
-# ---- NCCL
-
-
-def test_two_pools_on_one_device_are_no_nccl_pair(gpu: FakeModule) -> None:
-    offer = wire.TransportOffer(transport="nccl", backend="nccl", device_uuid="GPU-0")
-    pool = on_gpu(random_pool(2))
-    receiver = DistReceiver(offer, pool, LAYOUT, CHECKSUM, False, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S)
-    with pytest.raises(LinkError, match="both pools are on device GPU-0"):
-        receiver.open()
-    pool.device = CPU
-    with pytest.raises(LinkError, match="pool is in host memory"):
-        receiver.open()
-
-
-def test_an_nccl_payload_that_does_not_come_aborts_the_pair(gpu: FakeModule) -> None:
-    pair = Pair("nccl", on_device=True)
-    pair.receiver._transfer_s = 0.2  # type: ignore[attr-defined]
-    with pytest.raises(LinkError, match=r"nothing came or left within 0\.2 s"):
-        pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
-    assert [group.aborted.is_set() for group in FakeNccl.made].count(True) == 1
-    pair.close()
-
-
-def test_an_nccl_peer_that_dies_fails_the_link_and_not_the_process(
-    gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(pair_module.NCCL_ERRORS, raising=False)
-    pair = Pair("nccl", on_device=True)
-    assert os.environ[pair_module.NCCL_ERRORS] == "2"
-    next(iter(FakeNccl.wires.values())).put(None)
-    with pytest.raises(LinkError, match="remote process exited"):
-        pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
-    pair.close()
-    assert any(group.aborted.is_set() for group in FakeNccl.made)
-
-
-def test_an_nccl_pair_that_is_idle_is_shut_down_and_one_under_way_aborted(gpu: FakeModule) -> None:
-    pair = Pair("nccl", on_device=True)
-    pair.move(blocks([1]), [2])
-    pair.receiver.close()  # what came has been waited for
-    pair.sender.close()  # what left has not
-    assert sorted((group.is_shut_down, group.aborted.is_set()) for group in FakeNccl.made) == [
-        (False, True),
-        (True, False),
-    ]
+def test_hccl_needs_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_npu_problem", lambda: "torch-npu is not installed")
+    assert why_not("hccl", Device("npu")) == "torch has no HCCL for npu:0 here"
 
 
 # ---- copies of blocks

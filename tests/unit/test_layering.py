@@ -17,7 +17,8 @@ PACKAGE = ROOT / "pd_cluster"
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "types"),
     ("wire", "reports"),
-    ("config", "device", "checkpoint"),
+    ("config", "device", "checkpoint", "hccl"),
+    ("streams", "device_group"),
     ("sockets", "mailbox", "chat_template", "text", "grammar", "parsers", "kv"),
     ("transport", "model"),
     ("engine",),
@@ -69,6 +70,7 @@ TORCH_FREE = [
     "pd_cluster.bench.gpu",
     "pd_cluster.bench.kv",
     "pd_cluster.cli",
+    "pd_cluster.hccl",
     "pd_cluster.offline.batch_job",
     "pd_cluster.serve",
 ]

@@ -70,7 +70,7 @@ def test_the_defaults_are_those_of_serve_and_ask_for_nothing(make: MakeLLM, capl
     engine = offline.config.engine
     assert (engine.tensor_parallel_size, engine.dtype, engine.seed, engine.swap_space_gib) == (1, "auto", 0, 4.0)
     assert engine.gpu_memory_utilization is None, "the share of a GPU is not asked of a CPU"
-    assert (engine.block_size, engine.max_num_seqs, engine.enable_prefix_caching) == (16, 256, True)
+    assert (engine.block_size, engine.max_num_seqs, engine.enable_prefix_caching) == (None, 256, True)
     assert (offline.config.prefill, offline.config.decode, offline.config.max_logprobs) == (0, 0, 20)
     assert warnings_of(caplog) == []
 

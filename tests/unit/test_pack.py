@@ -85,7 +85,7 @@ def test_a_piece_arrives_and_nothing_else_changes(
 def before_pool(pool: KVPool, data: torch.Tensor) -> KVPool:
     """The same pool with other data."""
     shadow = object.__new__(KVPool)
-    shadow.layout, shadow.data = pool.layout, data
+    shadow.layout, shadow.memory = pool.layout, data
     return shadow
 
 

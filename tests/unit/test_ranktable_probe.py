@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ranktable_tools import probe
+from ranktable_tools import npu, probe
 from ranktable_tools.errors import RankTableError
+from ranktable_tools.npu import Chip, Npu
 
 NPU_SMI_LIST = """\tTotal Count                    : 2
 
@@ -50,21 +51,22 @@ def answering(answers: dict[str, str]) -> probe.Run:
         ("ipaddr:10.0.0.10\nnetmask:255.255.255.0\n", "10.0.0.10"),
         ("netmask:255.255.255.0\nipaddr:10.0.0.10\n", "10.0.0.10"),
         ("ipaddr:2001:db8::10\nnetmask:64\n", "2001:db8::10"),
+        ("ipv6_address:2001:db8::10\nprefix_length:64\n", "2001:db8::10"),
         ("vnic ipaddr: 192.168.0.3\nvnic netmask: 255.255.0.0\n", "192.168.0.3"),
         ("hccn_tool failed: device 4 not found\n", None),
         ("", None),
     ],
 )
 def test_hccn_tool(text: str, address: str | None) -> None:
-    assert probe.parse_hccn_tool(text) == address
+    assert npu.parse_hccn_tool(text) == address
 
 
 def test_printed_lists() -> None:
-    assert probe.parse_hccn_conf(HCCN_CONF) == {0: "10.0.0.10", 11: "10.0.0.21"}
-    assert probe.parse_npu_smi_list(NPU_SMI_LIST) == [4, 5]
-    assert probe.parse_npu_smi_map(NPU_SMI_MAP) == [0, 1]
-    assert probe.parse_npu_smi_map(NPU_SMI_MAP_A3) == [8, 9]
-    assert probe.parse_npu_smi_map("dcmi model initialized failed") == []
+    assert npu.parse_hccn_conf(HCCN_CONF) == {0: "10.0.0.10", 11: "10.0.0.21"}
+    assert npu.parse_npu_smi_list(NPU_SMI_LIST) == [4, 5]
+    assert npu.parse_npu_smi_map(NPU_SMI_MAP) == [Chip(4, 0, 0), Chip(5, 0, 1)]
+    assert npu.parse_npu_smi_map(NPU_SMI_MAP_A3) == [Chip(0, 0, 0, 8), Chip(0, 1, 1, 9)]
+    assert npu.parse_npu_smi_map("dcmi model initialized failed") == []
     assert probe.parse_nvidia_smi_list(NVIDIA_SMI_LIST) == [0, 1]
 
 
@@ -78,26 +80,29 @@ def test_npu_addresses_come_from_three_places(tmp_path: Path) -> None:
             "hccn_tool -i 5 -vnic -g": "ipaddr:10.0.0.25\n",
         }
     )
-    found = probe.device_ips("npu", [4, 5, 6], "10.0.0.1", run, conf)
-    assert found == {4: "10.0.0.24", 5: "10.0.0.25", 6: "10.0.0.26"}
+    found = probe.find_devices("npu", [4, 5, 6], "10.0.0.1", {}, run, conf)
+    assert found == {4: Npu("10.0.0.24"), 5: Npu("10.0.0.25"), 6: Npu("10.0.0.26")}
 
 
 def test_an_npu_without_an_address_says_the_way_out(tmp_path: Path) -> None:
     run = answering({"npu-smi info -l": NPU_SMI_LIST})
     with pytest.raises(RankTableError, match=r"npu-smi sees 4, 5.*--device-ip 7=ADDRESS"):
-        probe.device_ips("npu", [7], "10.0.0.1", run, tmp_path / "missing")
+        probe.find_devices("npu", [7], "10.0.0.1", {}, run, tmp_path / "missing")
 
 
 def test_gpus_are_looked_for_where_nvidia_smi_is() -> None:
     run = answering({"nvidia-smi -L": NVIDIA_SMI_LIST})
-    assert probe.device_ips("gpu", [0, 1], "10.0.0.1", run) == {0: "10.0.0.1", 1: "10.0.0.1"}
+    assert probe.find_devices("gpu", [0, 1], "10.0.0.1", {}, run) == dict.fromkeys((0, 1), Npu("10.0.0.1"))
     with pytest.raises(RankTableError, match="found 2, expected one of 0, 1"):
-        probe.device_ips("gpu", [1, 2], "10.0.0.1", run)
-    assert probe.device_ips("gpu", [7], "10.0.0.1", answering({})) == {7: "10.0.0.1"}
+        probe.find_devices("gpu", [1, 2], "10.0.0.1", {}, run)
+    assert probe.find_devices("gpu", [2], "10.0.0.1", {2: "10.0.0.2"}, run) == {2: Npu("10.0.0.2")}
+    assert probe.find_devices("gpu", [7], "10.0.0.1", {}, answering({})) == {7: Npu("10.0.0.1")}
 
 
 def test_a_cpu_slot_has_the_hosts_address() -> None:
-    assert probe.device_ips("cpu", [0, 90], "localhost", answering({})) == {0: "localhost", 90: "localhost"}
+    assert probe.find_devices("cpu", [0, 90], "localhost", {}, answering({})) == dict.fromkeys(
+        (0, 90), Npu("localhost")
+    )
 
 
 @pytest.mark.parametrize(

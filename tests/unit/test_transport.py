@@ -15,10 +15,11 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.device import DeviceKind
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.base import Checksum, KVReceiver, Prepared
+from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, Prepared
 from pd_cluster.transport.dist import DistReceiver, DistSender
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.transport.factory import Transports
@@ -31,7 +32,7 @@ from pd_cluster.transport.sending import SendThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
 from pd_cluster.transport.unix import UnixServer
 from pd_cluster.types import TokenOutput
-from tests.support.fake_device import FakeModule, MemfdMemory, install, on_gpu
+from tests.support.fake_device import FakeModule, MemfdMemory, content, install, put_on
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 12
@@ -40,8 +41,9 @@ TOKEN = TokenOutput("r", 0, 0, 0, 5)
 CHECKSUM = Checksum(seed=77)
 KEY = LinkKey.derive(b"secret", "link", "p", "d")
 NAMES: tuple[wire.TransportName, ...] = ("local", "shm", "dist")
-CHECKED = (*NAMES, "device dist")
-WAYS = (*CHECKED, "device local", "device ipc", "device nccl")  # on a fake device: tests/support/fake_device.py
+CHECKED = (*NAMES, "cuda dist", "npu dist")
+# On fake devices: tests/support/fake_device.py.
+WAYS = (*CHECKED, "cuda local", "cuda ipc", "cuda nccl", "npu local", "npu ipc", "npu hccl")
 
 
 def random_pool(seed: int, layout: KVLayout = LAYOUT) -> KVPool:
@@ -60,30 +62,33 @@ class Pair:
         name: wire.TransportName,
         source: KVLayout = LAYOUT,
         checksum: Checksum = CHECKSUM,
-        on_device: bool = False,
+        kind: DeviceKind = "cpu",
         into: KVLayout = LAYOUT,
+        kinds: tuple[DeviceKind, DeviceKind] | None = None,
     ) -> None:
+        """`kind`: of both devices; `kinds`: of P's and D's."""
         self.source, self.target = random_pool(1, source), random_pool(2, into)
-        if on_device:
-            on_gpu(self.target)
-            on_gpu(self.source, 1 if name == "nccl" else 0)
+        for pool, of, at in zip((self.source, self.target), kinds or (kind, kind), (1, 0), strict=True):
+            if of != "cpu":
+                put_on(pool, at if name in ("nccl", "hccl") else 0, of)
         self.server: UnixServer | None = PoolServer(self.source) if name == "shm" else None
+        self.sender: KVSender
         self.receiver: KVReceiver
         if name == "ipc":
             self.server = ExportServer(self.source, MemfdMemory())
-            self.sender = OneSidedSender(name, self.server.name, self.source, checksum, "GPU-0")  # type: ignore[assignment]
+            self.sender = OneSidedSender(name, self.server.name, self.source, checksum, "GPU-0")
             self.receiver = IpcReceiver(
                 self.sender.offer(), self.target, source, NUM_BLOCKS, checksum, WAIT_S, MemfdMemory()
             )
-        elif name in ("dist", "nccl"):
-            backend: Backend = "nccl" if name == "nccl" else "gloo"
+        elif name in ("dist", "nccl", "hccl"):
+            backend: Backend = name if name in ("nccl", "hccl") else "gloo"
             self.sender = DistSender(self.source, checksum, False, "127.0.0.1", WAIT_S, WAIT_S, backend)
             self.receiver = DistReceiver(
                 self.sender.offer(), self.target, source, checksum, False, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S
             )
         else:
             address = self.server.name if self.server is not None else offer_pool(self.source)
-            self.sender = OneSidedSender(name, address, self.source, checksum)  # type: ignore[assignment]
+            self.sender = OneSidedSender(name, address, self.source, checksum)
             offer = self.sender.offer()
             if name == "shm":
                 self.receiver = ShmReceiver(offer, self.target, source, NUM_BLOCKS, checksum, WAIT_S)
@@ -129,10 +134,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
 
 
 def make_pair(way: str, request: pytest.FixtureRequest, source: KVLayout = LAYOUT, into: KVLayout = LAYOUT) -> Pair:
-    name = way.removeprefix("device ")
-    if name != way:
+    kind, _, name = way.rpartition(" ")
+    if kind:
         request.getfixturevalue("gpu")
-    return Pair(name, source, on_device=name != way, into=into)  # type: ignore[arg-type]
+    return Pair(name, source, kind=kind or "cpu", into=into)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=WAYS)
@@ -156,10 +161,10 @@ def test_named_blocks_move_and_no_others(pair: Pair, seed: int) -> None:
     count = rng.randrange(1, NUM_BLOCKS)
     source, into = rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
     first, stop = [(0, 2), (0, 1), (1, 2)][seed % 3]
-    expected = pair.target.data.clone()
-    expected[into, first:stop] = pair.source.data[source, first:stop]
+    expected = content(pair.target).clone()
+    expected[into, first:stop] = content(pair.source)[source, first:stop]
     pair.move(blocks(source, first, stop - first), into)
-    assert torch.equal(pair.target.data, expected)
+    assert torch.equal(content(pair.target), expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -170,8 +175,8 @@ def test_pools_may_differ(way: str, change: dict[str, object], request: pytest.F
     pair.move(wire.KVPiece(4, 8, 0, 2, [3, 7]), [1, 5])
     for position in range(4, 12):
         at = position - 4 // size * size
-        sent = pair.source.data[[3, 7][at // size], :, :, at % size]
-        found = pair.target.data[[1, 5][(position - 4) // 4], :, :, position % 4]
+        sent = content(pair.source)[[3, 7][at // size], :, :, at % size]
+        found = content(pair.target)[[1, 5][(position - 4) // 4], :, :, position % 4]
         assert torch.equal(found, sent.float())
     pair.close()
 
@@ -194,7 +199,7 @@ def test_several_payloads_under_way_arrive_in_order(pair: Pair) -> None:
         pair.receiver.receive(at, chunk, [7 - at])
     pair.receiver.copies.settle()
     sending.join(WAIT_S)
-    assert torch.equal(pair.target.data[:8], pair.source.data[:8].flip(0))
+    assert torch.equal(content(pair.target)[:8], content(pair.source)[:8].flip(0))
 
 
 def test_a_wrong_checksum_is_noticed_and_the_link_lives(checked_pair: Pair) -> None:
@@ -202,7 +207,7 @@ def test_a_wrong_checksum_is_noticed_and_the_link_lives(checked_pair: Pair) -> N
     with pytest.raises(TransferFailed, match="checksum"):
         pair.move(blocks([1, 2]), [3, 4], damage=1)
     pair.move(blocks([1, 2]), [3, 4])
-    assert torch.equal(pair.target.data[[3, 4]], pair.source.data[[1, 2]])
+    assert torch.equal(content(pair.target)[[3, 4]], content(pair.source)[[1, 2]])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -210,19 +215,19 @@ def test_without_checksums_nothing_is_computed(name: wire.TransportName) -> None
     pair = Pair(name, checksum=Checksum(is_on=False))
     assert pair.sender.prepare(blocks([1, 2])).checksum == 0
     pair.move(blocks([1, 2]), [3, 4])
-    assert torch.equal(pair.target.data[[3, 4]], pair.source.data[[1, 2]])
+    assert torch.equal(content(pair.target)[[3, 4]], content(pair.source)[[1, 2]])
     pair.close()
 
 
 def test_an_unwanted_payload_is_taken_off_and_dropped(pair: Pair) -> None:
-    before = pair.target.data.clone()
+    before = content(pair.target).clone()
     pair.move(blocks([1, 2]), None)
-    assert torch.equal(pair.target.data, before)
+    assert torch.equal(content(pair.target), before)
     pair.move(blocks([5]), [6])
-    assert torch.equal(pair.target.data[6], pair.source.data[5])
+    assert torch.equal(content(pair.target)[6], content(pair.source)[5])
 
 
-@pytest.mark.parametrize("way", ["local", "shm", "device local", "device ipc"])
+@pytest.mark.parametrize("way", ["local", "shm", "cuda local", "cuda ipc", "npu local", "npu ipc"])
 def test_a_block_outside_the_pool_is_refused(way: str, request: pytest.FixtureRequest) -> None:
     pair = make_pair(way, request)
     for block in (-1, NUM_BLOCKS, NUM_BLOCKS + 2):
@@ -231,7 +236,7 @@ def test_a_block_outside_the_pool_is_refused(way: str, request: pytest.FixtureRe
     pair.close()
 
 
-@pytest.mark.parametrize("way", ["local", "shm", "device local", "device ipc"])
+@pytest.mark.parametrize("way", ["local", "shm", "cuda local", "cuda ipc", "npu local", "npu ipc"])
 def test_a_length_that_does_not_fit_is_refused(way: str, request: pytest.FixtureRequest) -> None:
     pair = make_pair(way, request)
     with pytest.raises(TransferFailed, match="announces"):
@@ -240,7 +245,7 @@ def test_a_length_that_does_not_fit_is_refused(way: str, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("nbytes", [-1, 1 << 40])
-@pytest.mark.parametrize("way", ["dist", "device dist", "device nccl"])
+@pytest.mark.parametrize("way", ["dist", "cuda dist", "cuda nccl", "npu hccl"])
 def test_dist_refuses_a_length_that_no_payload_has(way: str, nbytes: int, request: pytest.FixtureRequest) -> None:
     pair = make_pair(way, request)
     with pytest.raises(LinkError, match="announces"):
@@ -307,7 +312,7 @@ def make_config(transport: str, secret: bytes = b"s") -> WorkerConfig:
         kv_transport=transport,  # type: ignore[arg-type]
         kv_port_range=PortRange(),
         engine=EngineConfig(model="m"),
-        timeouts=Timeouts(connect_timeout_s=1.5),
+        timeouts=Timeouts(connect_timeout_s=5.0),
     )
 
 
@@ -323,12 +328,13 @@ class Link:
         tamper: Callable[[wire.KVFrame], list[wire.KVFrame]] = lambda frame: [frame],
         probe_seed: int | None = None,
         devices: tuple[int | None, int | None] = (None, None),
+        kind: DeviceKind = "cuda",
     ) -> None:
-        """`devices`: the GPUs that P's and D's pools are on."""
+        """`devices`: those of that kind that P's and D's pools are on."""
         self.source, self.target = random_pool(1), random_pool(2)
         for pool, index in zip((self.source, self.target), devices, strict=True):
             if index is not None:
-                on_gpu(pool, index)
+                put_on(pool, index, kind)
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
         self._tamper = tamper
@@ -376,6 +382,8 @@ class Link:
     def close(self) -> None:
         self.send.close()
         self.receive.close()
+        for each in (self.send, self.receive):
+            each._thread.join(WAIT_S)  # it still uses the device
 
 
 @pytest.mark.parametrize(("transport", "chosen"), [("auto", "local"), ("shm", "shm"), ("dist", "dist")])

@@ -115,10 +115,17 @@ def test_a_foreign_message_is_refused() -> None:
 
 
 def test_what_maps_a_pool_survives_and_is_bounded() -> None:
-    export = wire.PoolExport(handle=b"h" * 66, nbytes=2**40, offset_nbytes=512, block_nbytes=64)
-    data = msgspec.msgpack.encode(export)
-    assert len(data) <= wire.MAX_EXPORT_NBYTES
-    assert wire.decode_export(data) == export
-    for change in ({"handle": b"h" * 513}, {"nbytes": -1}, {"offset_nbytes": 2**62}, {"block_nbytes": 1.5}):
+    part = wire.MemoryPart(handle=b"h" * 512, nbytes=2**61, offset_nbytes=2**61)
+    for num_parts in (1, 40):
+        export = wire.PoolExport(parts=[part] * num_parts, block_nbytes=2**61)
+        data = msgspec.msgpack.encode(export)
+        assert len(data) <= wire.MAX_EXPORT_NBYTES * num_parts
+        assert wire.decode_export(data) == export
+    whole = msgspec.structs.asdict(export)
+    for change in ({"handle": b"h" * 513}, {"nbytes": -1}, {"offset_nbytes": 2**62}):
+        broken = whole | {"parts": [msgspec.structs.asdict(part), msgspec.structs.asdict(part) | change]}
         with pytest.raises(msgspec.DecodeError):
-            wire.decode_export(msgspec.msgpack.encode(msgspec.structs.asdict(export) | change))
+            wire.decode_export(msgspec.msgpack.encode(broken))
+    for wrong in ({"block_nbytes": 1.5}, {"parts": [part] * 1025}, {"parts": None}):
+        with pytest.raises(msgspec.DecodeError):
+            wire.decode_export(msgspec.msgpack.encode(whole | wrong))

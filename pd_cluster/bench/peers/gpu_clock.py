@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pd_cluster.bench.report import spread
-from pd_cluster.device import Device, capture, synchronize
+from pd_cluster.device import Device, synchronize
+from pd_cluster.streams import capture
 
 TICKS_PER_S = 100  # of /proc's start times: Linux tells user space no other
 

@@ -51,8 +51,8 @@ class Bench:
         self.rng = random.Random(SEED)
         self._num_requests = 0
         results.note(
-            f"{self.name}: {config.max_num_batched_tokens} tokens a step, blocks of {config.block_size}, "
-            f"{self.runner.pool.num_blocks} blocks; {getattr(self.runner.model, 'kernels', 'transformers as it is')}"
+            f"{self.name}: {config.max_num_batched_tokens} tokens a step, {self.runner.pool.num_blocks} blocks of "
+            f"{self.runner.pool.layout.block_size}; {getattr(self.runner.model, 'kernels', 'transformers as it is')}"
         )
 
     @property

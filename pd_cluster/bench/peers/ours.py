@@ -23,7 +23,7 @@ def measure(spec: Spec) -> PeerResult:
     core, runner = build_core(config)
     return PeerResult(
         version=f"pd-cluster {__version__}, torch {torch.__version__}",
-        settings=f"{config.max_num_batched_tokens} tokens a step, blocks of {config.block_size}, "
+        settings=f"{config.max_num_batched_tokens} tokens a step, blocks of {runner.pool.layout.block_size}, "
         f"{runner.pool.num_blocks} blocks",
         runs={workload.name: run(core, workload) for workload in [spec.warmup, *spec.workloads]},
     )

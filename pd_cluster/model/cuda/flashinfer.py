@@ -16,11 +16,12 @@ import flashinfer
 import numpy as np
 import torch
 
-from pd_cluster.device import Device, Marker, mark, num_multiprocessors
+from pd_cluster.device import Device, num_multiprocessors
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout
 from pd_cluster.model.attention.sdpa import Scoring, write_kv
 from pd_cluster.model.batch import ForwardBatch, packed
+from pd_cluster.streams import Marker, mark
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = ("float16", "bfloat16")

@@ -1,6 +1,6 @@
 """What the ranks of one instance compute together: sums over all of them, and the pieces of a row of logits.
 
-gloo on CPU, NCCL on CUDA, between processes of one host. Knows nothing of models or of plans.
+gloo on CPU, NCCL on CUDA, HCCL on NPUs, between processes of one host. Knows nothing of models or of plans.
 """
 
 from __future__ import annotations
@@ -11,8 +11,16 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, FileStore, GatherOptions, ProcessGroupGloo, ReduceOp
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    FileStore,
+    GatherOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp,
+)
 
+from pd_cluster import device_group
 from pd_cluster.device import CPU, Device
 from pd_cluster.errors import InstanceLost
 
@@ -144,24 +152,19 @@ class GlooGroup:
         return InstanceLost(f"rank {self.rank} of {self.size} lost another rank: {error}")
 
 
-class NcclGroup:
+class DeviceGroup:
     """Sums and gathers on the devices, in the order of each one's stream; the host waits for none of them.
 
-    What NCCL finds wrong ends the process, after the timeout at the latest. Numbers of the host go over gloo.
+    What NCCL or HCCL finds wrong ends the process, after the timeout at the latest. Numbers of the host go over gloo.
     """
 
     def __init__(self, place: Rendezvous, device: Device) -> None:
-        from torch._C._distributed_c10d import PrefixStore, ProcessGroupNCCL  # a torch without CUDA has none
-
         self.rank, self.size = place.rank, place.size
         self.reduce_s = 0.0  # not known: the host does not wait
         self._host = GlooGroup(place)
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=place.load_timeout_s)
-        store = PrefixStore("nccl", self._host.store)
-        self._group: Any = ProcessGroupNCCL(store, place.rank, place.size, options)
+        store = PrefixStore(device.dist_backend, self._host.store)
+        self._group: Any = device_group.make_ranks(store, place.rank, place.size, place.load_timeout_s, device)
         self._timeout = timedelta(seconds=place.timeout_s)
-        self._device = device
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -186,4 +189,4 @@ def join(place: Rendezvous | None, device: Device = CPU) -> Group:
     """Raises InstanceLost."""
     if place is None or place.size == 1:
         return Alone()
-    return NcclGroup(place, device) if device.is_accelerator else GlooGroup(place)
+    return DeviceGroup(place, device) if device.is_accelerator else GlooGroup(place)

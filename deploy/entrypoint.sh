@@ -1,0 +1,13 @@
+#!/bin/sh
+# What a container runs: an instance with these flags, or any other command, with CANN's variables where CANN is.
+
+set -eu
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
+# shellcheck source=deploy/ascend_env.sh
+. "$here/ascend_env.sh"
+
+case "${1:--}" in
+-*) exec sh "$here/../scripts/start_servers.sh" "$@" ;;
+*) exec "$@" ;;
+esac

@@ -1,0 +1,42 @@
+"""What `pip install` must bring into this Python for pd-cluster with one extra, a requirement a line.
+
+A torch that fits pyproject.toml is left out, so that pip keeps it: to pip, the 2.11.0a0+… of a vendor's image is older
+than 2.11. Without one it is exactly TORCH. Needs the standard library.
+
+    python3 deploy/requirements.py cuda
+"""
+
+import re
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+def _numbers(text: str) -> list[int]:
+    """`2.11.0a0+git` -> [2, 11]"""
+    return [int(part) for part in re.findall(r"\d+", text)[:2]]
+
+
+def fits(found: str, wanted: str) -> bool:
+    """`wanted`: torch>=2.11,<2.14"""
+    least, below = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", wanted).groups()
+    return _numbers(least) <= _numbers(found) < _numbers(below)
+
+
+def requirements(extra: str) -> list[str]:
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    named = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    (torch,) = (each for each in named if re.match(r"torch\b(?!-)", each))
+    others = [each for each in named if each != torch]
+    try:
+        return others if fits(version("torch"), torch) else [TORCH, *others]
+    except PackageNotFoundError:
+        return [TORCH, *others]
+
+
+if __name__ == "__main__":
+    print("\n".join(requirements(sys.argv[1])))

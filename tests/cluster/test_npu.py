@@ -1,0 +1,54 @@
+"""A whole cluster with `--device npu` over simulated NPUs: real processes, torch-npu's real schemas, a real client."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import npu_wheel
+from tests.support.cluster import LiveCluster
+from tests.support.engines import assert_same, random_prompt
+
+MAX_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama", head_dim=128)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Prefill and a decode instance on NPUs, another decode instance on the CPU with blocks of its own size."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in npu_wheel.environment().items():
+            patch.setenv(name, value)
+        with LiveCluster(
+            tmp_path_factory.mktemp("npu"),
+            model,
+            num_decode=2,
+            arguments=["--dtype=float32", "--num-blocks=24", "--max-model-len=300", "--kv-transport=dist"],
+            member_arguments={
+                "prefill-0": ["--device=npu"],
+                "decode-0": ["--device=npu"],
+                "decode-1": ["--device=cpu", "--block-size=16", "--num-blocks=128"],
+            },
+        ) as running:
+            yield running
+
+
+def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
+    cluster: LiveCluster, model: Path
+) -> None:
+    rng = random.Random(6)
+    for length in (3, 140, 129, 20):
+        prompt = random_prompt(rng, length)
+        assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
+    for name in ("decode-0", "decode-1"):
+        assert cluster.instance(name)["kv_received_nbytes"] > 0
+    logs = {name: cluster.log_file(name).read_text() for name in ("prefill-0", "decode-0", "decode-1")}
+    assert [name for name in logs if "attention by torch-npu (TND)" in logs[name]] == ["prefill-0", "decode-0"]
+    cluster.assert_home()

@@ -1,0 +1,14 @@
+"""Models on the NPU path: torch-npu's real operator schemas and meta kernels, computed on CPU. No NPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.npu_wheel import run_cases
+
+CASES = "npu_cases.py"
+
+
+@pytest.mark.timeout(300)
+def test_the_path_is_exact_over_the_operators_own_schemas() -> None:
+    assert " passed" in run_cases(CASES, "-m", "not slow", timeout_s=280)

@@ -1,0 +1,222 @@
+"""Whole models through the NPU path, over torch-npu's own operator schemas. Run by tests/model/test_npu.py."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.config import EngineConfig
+from pd_cluster.device import Device, bind
+from pd_cluster.engine.build import build_core
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.errors import ConfigError
+from pd_cluster.kv.layered import LayerMajor
+from pd_cluster.model import loader
+from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.types import Request, SamplingParams
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import assert_same, generate, random_prompt, run
+
+NPU = Device("npu")
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+LENS = (1, 5, 150, 127, 128)
+SIZES = {"max_position_embeddings": 1024}
+slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def calls() -> dict[str, int]:
+    """How often each operator was called."""
+    bind("npu", (), 0)  # which imports torch-npu
+    from tests.support.npu_simulated import calls
+
+    calls.clear()
+    return calls
+
+
+def core_of(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner]:
+    settings = {
+        "num_blocks": 24,
+        "max_model_len": 300,
+        "max_num_batched_tokens": 96,
+        "device": "npu",
+        "dtype": "float32",
+        **settings,
+    }
+    return build_core(EngineConfig(model=str(folder), **settings))
+
+
+def check(folder: Path, core: EngineCore, lens: tuple[int, ...] = LENS) -> None:
+    """Several prompts together, against transformers."""
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, length) for length in lens]
+    for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+        assert_same(folder, prompt, output, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "eager"),
+    [
+        ("llama", False),
+        ("mistral", True),  # a window
+        ("mixtral", False),  # experts
+        pytest.param("llama", True, marks=slow),
+        pytest.param("mistral", False, marks=slow),
+        pytest.param("mixtral", True, marks=slow),
+        pytest.param("qwen2", False, marks=slow),
+        pytest.param("qwen3", False, marks=slow),
+    ],
+)
+def test_fused_layers_are_exact(architecture: str, eager: bool, tmp_path: Path, calls: dict[str, int]) -> None:
+    folder = make_checkpoint(tmp_path, architecture, head_dim=128, **SIZES)
+    core, runner = core_of(folder, enforce_eager=eager)
+    assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (TND)"
+    assert isinstance(runner.pool.memory, LayerMajor)
+    assert runner.pool.layout.block_size == 128
+    check(folder, core)
+    assert calls["npu_fused_infer_attention_score"] > 0
+    assert ("npu_grouped_matmul" in calls) == (architecture == "mixtral")
+    assert (runner._graphs is None) == eager
+    if runner._graphs is not None:
+        assert runner._graphs.num_captured > 1
+    assert core.ahead.num_ahead > 0
+
+
+def test_sinks_go_to_the_second_operator(tmp_path: Path, calls: dict[str, int]) -> None:
+    folder = make_checkpoint(tmp_path, "gpt_oss", head_dim=128, **SIZES)
+    core, runner = core_of(folder)
+    assert isinstance(runner.model, PlainCausalLM)
+    check(folder, core)
+    assert calls["npu_fused_infer_attention_score_v2"] > 0
+    assert "npu_fused_infer_attention_score" not in calls
+
+
+def test_heads_of_other_sizes_are_decoded_as_a_batch(tmp_path: Path, calls: dict[str, int]) -> None:
+    folder = make_checkpoint(tmp_path, "llama", head_dim=32, **SIZES)
+    core, runner = core_of(folder)
+    assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (BSND)"
+    check(folder, core)
+    assert calls["npu_fused_infer_attention_score"] > 0
+    assert runner._graphs is not None
+    assert runner._graphs.num_captured > 1
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "settings", "message"),
+    [
+        ("gemma2", {"head_dim": 128}, {}, "softcap.*--attention-backend sdpa is slow, and can"),
+        ("llama", {"head_dim": 128}, {"block_size": 24}, "--block-size 24: on NPUs a multiple of 16"),
+        ("llama", {"head_dim": 24}, {}, "head_dim 24: .* multiples of 16"),
+        ("llama", {"head_dim": 128}, {"max_num_seqs": 5000}, "--max-num-seqs 5000: .* at most 4096"),
+        ("mistral", {"head_dim": 32}, {}, "head_dim 32: .* takes prompts with 128, 192, and without that no window"),
+        ("llama", {"head_dim": 128}, {"attention_backend": "triton"}, "on NPU expected auto or sdpa"),
+        ("llama", {"head_dim": 128}, {"num_blocks": 1 << 20}, "--num-blocks 1048576: an NPU takes at most 65532"),
+    ],
+)
+def test_what_npus_cannot_do_is_refused_at_load(
+    architecture: str, changes: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, architecture, **changes)
+    with pytest.raises(ConfigError, match=message):
+        core_of(folder, **settings)
+
+
+def test_float32_is_for_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pd_cluster.model.npu import attention
+
+    monkeypatch.setattr(attention, "DTYPES", ("float16", "bfloat16"))  # as it is outside these tests
+    folder = make_checkpoint(tmp_path, "llama", head_dim=128)
+    with pytest.raises(ConfigError, match="float32: attention on NPUs takes float16 or bfloat16"):
+        core_of(folder)
+
+
+def test_sdpa_serves_when_it_is_asked_for(tmp_path: Path, calls: dict[str, int]) -> None:
+    folder = make_checkpoint(tmp_path, "gemma2", head_dim=32, **SIZES)
+    core, runner = core_of(folder, attention_backend="sdpa", block_size=16)
+    assert runner._graphs is None
+    check(folder, core, (5, 40))
+    assert "npu_fused_infer_attention_score" not in calls
+
+
+def test_drawn_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", head_dim=128, **SIZES)
+    params = SamplingParams(max_tokens=10, temperature=0.8, top_p=0.9, seed=5, frequency_penalty=0.3)
+    outputs = []
+    for device, block_size in (("npu", 128), ("cpu", 16)):
+        core, _ = core_of(folder, device=device, block_size=block_size, num_blocks=40)
+        request = Request("drawn", [1, 2, 3], params)
+        outputs.append([token.token_id for token in run(core, [request])["drawn"][0]])
+    assert outputs[0] == outputs[1]
+
+
+def test_copied_and_swapped_blocks_hold_what_they_held(tmp_path: Path) -> None:
+    """Sequences of one prompt share its blocks, write to copies, and leave for the host when there are too few."""
+    folder = make_checkpoint(tmp_path, "llama", head_dim=128, **SIZES)
+    params = SamplingParams(n=3, max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
+    prompt, kinds, outputs = random_prompt(random.Random(4), 126), set(), []
+    for num_blocks in (24, 4):
+        core, runner = core_of(folder, num_blocks=num_blocks, preemption_mode="swap", swap_space_gib=0.1)
+        move = runner.move
+
+        def note(moves: Any, move: Any = move) -> None:
+            kinds.update(each.kind for each in moves)
+            move(moves)
+
+        runner.move = note  # type: ignore[method-assign]
+        found = run(core, [Request("n", prompt, params)])["n"]
+        outputs.append([[token.token_id for token in found[index]] for index in range(3)])
+    assert outputs[0] == outputs[1]
+    assert kinds == {"copy", "out", "in"}
+
+
+def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
+    """By torch-npu's operators no further than by transformers' modules."""
+    folder = make_checkpoint(tmp_path, "llama", head_dim=128)
+    checkpoint = Checkpoint.open(str(folder))
+
+    def logits(model: Any, dtype: str) -> torch.Tensor:
+        return loader._probe_logits(model, loader.layout_of(model.config, 128, dtype), NPU)
+
+    exact = logits(loader.load_model(checkpoint, "float32", NPU, block_size=128), "float32")
+    plain = loader.load_plain(checkpoint, "bfloat16", NPU)
+    attention = loader.choose_attention("auto", plain.config, loader.layout_of(plain.config, 128, "bfloat16"), NPU)
+    by_modules = logits(PlainCausalLM(plain, attention=attention), "bfloat16")
+    fused = loader.fuse(plain, loader.choose_ops(plain.config, NPU, attention))
+    assert isinstance(fused, FusedCausalLM)
+    by_operators = logits(fused, "bfloat16")
+    of_modules, of_operators = ((each - exact).norm() / exact.norm() for each in (by_modules, by_operators))
+    assert of_operators < 1.5 * of_modules + 1e-3, (float(of_operators), float(of_modules))
+    assert of_modules > 0
+
+
+def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
+    """By name and form only: their work needs hardware."""
+    from datetime import timedelta
+
+    import torch_npu
+
+    from pd_cluster import device as devices
+    from pd_cluster.hccl import PAIR_BUFFER_MB
+
+    group = devices.process_group(NPU)
+    assert group is torch_npu._C._distributed_c10d.ProcessGroupHCCL
+    options = group.Options()
+    options._timeout = timedelta(seconds=5)
+    options.hccl_config = {"hccl_buffer_size": PAIR_BUFFER_MB}
+    options.group_id = "a name"
+    options.global_ranks_in_group = [0, 1]
+    assert options.hccl_config["hccl_buffer_size"] == PAIR_BUFFER_MB
+    for name in ("send", "recv", "allreduce", "allgather", "abort", "shutdown", "_set_default_timeout"):
+        assert callable(getattr(group, name))
+    assert hasattr(torch_npu._C._NPUDeviceProperties, "uuid")
+    storage = torch.UntypedStorage
+    assert storage._release_ipc_counter_npu(b"/none", 0) is None
+    with pytest.raises(TypeError):
+        storage._new_shared_npu(0, b"", 1, 0, b"", 0, b"", 0)
+    assert callable(storage._share_npu_)

@@ -1,0 +1,400 @@
+"""What torch-npu's operators compute, in plain torch on CPU, and a torch.npu whose devices are the host's memory.
+
+Only for processes that have the real torch_npu (npu_wheel.py): schemas are its own, and each call's results must have
+the shapes that its meta kernels give. The operators' meaning and limits are written down here from CANN's descriptions,
+independent of the code that is tested. Hardware takes 16 bits only; here float32 is let through, so that whole models
+can be held against transformers exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pd_cluster import device as devices
+from pd_cluster.device import Device
+from pd_cluster.model.npu import attention
+
+NUM_DEVICES = 2
+UPDATED = {  # by which names a captured operator is told new lengths
+    "npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
+    "npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
+}
+calls: dict[str, int] = {}  # of operators, by name
+_library = torch.library.Library("npu", "IMPL")
+
+
+def install() -> None:
+    """For the rest of this process."""
+    import torch_npu
+
+    for name, compute in REFERENCES.items():
+        _library.impl(name, _checked(name, compute), "CPU")
+    torch_npu.npu = FakeNpu(torch_npu.npu)
+    Device.torch_name = property(lambda device: "cpu")  # type: ignore[method-assign, assignment]
+    attention.DTYPES = ("float32", *attention.DTYPES)  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+    for name in ("empty", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.backends.mkldnn.is_available = lambda: False  # weights are packed for CPUs only
+    devices.npu_files = lambda: [f"/dev/davinci{i}" for i in range(NUM_DEVICES)]
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *size, pin_memory=False, **options: make(*size, **options)
+
+
+def _checked(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute`, whose results are as torch_npu's meta kernel says."""
+    operator = getattr(torch.ops.npu, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls[name] = calls.get(name, 0) + 1
+        found = compute(*args, **options)
+        to_meta: dict[str, Any] = {key: _meta(value) for key, value in options.items()}
+        expected = operator(*(_meta(each) for each in args), **to_meta)
+        for ours, theirs in zip(_flat(found), _flat(expected), strict=False):
+            assert ours.shape == theirs.shape, (name, ours.shape, theirs.shape)
+            assert ours.dtype == theirs.dtype, (name, ours.dtype, theirs.dtype)
+        return found
+
+    return call
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+        return [_meta(each) for each in value]
+    return value
+
+
+def _flat(found: Any) -> list[torch.Tensor]:
+    """The first result is what is used; the others of some operators are made for training only."""
+    return [found] if isinstance(found, torch.Tensor) else list(found or ())[:1]
+
+
+# ---- the operators
+
+
+def scatter_pa_kv_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    cache_mode: str,
+    **others: object,
+) -> None:
+    assert cache_mode == "Norm"
+    assert not any(others.values())
+    for each in (key, value, key_cache, value_cache):
+        assert each.is_contiguous()
+        assert each.dtype == key.dtype
+    assert len(slot_mapping.unique()) == len(slot_mapping)
+    num_slots = key_cache.shape[0] * key_cache.shape[1]
+    assert int(slot_mapping.min()) >= 0
+    assert int(slot_mapping.max()) < num_slots
+    assert key_cache.numel() < 1 << 31
+    key_cache.view(num_slots, *key.shape[1:])[slot_mapping] = key
+    value_cache.view(num_slots, *value.shape[1:])[slot_mapping] = value
+
+
+def fused_infer_attention_score(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    atten_mask: torch.Tensor | None = None,
+    actual_seq_lengths: list[int] | None = None,
+    actual_seq_lengths_kv: list[int] | None = None,
+    block_table: torch.Tensor | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    pre_tokens: int = 2147483647,
+    next_tokens: int = 2147483647,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    block_size: int = 0,
+    sinks: torch.Tensor | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert not any(others.values())
+    assert block_table is not None
+    assert actual_seq_lengths_kv is not None
+    assert block_table.dtype == torch.int32
+    assert all(each.is_contiguous() for each in (query, key, value, block_table))
+    num_blocks, size, width = key.shape
+    assert size == block_size
+    assert width == num_key_value_heads * query.shape[-1]
+    assert min(actual_seq_lengths_kv) > 0
+    assert bool(((block_table >= 0) & (block_table < num_blocks)).all())
+    out = torch.empty_like(query)
+    for i, seen, queries, results in _sequences(query, out, input_layout, actual_seq_lengths, actual_seq_lengths_kv):
+        assert seen <= block_table.shape[1] * size
+        keys = key[block_table[i].long()].view(-1, num_key_value_heads, query.shape[-1])[:seen]
+        values = value[block_table[i].long()].view(-1, num_key_value_heads, query.shape[-1])[:seen]
+        mask = _mask(len(queries), seen, input_layout, sparse_mode, pre_tokens, next_tokens, atten_mask)
+        results.copy_(_attended(queries, keys, values, scale, mask, sinks))
+    return out, query.new_empty(0, dtype=torch.float32)
+
+
+def _sequences(
+    query: torch.Tensor, out: torch.Tensor, layout: str, ends: list[int] | None, lens: list[int]
+) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    if layout == "BSND":
+        assert ends is None
+        assert query.shape[1] == 1
+        assert len(query) == len(lens)
+        assert query.shape[-1] % 16 == 0
+        for i, seen in enumerate(lens):
+            yield i, seen, query[i], out[i]
+        return
+    assert layout == "TND"
+    assert ends is not None
+    assert query.shape[-1] in (64, 128, 192)
+    assert len(ends) == len(lens) <= 4096
+    assert ends[-1] == len(query)
+    for i, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        assert stop > start
+        yield i, lens[i], query[start:stop], out[start:stop]
+
+
+def _mask(
+    num_queries: int, seen: int, layout: str, mode: int, before: int, after: int, given: torch.Tensor | None
+) -> torch.Tensor:
+    """[num_queries, seen] bool: what is seen. Modes 3 and 4 count from the last query and the last key."""
+    at = torch.arange(seen - num_queries, seen)[:, None]
+    keys = torch.arange(seen)[None]
+    if mode == 0:
+        assert layout == "BSND"
+        assert given is None
+        return keys >= 0
+    assert given is not None
+    assert given.shape == (2048, 2048)
+    assert given.dtype == torch.int8
+    assert torch.equal(given, torch.ones_like(given).triu(1))
+    if mode == 3:
+        return keys <= at
+    assert mode == 4
+    return (keys >= at - before) & (keys <= at + after)
+
+
+def _attended(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[num_queries, num_heads, head_dim]"""
+    group = queries.shape[1] // keys.shape[1]
+    k, v = (each.repeat_interleave(group, dim=1).float() for each in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), k) * scale
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(queries), 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : len(keys)]
+    return torch.einsum("hqk,khd->qhd", weights, v).to(queries.dtype)
+
+
+def fused_infer_attention_score_v2(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    actual_seq_qlen: list[int] | None = None,
+    actual_seq_kvlen: list[int] | None = None,
+    num_query_heads: int = 1,
+    softmax_scale: float = 1.0,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return fused_infer_attention_score(
+        query,
+        key,
+        value,
+        actual_seq_lengths=actual_seq_qlen,
+        actual_seq_lengths_kv=actual_seq_kvlen,
+        num_heads=num_query_heads,
+        scale=softmax_scale,
+        sinks=learnable_sink,
+        **options,
+    )
+
+
+def rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+    assert x.dtype == gamma.dtype
+    assert x.shape[-1:] == gamma.shape
+    scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    return (x.float() * scale * gamma.float()).to(x.dtype), scale
+
+
+def swiglu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    left, right = x.float().chunk(2, dim=dim)
+    return (torch.nn.functional.silu(left) * right).to(x.dtype)
+
+
+def rotary_mul(
+    x: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str = "half", rotate: object = None
+) -> torch.Tensor:
+    assert rotary_mode == "half"
+    assert rotate is None
+    assert x.dim() == r1.dim() == r2.dim() == 4
+    assert x.dtype == r1.dtype == r2.dtype
+    assert x.is_contiguous()
+    left, right = x.chunk(2, dim=-1)
+    return x * r1 + torch.cat((-right, left), dim=-1) * r2
+
+
+def grouped_matmul(
+    x: list[torch.Tensor],
+    weight: list[torch.Tensor],
+    *,
+    group_list: torch.Tensor | None = None,
+    split_item: int = 0,
+    group_type: int | None = None,
+    group_list_type: int = 0,
+    **others: object,
+) -> list[torch.Tensor]:
+    assert not any(others.values())
+    assert (split_item, group_type, group_list_type) == (2, 0, 0)
+    assert group_list is not None
+    assert group_list.dtype == torch.int64
+    ends = group_list.tolist()
+    assert ends[-1] == len(x[0])
+    parts = [x[0][start:stop] @ weight[0][i] for i, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
+    return [torch.cat(parts)]
+
+
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
+    "npu_fused_infer_attention_score": fused_infer_attention_score,
+    "npu_fused_infer_attention_score_v2": fused_infer_attention_score_v2,
+    "npu_rms_norm": rms_norm,
+    "npu_swiglu": swiglu,
+    "npu_rotary_mul": rotary_mul,
+    "npu_grouped_matmul": grouped_matmul,
+}
+
+
+# ---- torch.npu
+
+
+class FakeGraph(TorchDispatchMode):
+    """Makes the calls that were captured once more, with the values that the host gave then, on the same tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.auto_dispatch_capture = False
+        self._launches: list[tuple[Any, Any, dict[str, Any], list[torch.Tensor]]] = []
+        self._is_told = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in ("aten::_local_scalar_dense", "aten::item"), "a captured launch asks the device"
+        kwargs = dict(kwargs or {})
+        found = func(*args, **kwargs)
+        outs = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
+        there = {
+            each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }
+        if func._schema.is_mutable or not all(each.untyped_storage().data_ptr() in there for each in outs):
+            self._launches.append((func, args, kwargs, list(outs)))  # else a view, which stays true
+        return found
+
+    def update(self, cpu_update_input: list[dict[str, list[int]]]) -> None:
+        assert self.auto_dispatch_capture
+        (values,) = cpu_update_input
+        for func, _, kwargs, _ in self._launches:
+            for key in UPDATED.get(func._schema.name.removeprefix("npu::"), ()):
+                if key in values:
+                    assert len(values[key]) == len(kwargs[key])
+                    kwargs[key] = values[key]
+        self._is_told = True
+
+    def replay(self) -> None:
+        assert self._is_told, "an attention waits in the graph for its lengths"
+        self._is_told = False
+        for func, args, kwargs, outs in self._launches:
+            fresh = func(*args, **kwargs)
+            if outs and not func._schema.is_mutable:
+                for to, of in zip(outs, fresh if isinstance(fresh, (list, tuple)) else [fresh], strict=True):
+                    to.copy_(of)
+
+
+class FakeEvent:
+    def __init__(self, blocking: bool = False) -> None: ...
+    def record(self, stream: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+class FakeStream:
+    def __init__(self, device: int = 0) -> None: ...
+    def wait_event(self, event: FakeEvent) -> None: ...
+
+
+class FakeNpu:
+    """torch.npu as far as it is used, over two devices that are the host's memory."""
+
+    Event, Stream, NPUGraph = FakeEvent, FakeStream, FakeGraph
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        """What torch-npu itself asks it for."""
+        return getattr(self._real, name)
+
+    def device_count(self) -> int:
+        return NUM_DEVICES
+
+    def set_device(self, index: int) -> None:
+        assert 0 <= index < NUM_DEVICES
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return 3 << 30, 4 << 30
+
+    def memory_reserved(self, index: int) -> int:
+        return 1 << 28
+
+    max_memory_reserved = memory_reserved
+
+    def reset_peak_memory_stats(self, index: int) -> None: ...
+    def empty_cache(self) -> None: ...
+    def synchronize(self, index: int) -> None: ...
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"NPU-{index}", cube_core_num=24)
+
+    def can_device_access_peer(self, index: int, other: int) -> bool:
+        return True
+
+    def current_stream(self, index: int) -> FakeStream:
+        return FakeStream(index)
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        yield
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 1
+
+    @contextlib.contextmanager
+    def graph(
+        self, graph: FakeGraph, pool: object, auto_dispatch_capture: bool, capture_error_mode: str
+    ) -> Iterator[None]:
+        assert capture_error_mode in ("global", "thread_local", "relaxed")
+        graph.auto_dispatch_capture = auto_dispatch_capture
+        with graph:
+            yield

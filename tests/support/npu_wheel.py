@@ -1,0 +1,151 @@
+"""torch-npu without CANN: the real wheel over libraries whose every function returns 0, for child processes.
+
+Its operators have their true schemas and shapes then; what they compute is registered by npu_simulated.py. Nothing of
+it is imported here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".pytest_cache" / "torch_npu"
+SHIM = Path(__file__).parent / "npu_shim"
+FUNCTIONS_IN = "libascendcl.so"
+EMPTY = (
+    "libhccl.so",
+    "libacl_op_compiler.so",
+    "libge_runner.so",
+    "libgraph.so",
+    "libacl_tdt_channel.so",
+    "libascend_ml.so",
+    "libatb.so",
+)
+# Of the interpreter, the loader and the compiler, which no library of CANN's brings.
+FOREIGN = ("Py", "_Py", "_ITM", "__", "_ZTH")
+DOWNLOAD_TIMEOUT_S = 240
+BUILD_TIMEOUT_S = 120
+
+
+def environment() -> dict[str, str]:
+    """Of a process that finds the simulated NPUs when it asks for NPUs. Skips the test where that cannot be had."""
+    wheel, libraries = _unpacked(), _libraries()
+    paths = [SHIM, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH", "")])),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "PD_CLUSTER_TEST_TORCH_NPU": str(wheel),
+        "OMP_NUM_THREADS": "1",
+        "PYTEST_ADDOPTS": "",
+    }
+
+
+def run_cases(file: str, *arguments: str, timeout_s: float = 110) -> str:
+    """pytest on a file of tests/support. Returns what it printed; AssertionError when a case failed."""
+    path = str(ROOT / "tests" / "support" / file)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", path, *arguments]
+    done = _run(command, timeout_s, environment())
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def _unpacked() -> Path:
+    """The folder that the wheel of this torch was unpacked into; made once."""
+    wanted = version("torch").partition("+")[0]
+    folder = CACHE / f"{wanted}-cp{sys.version_info.major}{sys.version_info.minor}"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            _download(f"torch-npu=={wanted}", folder)
+    return folder
+
+
+def _download(requirement: str, folder: Path) -> None:
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    done = _run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--only-binary=:all:",
+            "-d",
+            str(partial),
+            requirement,
+        ],
+        DOWNLOAD_TIMEOUT_S,
+    )
+    if done.returncode:
+        pytest.skip(f"no wheel of {requirement} to be had here: {(done.stderr.splitlines() or ['?'])[-1]}")
+    (wheel,) = partial.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(partial)
+    wheel.unlink()
+    partial.rename(folder)
+
+
+def _libraries() -> Path:
+    """The folder of the stub libraries."""
+    if not (shutil.which("gcc") and shutil.which("nm")):
+        pytest.skip("torch-npu's stub libraries need gcc and nm")
+    wheel = _unpacked()
+    folder = wheel / "stubs"
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            _build(wheel / "torch_npu", folder)
+    return folder
+
+
+def _build(package: Path, folder: Path) -> None:
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    names = _missing(package)
+    source = "".join(f"long {name}(void) {{ return 0; }}\n" for name in sorted(names))
+    for library in (FUNCTIONS_IN, *EMPTY):
+        command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-o", str(partial / library), "-"]
+        text = source if library == FUNCTIONS_IN else ""
+        subprocess.run(command, input=text, text=True, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
+    partial.rename(folder)
+
+
+def _missing(package: Path) -> set[str]:
+    """Functions that the wheel wants from CANN's libraries."""
+    own = [*package.glob("*.so"), *(package / "lib").glob("*.so")]
+    linked = _run(["ldd", str(package / "lib" / "libtorch_npu.so")], BUILD_TIMEOUT_S).stdout
+    others = [line.split("=>")[1].split()[0] for line in linked.splitlines() if "=> /" in line]
+    known = {name for library in own for name in _symbols(library, "--defined-only")}
+    known |= {name for library in others for name in _symbols(Path(library), "--defined-only")}
+    for library in Path(torch.__file__).parent.glob("lib/*.so*"):
+        known |= _symbols(library, "--defined-only")
+    wanted = {name for library in own for name in _symbols(library, "--undefined-only")}
+    return {name for name in wanted - known if not name.startswith(FOREIGN)}
+
+
+def _symbols(library: Path, which: str) -> set[str]:
+    listed = _run(["nm", "-D", which, str(library)], BUILD_TIMEOUT_S).stdout
+    return {line.split()[-1].partition("@")[0] for line in listed.splitlines() if line.split()}
+
+
+def _run(
+    command: list[str], timeout_s: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=timeout_s)

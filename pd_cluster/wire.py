@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_EXPORT_NBYTES = 1024  # of a PoolExport, for each of its parts
 MAX_EXPORT_PARTS = 1024
@@ -109,6 +109,7 @@ class Submit(Message, frozen=True):
     cache_salt: str = ""
     resumed: list[Resumed] = []  # of a hybrid leg: the sequences that go on; empty: all, from the beginning
     priority: int = 0  # lower ones come first
+    gathers: bool = False  # nobody reads single tokens: after the first, many may be told together
 
 
 class Abort(Message, frozen=True):
@@ -127,7 +128,7 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(Message, frozen=True):
-    """All tokens of one step for one scheduler, and the legs that ended; `now_s` is the clock of the events."""
+    """What one step has for one scheduler: tokens, and the legs that ended; `now_s` is the clock of the events."""
 
     tokens: list[TokenOutput] = []
     ended: list[LegEnd] = []

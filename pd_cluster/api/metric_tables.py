@@ -155,7 +155,7 @@ HISTOGRAMS = (
     ),
     OfRequests(
         "vllm:inter_token_latency_seconds",
-        "Between two output tokens of a sequence; none of a beam search, whose answer comes at once.",
+        "Between two output tokens of a sequence, evenly where many come together; none of a beam search.",
         {"": "inter_token_s"},
     ),
     OfRequests(

@@ -73,11 +73,11 @@ class Sequence:
 
     def add_all(self, tokens: list[TokenOutput]) -> str:
         """What `add` gives for each of them, together. Not for an answer that a stop string may end among them."""
-        first = tokens[0]
-        if first.logprobs is not None:  # which tell how much text was before each
-            return "".join(map(self.add, tokens))
+        if tokens[0].logprobs is not None:  # which tell how much text was before each
+            return "".join(self.add(each) for token in tokens for each in token.apart())
         *before, last = tokens
-        token_ids = [token.token_id for token in before]
+        token_ids = [token_id for token in before for token_id in (*token.earlier, token.token_id)]
+        token_ids += last.earlier
         self.num_tokens += len(token_ids)
         self.token_ids += token_ids
         text = self.detokenizer.add_all(token_ids)

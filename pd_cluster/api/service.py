@@ -218,7 +218,7 @@ class TextService:
             async for token in tokens:
                 own = arrived[token.index]
                 own.append(token)
-                if token.finish_reason is not None or len(own) == MOST_TOKENS_OF_PIECE:
+                if token.finish_reason is not None or token.earlier or len(own) == MOST_TOKENS_OF_PIECE:
                     sequence, arrived[token.index] = generation.sequences[token.index], []
                     yield generation.piece_of(sequence, sequence.add_all(own))
 

@@ -21,7 +21,7 @@ from pd_cluster.cluster.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.roster import Roster
 from pd_cluster.cluster.slices import Slices
 from pd_cluster.cluster.stats import ReplayCause, RequestStats
-from pd_cluster.cluster.stream import Inbox, Request, Sequence, Setback, Stream, ask_of
+from pd_cluster.cluster.stream import Request, Sequence, Setback, Stream, ask_of
 from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Overloaded, PdClusterError, Unavailable
 from pd_cluster.mailbox import Mailbox
@@ -98,7 +98,8 @@ class Router:
         `routed` was given; the iterator ends when all have. `prompted` is called before the first token. Raises
         Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts all.
         `client_id` and `received_s` are how the request is known outside and since when, for its timeline. `gathers`:
-        nobody waits for single tokens; many come together, the last one of a sequence with those before it at once.
+        nobody waits for single tokens; many come together, the last one of a sequence with those before it at once,
+        and an item may have `earlier` ones.
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
         deadline_s = loop.time() + timeout_s if timeout_s else None
@@ -123,7 +124,9 @@ class Router:
                     if not stream.take(item):
                         continue
                     if is_first:
-                        self.timelines.first_token(stream.request_id, stream.heard_s)
+                        self.timelines.first_token(
+                            stream.request_id, stream.heard_s, stream.first_s if gathers else None
+                        )
                         is_first = False
                     yield item
                 elif isinstance(item, Setback):
@@ -200,8 +203,19 @@ class Router:
         request_id = f"{self._life}-{next(self._counter)}"
         sequences = [Sequence(index) for index in range(request.sampling.n)]
         send, stats = self._mailbox.send, self.stats
-        stream = Stream(request_id, 0, {}, request, ask, *pair, sequences, send, stats=stats, received_s=received_s)
-        stream.inbox = Inbox(gathers)
+        stream = Stream(
+            request_id,
+            0,
+            {},
+            request,
+            ask,
+            *pair,
+            sequences,
+            send,
+            gathers=gathers,
+            stats=stats,
+            received_s=received_s,
+        )
         self._streams[request_id] = stream
         return stream
 
@@ -235,6 +249,7 @@ class Router:
                 request.cache_salt,
                 stream.resumed(),
                 request.priority,
+                stream.gathers,
             )
             self._mailbox.send(instance.conn, submit)
 

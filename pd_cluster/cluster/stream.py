@@ -57,7 +57,7 @@ class Setback:
 class Inbox:
     """What one reader waits for, in order. Does less than asyncio.Queue, in less time and memory; mostly one item.
 
-    One that `gathers` wakes the reader for the last token of a sequence, not for each.
+    One that `gathers` wakes the reader for the last token of a sequence and for many together, not for each.
     """
 
     __slots__ = ("_gathers", "_items", "_num_in_a_row", "_waiter")
@@ -73,7 +73,7 @@ class Inbox:
 
     def put(self, item: TokenOutput | Exception | Setback | None) -> None:
         self._items.append(item)
-        is_early = self._gathers and isinstance(item, TokenOutput) and item.finish_reason is None
+        is_early = self._gathers and isinstance(item, TokenOutput) and item.finish_reason is None and not item.earlier
         if self._waiter is not None and not (is_early and len(self._items) < NUM_GATHERED):
             waiter, self._waiter = self._waiter, None
             if not waiter.done():  # cancelled
@@ -126,7 +126,8 @@ class Stream:
     prompted: Callable[[PromptOutput], None] = lambda prompt: None
     is_prompted: bool = False
     has_prefill_spoken: bool = False  # and so has told of the prompt, which the first token must not come before
-    inbox: Inbox = field(default_factory=Inbox)
+    gathers: bool = False  # nobody reads single tokens
+    inbox: Inbox = field(init=False)
     heard_s: float = 0.0  # when a first token was read here, by the timelines' clock; 0: none yet
     deaths_s: list[float] = field(default_factory=list)  # when attempts of it ended with an instance's death
     num_moves: int = 0  # attempts that ended because somebody wanted their instance empty
@@ -143,6 +144,7 @@ class Stream:
         most = max(MAX_UNREAD_TOKENS, sampling.n * MAX_UNREAD_STEPS)
         self.max_unread = float("inf") if sampling.beam_width else most
         self.intervals = Histogram(intervals.bounds) if sampling.beam_width else intervals
+        self.inbox = Inbox(self.gathers)
 
     def put(self, token: TokenOutput) -> None:
         """Takes a token, of whatever leg and in whatever order; what was delivered already is dropped."""
@@ -154,18 +156,28 @@ class Stream:
             return
         if token.finish_reason is not None:
             sequence.is_finished = True
-        if token.position == num_delivered and not sequence.arrived and not self._waits_for_prompt():
+        first = token.position - len(token.earlier) if token.earlier else token.position
+        if first == num_delivered and not sequence.arrived and not self._waits_for_prompt():
             self._deliver(sequence, token)  # the usual case
+            return
+        if token.earlier:
+            for each in token.apart():
+                self.put(each)
             return
         sequence.arrived.setdefault(token.position, token)
         self.release([sequence])
 
     def _deliver(self, sequence: Sequence, token: TokenOutput) -> None:
+        """Between tokens that are told together, time is taken as spent evenly."""
+        num_tokens = 1
+        if token.earlier:
+            sequence.token_ids.extend(token.earlier)
+            num_tokens += len(token.earlier)
         sequence.token_ids.append(token.token_id)
         self.inbox.put(token)
         now_s = self.stats.clock()
         if sequence.last_s:
-            self.intervals.observe(now_s - sequence.last_s)
+            self.intervals.observe((now_s - sequence.last_s) / num_tokens, num_tokens)
         elif not self.first_s:
             self.first_s = now_s
             self.stats.first_token(len(self.request.prompt_token_ids), now_s - self.received_s)
@@ -193,8 +205,9 @@ class Stream:
         sequence = self.sequences[token.index]
         if sequence.is_over:
             return False
-        sequence.num_taken += 1
-        self.stats.num_generation_tokens += 1
+        num_tokens = 1 + len(token.earlier) if token.earlier else 1
+        sequence.num_taken += num_tokens
+        self.stats.num_generation_tokens += num_tokens
         if token.finish_reason is not None:
             sequence.is_over, sequence.finish_reason = True, token.finish_reason
         return True

@@ -175,12 +175,12 @@ class Timelines:
             timeline.members = {**timeline.members, conn: name}
             self._by_id[transfer_id] = timeline
 
-    def first_token(self, request_id: str, heard_s: float) -> None:
-        """The reader has it; it was read from the socket at `heard_s`."""
+    def first_token(self, request_id: str, heard_s: float, had_s: float | None = None) -> None:
+        """The reader has it, since just now or `had_s`; it was read from the socket at `heard_s`."""
         if timeline := self._kept.get(request_id):
-            now_s = self._clock()
-            timeline.own.append((now_s, "first token"))
-            timeline.added_s += now_s - heard_s
+            had_s = self._clock() if had_s is None else had_s
+            timeline.own.append((had_s, "first token"))
+            timeline.added_s += had_s - heard_s
 
     def now_s(self) -> float:
         """By its clock."""

@@ -1,6 +1,6 @@
 """What a worker has to tell its schedulers, until the end of the step: one message a scheduler and step.
 
-Knows nothing of legs or of why something is told.
+Where nobody reads single tokens, they wait longer than that. Knows nothing of legs or of why something is told.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
+import msgspec
+
 from pd_cluster import wire
 from pd_cluster.engine.links import Post
 from pd_cluster.engine.trace import Tracer
-from pd_cluster.types import LegEnd, PromptOutput, TokenOutput
+from pd_cluster.types import LegEnd, PromptOutput, Request, TokenOutput
+
+MOST_UNTOLD = 63  # tokens of a sequence; so many are computed again when it goes on elsewhere
 
 
 class Outbox:
@@ -32,6 +36,18 @@ class Outbox:
 
     def closed(self, client: str) -> None:
         self._events.pop(client, None)
+
+    def add_token(self, request: Request, token: TokenOutput) -> None:
+        """A sequence's next. Of one that gathers, the first is told at once, and then many together with the last."""
+        if request.gathers and token.position:
+            num_untold = request.num_untold
+            if token.finish_reason is None and num_untold < MOST_UNTOLD:
+                request.num_untold = num_untold + 1
+                return
+            request.num_untold = 0
+            earlier = tuple(request.output_token_ids[token.position - num_untold : token.position])
+            token = msgspec.structs.replace(token, earlier=earlier)
+        self._tokens[request.client].append(token)
 
     def add_tokens(self, client: str, tokens: list[TokenOutput]) -> None:
         self._tokens[client] += tokens

@@ -106,6 +106,7 @@ class Scheduler:
             transfer_id=parent.transfer_id,
             peer=parent.peer,
             client=parent.client,
+            gathers=parent.gathers,
             num_cached_tokens=parent.num_cached_tokens,
             block_hashes=list(parent.block_hashes),
             prompt_logprobs=parent.prompt_logprobs,

@@ -141,7 +141,7 @@ class Worker:
             self._outbox.add_prompt(request.client, prompt)
         first_tokens: dict[str, list[TokenOutput]] = defaultdict(list)
         for request, token in result.sampled:
-            self._outbox.add_tokens(request.client, [token])
+            self._outbox.add_token(request, token)
             if request.leg == "prefill":
                 first_tokens[request.key].append(token)
             if request.status is Status.FINISHED:
@@ -323,6 +323,7 @@ class Worker:
             peer=submit.peer,
             client=conn,
             cache_salt=submit.cache_salt,
+            gathers=submit.gathers and submit.sampling.logprobs is None and not submit.sampling.beam_width,
         )
         key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
         if key in self._legs:

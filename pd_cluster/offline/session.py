@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from pd_cluster.api.edge import text_service
+from pd_cluster.api.interpreter import seldom_collecting
 from pd_cluster.api.service import TextService
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.launcher import Launch
@@ -91,7 +92,8 @@ class Offline:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Its result, awaited by this thread. Ctrl-C cancels it. Raises Closed after the end, and in a fork."""
         self._check_process(work)
-        return self._loop.run(work)
+        with seldom_collecting():
+            return self._loop.run(work)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Its result, later. Raises Closed after the end, and in a fork."""

@@ -26,12 +26,16 @@ class Playback:
         self.last_reason: FinishReason = "length"
         self.requests: list[SamplingParams] = []
         self.salts: list[str] = []
+        self.gathered: list[bool] = []  # whether each request's reader does
+        self.num_together = 1  # tokens that one who gathers is told together, after the first
 
     async def serve(
         self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str, **origin: Any
     ) -> AsyncIterator[TokenOutput]:
         self.requests.append(sampling)
         self.salts.append(cache_salt)
+        self.gathered.append(origin.get("gathers", False))
+        num_together = self.num_together if self.gathered[-1] else 1
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]
         inbox = SimpleNamespace(put=self.failed.append)
         routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stopped.add, inbox=inbox))
@@ -40,9 +44,12 @@ class Playback:
         try:
             for at, token_id in enumerate(self.token_ids):
                 last = self.last_reason if at + 1 == len(self.token_ids) else None
+                if at % num_together and last is None:
+                    continue
+                earlier = tuple(self.token_ids[max(0, at - 1) // num_together * num_together + 1 : at])
                 for index in set(range(sampling.n)) - self.stopped:
                     self.num_read += 1
                     known = Logprobs(self.logprobs[index], 1, []) if sampling.logprobs is not None else None
-                    yield TokenOutput("r", 0, index, at, token_id, last, known)
+                    yield TokenOutput("r", 0, index, at, token_id, last, known, earlier=earlier)
         finally:
             self.was_closed = True

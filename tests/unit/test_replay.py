@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_cluster import wire
@@ -23,6 +25,10 @@ def last_submits(world: World) -> dict[str, wire.Submit]:
     submits = world.mailbox.of(wire.Submit)
     attempt = submits[-1][1].attempt
     return {conn: submit for conn, submit in submits if submit.attempt == attempt}
+
+
+async def all_of(serving: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
+    return [token async for token in serving]
 
 
 async def next_attempt(world: World, attempt: int) -> dict[str, wire.Submit]:
@@ -70,6 +76,28 @@ def test_in_mid_stream_one_instance_goes_on_after_what_was_delivered() -> None:
         assert submit.resumed == [Resumed(0, [5, 6])]
         world.outputs(conn, token(rid, 2, 7, attempt=1), token(rid, 3, 8, "length", attempt=1))
         assert await rest == [2, 3]
+        world.assert_home()
+
+    run(test())
+
+
+def test_tokens_that_were_made_and_not_told_are_made_again() -> None:
+    """The worker that had four more is lost; what it tells too late, together with what came, counts no more."""
+
+    async def test() -> None:
+        world = World()
+        serving, first, rid = await world.begin(SamplingParams(max_tokens=6), gathers=True)
+        assert all(submit.gathers for submit in last_submits(world).values())
+        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+        world.outputs("to-decode-0", token(rid, 0, 5))
+        world.lose("decode-0")
+        assert (await first).token_id == 5
+        rest = asyncio.ensure_future(all_of(serving))
+        ((conn, submit),) = (await next_attempt(world, 1)).items()
+        assert (submit.gathers, submit.resumed) == (True, [Resumed(0, [5])])
+        world.outputs("to-decode-0", TokenOutput(rid, 0, 0, 4, 99, earlier=(99, 99, 99)))
+        world.outputs(conn, TokenOutput(rid, 1, 0, 5, 10, "length", earlier=(6, 7, 8, 9)))
+        assert [each.token_id for told in await rest for each in told.apart()] == [6, 7, 8, 9, 10]
         world.assert_home()
 
     run(test())
@@ -282,6 +310,7 @@ class Workers:
         self.world, self.rng = world, random.Random(seed)
         self.seen = 0
         self.legs: dict[tuple[str, int], tuple[str, wire.Submit, dict[int, int]]] = {}
+        self.untold: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)  # of who gathers
 
     def look(self) -> None:
         for conn, body in self.world.mailbox.sent[self.seen :]:
@@ -309,7 +338,13 @@ class Workers:
                 last = position + 1 >= submit.sampling.max_tokens
                 finish: Any = "length" if last else None
                 token_id = made_up(index, position)
-                tokens.append(token(submit.request_id, position, token_id, finish, submit.attempt, index))
+                own = token(submit.request_id, position, token_id, finish, submit.attempt, index)
+                untold = self.untold[conn, submit.attempt, index]
+                if submit.gathers and position and not last and self.rng.random() < 0.7:
+                    untold.append(token_id)
+                else:
+                    tokens.append(msgspec.structs.replace(own, earlier=tuple(untold)))
+                    untold.clear()
                 positions[index] += 1
         self.legs[key] = conn, submit, {i: p for i, p in positions.items() if p < submit.sampling.max_tokens}
         ended = LegEnd(submit.request_id, submit.attempt) if submit.leg == "prefill" else None
@@ -341,12 +376,14 @@ def test_random_faults_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatc
         workers = Workers(world, seed)
         rng = workers.rng
         sampling = SamplingParams(n=rng.randrange(1, 4), max_tokens=rng.randrange(1, 9))
+        gathers = rng.random() < 0.5
         got: defaultdict[int, list[int]] = defaultdict(list)
 
         async def read() -> None:
-            async for item in world.serve(sampling):
-                assert item.position == len(got[item.index])
-                got[item.index].append(item.token_id)
+            async for item in world.serve(sampling, gathers=gathers):
+                for each in item.apart():
+                    assert each.position == len(got[each.index])
+                    got[each.index].append(each.token_id)
 
         reading = asyncio.ensure_future(read())
         num_faults = rng.randrange(6)

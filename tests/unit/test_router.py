@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import AsyncGenerator
@@ -16,7 +17,7 @@ from pd_cluster.cluster import stream as stream_module
 from pd_cluster.cluster.stream import Request, Sequence, Stream, ask_of
 from pd_cluster.cluster.timeline import Timeline
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Unavailable
-from pd_cluster.types import LegEnd, PromptOutput, SamplingParams, TokenOutput
+from pd_cluster.types import FinishReason, LegEnd, PromptOutput, SamplingParams, TokenOutput
 from tests.support.router_world import PROMPT, SAMPLING, World, ready, rest_of, run, token
 
 # ---- Stream.put
@@ -59,6 +60,31 @@ def test_tokens_leave_in_order_and_once_whatever_comes() -> None:
                 gapless = next(p for p in range(num_tokens + 1) if (index, p) not in come)
                 assert [t.position for t in left[index]] == list(range(gapless))
                 assert [t.token_id for t in left[index]] == [1000 * index + 100 + p for p in range(gapless)]
+
+
+def test_tokens_told_together_leave_as_if_told_singly() -> None:
+    """Cut anyhow, doubled, overlapping, out of order."""
+    instance = ready("prefill-0")
+    for seed in range(200):
+        rng = random.Random(seed)
+        request = Request(PROMPT, SAMPLING)
+        stream = Stream("r", 0, {}, request, ask_of(request), instance, instance, [Sequence()], lambda conn, body: None)
+        token_ids = [100 + position for position in range(12)]
+        told: list[TokenOutput] = []
+        for _ in range(rng.randrange(1, 4)):
+            cuts = sorted(rng.sample(range(1, 12), rng.randrange(6)))
+            for start, stop in itertools.pairwise([0, *cuts, 12]):
+                *earlier, last = token_ids[start:stop]
+                finish: FinishReason | None = "length" if stop == 12 else None
+                told.append(TokenOutput("r", 0, 0, stop - 1, last, finish, earlier=tuple(earlier)))
+        if rng.random() < 0.5:
+            rng.shuffle(told)
+        for each in told:
+            stream.put(each)
+        left = [each for out in read_now(stream) for each in out.apart()]
+        assert [(each.position, each.token_id) for each in left] == list(enumerate(token_ids))
+        assert [each.finish_reason for each in left] == [None] * 11 + ["length"]
+        assert list(stream.sequences[0].token_ids) == token_ids
 
 
 # ---- Router.serve
@@ -404,6 +430,46 @@ def test_who_gathers_is_woken_for_the_last_token_or_for_many() -> None:
         assert not rest.done()
         world.outputs(conn, token(request_id, 65, finish="length"))
         assert [(await rest).position, (await anext(serving)).position] == [64, 65]
+        await rest_of(serving)
+        world.assert_home()
+
+    run(test())
+
+
+def test_who_gathers_is_woken_for_many_tokens_that_come_together() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, request_id = await world.begin(SamplingParams(max_tokens=9), gathers=True)
+        conn = world.router._streams[request_id].decode.conn
+        world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
+        world.outputs(conn, token(request_id, 0))
+        await asyncio.sleep(0)
+        assert not first.done()
+        world.outputs(conn, TokenOutput(request_id, 0, 0, 4, 7, earlier=(4, 5, 6)))
+        assert [(await first).position, (await anext(serving)).earlier] == [0, (4, 5, 6)]
+        world.outputs(conn, TokenOutput(request_id, 0, 0, 8, 7, "length", earlier=(4, 5, 6)))
+        assert (await anext(serving)).finish_reason == "length"
+        await rest_of(serving)
+        assert world.router.stats.snapshot().counters["generation_tokens"] == 9
+        world.assert_home()
+
+    run(test())
+
+
+def test_who_gathers_had_the_first_token_when_it_came() -> None:
+    """However long the reader sleeps after it."""
+
+    async def test() -> None:
+        world = World()
+        serving, first, request_id = await world.begin(SamplingParams(max_tokens=3), gathers=True)
+        stream = world.router._streams[request_id]
+        world.outputs("to-prefill-0", token(request_id, 0), prompt=PromptOutput(request_id, 0, 0))
+        came_s = stream.first_s
+        world.outputs(stream.decode.conn, TokenOutput(request_id, 0, 0, 2, 7, "length", earlier=(6,)))
+        await first
+        timeline = world.router.timelines.find(request_id)
+        assert timeline is not None
+        assert (came_s, "first token") in timeline.own
         await rest_of(serving)
         world.assert_home()
 

@@ -230,6 +230,26 @@ def test_each_sequence_has_its_own_text_and_end(make: Services) -> None:
     assert generation.usage == {"prompt_tokens": 2, "completion_tokens": 18, "total_tokens": 20}
 
 
+@pytest.mark.parametrize("num_together", [1, 2, 3, 64])
+@pytest.mark.parametrize("text", ["aé日", "x" * 200, "日" * 70])
+def test_tokens_that_come_together_make_the_same_answer(make: Services, num_together: int, text: str) -> None:
+    service, router = make(text)
+    router.num_together = num_together
+    generation = completion(service, "hi", n=2, max_tokens=900)
+    found = [(p.text, p.token_ids, p.finish_reason) for p in whole(service, generation)]
+    assert found == [(text, router.token_ids, "length")] * 2
+    assert generation.usage["completion_tokens"] == 2 * len(router.token_ids)
+    assert router.gathered == [True]
+
+
+def test_who_looks_for_stop_strings_reads_every_token(make: Services) -> None:
+    """So that the engine is stopped at once."""
+    service, router = make("abcdefgh")
+    router.num_together = 64
+    (piece,) = whole(service, completion(service, "a", stop="cd"))
+    assert (piece.text, router.num_read, router.gathered) == ("ab", 4, [False])
+
+
 def test_a_stop_string_ends_its_own_sequence_only(make: Services) -> None:
     """The second is told apart by an odd token that the fake puts in."""
     service, router = make("abcdefgh")

@@ -108,6 +108,25 @@ def test_a_request_from_arrival_to_last_token() -> None:
     run(test())
 
 
+def test_tokens_that_come_together_count_each_and_share_the_time() -> None:
+    async def test() -> None:
+        world = Counted()
+        serving, first, name = await world.begin(SamplingParams(max_tokens=6), gathers=True)
+        world.say(101.0, token(name, 0), conn="to-prefill-0")
+        world.say(103.0, token(name, 0), TokenOutput(name, 0, 0, 4, 7, earlier=(7, 7, 7)))
+        world.say(103.5, token(name, 5, finish="length"))
+        await first
+        await rest_of(serving)
+        assert world.counters()["generation_tokens"] == 6
+        assert world.seen("inter_token_s") == (5, 2.5)
+        counts = world.told.histograms["inter_token_s"].counts
+        assert counts[BOUNDS["inter_token_s"].index(0.5)] == 5
+        assert world.seen("num_output_tokens") == (1, 6)
+        assert world.seen("decode_s") == (1, 2.5)
+
+    run(test())
+
+
 def test_what_no_worker_has_told_is_left_out() -> None:
     async def test() -> None:
         world = Counted()

@@ -14,7 +14,7 @@ from pd_cluster.types import LegEnd, SamplingParams, TokenOutput
 LAYOUT = wire.LayoutInfo(
     num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=16, dtype="float32", tp_size=1, tp_rank=0
 )
-TOKEN = TokenOutput("r", 0, 0, 3, 17, "stop")
+TOKEN = TokenOutput("r", 0, 0, 3, 17, "stop", earlier=(2**31 - 1, 0))
 BODIES: list[wire.Body] = [
     wire.Heartbeat(load=wire.Load(num_blocks=3, links={"decode-0@1": "up (shm)"})),
     wire.Heartbeat(),
@@ -28,7 +28,7 @@ BODIES: list[wire.Body] = [
     wire.Abort("r", 1),
     wire.Outputs([TOKEN], [LegEnd("r", 0, "broken")]),
     wire.Outputs(events=[wire.TraceEvent("t", 2.5, "sent", {"start": 0, "nbytes": 2**62})], now_s=3.5),
-    wire.Submit("r", 0, "t", "hybrid", "", [1], SamplingParams(), 0.0, priority=-7),
+    wire.Submit("r", 0, "t", "hybrid", "", [1], SamplingParams(), 0.0, priority=-7, gathers=True),
     wire.CacheKeys(added=b"8 bytes.", removed=bytes(16), is_whole=True),
     wire.LinkOpen(
         "l",

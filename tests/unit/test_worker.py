@@ -13,6 +13,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.engine import outbox
 from pd_cluster.engine.beams import are_first_tokens
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened
@@ -54,7 +55,7 @@ class Post:
         self.messages.append((conn, body))
         assert conn == CONN or not (body.tokens or body.ended or body.prompts)
         self.ended += body.ended
-        for token in body.tokens:
+        for token in [each for told in body.tokens for each in told.apart()]:
             known = self.tokens[token.request_id][token.index]
             assert token.position == len(known)
             known.append(token.token_id)
@@ -117,8 +118,10 @@ class World:
         )
         self.inbox.put(Opened(CONN, "scheduler@1", "scheduler"))
 
-    def submit(self, name: str, prompt: list[int], sampling: SamplingParams, deadline_s: float = 0.0) -> None:
-        self.mail(wire.Submit(name, 0, name, "hybrid", "", prompt, sampling, deadline_s))
+    def submit(
+        self, name: str, prompt: list[int], sampling: SamplingParams, deadline_s: float = 0.0, gathers: bool = False
+    ) -> None:
+        self.mail(wire.Submit(name, 0, name, "hybrid", "", prompt, sampling, deadline_s, gathers=gathers))
 
     def mail(self, body: wire.Body) -> None:
         self.inbox.put(Mail(CONN, "scheduler@1", body))
@@ -397,7 +400,8 @@ def test_what_the_engine_cannot_do_ends_that_leg_only(changes: dict[str, Any], p
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_aborts(seed: int) -> None:
+def test_random_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MOST_UNTOLD", 3)
     rng = random.Random(seed)
     world = World()
     wanted: dict[str, tuple[list[int], SamplingParams]] = {}
@@ -412,7 +416,7 @@ def test_random_aborts(seed: int) -> None:
                     prompt,
                     beams(rng.randrange(2, 7), n=rng.choice([1, 2]), max_tokens=rng.randrange(1, 12)),
                 )
-            world.submit(name, *wanted[name], deadline_s=0.0)
+            world.submit(name, *wanted[name], deadline_s=0.0, gathers=rng.random() < 0.5)
         if wanted and rng.random() < 0.2:
             name, index = rng.choice(list(wanted)), rng.randrange(-1, 7)
             world.mail(wire.Abort(name, 0, index))
@@ -425,6 +429,59 @@ def test_random_aborts(seed: int) -> None:
             tokens = world.post.tokens[name][index]
             assert tokens == expected[: len(tokens)]
             assert len(tokens) == len(expected) or (name, index) in touched, f"{name}/{index} never ended"
+
+
+# ---- tokens that nobody reads one by one
+
+
+def positions_told(world: World, index: int = 0) -> list[list[int]]:
+    """Of one sequence: which tokens came together."""
+    tokens = [token for _, outputs in world.post.messages for token in outputs.tokens if token.index == index]
+    return [[each.position for each in token.apart()] for token in tokens]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MOST_UNTOLD", 2)
+    world = World()
+    world.submit("r", PROMPT, sampling(n), gathers=True)
+    world.run()
+    assert found(world, "r")[:n] == generate_alone(PROMPT, sampling(n))
+    assert [positions_told(world, index) for index in range(n)] == [[[0], [1, 2, 3], [4, 5, 6], [7]]] * n
+    world.assert_home()
+
+
+def test_a_sequence_that_goes_on_is_told_from_there() -> None:
+    world = World()
+    (expected,) = generate_alone(PROMPT, sampling(1))
+    resumed = [Resumed(0, expected[:3])]
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", PROMPT, sampling(1), 0.0, "", resumed, gathers=True))
+    world.post.tokens["r"][0] = expected[:3]
+    world.run()
+    assert found(world, "r")[0] == expected
+    assert positions_told(world) == [[3, 4, 5, 6, 7]]
+    world.assert_home()
+
+
+@pytest.mark.parametrize("changes", [{"logprobs": 1}, {"beam_width": 3, "temperature": 0.0}])
+def test_tokens_with_logprobs_and_those_of_beams_are_told_singly(changes: dict[str, Any]) -> None:
+    world, params = World(), sampling(1, **changes)
+    world.submit("r", PROMPT, params, gathers=True)
+    world.run()
+    assert found(world, "r")[:1] == generate_alone(PROMPT, params)
+    assert positions_told(world) == [[position] for position in range(8)]
+
+
+def test_what_was_not_told_before_an_abort_never_is() -> None:
+    world = World()
+    world.submit("r", PROMPT, sampling(2), gathers=True)
+    for _ in range(4):
+        world.step()
+    world.mail(wire.Abort("r", 0, 1))
+    world.run()
+    expected = generate_alone(PROMPT, sampling(2))
+    assert found(world, "r")[:2] == [expected[0], expected[1][:1]]
+    world.assert_home()
 
 
 # ---- what is told of its transfers

@@ -38,7 +38,6 @@ check() {
 
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
-check mypy mypy
 
 given=""
 for argument in "$@"; do
@@ -49,9 +48,21 @@ for argument in "$@"; do
 done
 
 reports=$(mktemp -d)
-trap 'rm -rf "$reports"' EXIT
+mypy=""
+trap '[ -z "$mypy" ] || kill "$mypy" 2>/dev/null || true; rm -rf "$reports"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+
+# It takes one core for a minute: beside tests that nobody's load disturbs. Told when these have ended.
+"$python" -m mypy >"$reports/mypy.txt" 2>&1 &
+mypy=$!
+
+end_of_mypy() {
+    echo "test: mypy"
+    wait "$mypy" || failed="$failed, mypy"
+    mypy=""
+    cat "$reports/mypy.txt"
+}
 
 # tests NAME ARGUMENTS…
 tests() {
@@ -64,12 +75,14 @@ tests() {
 }
 
 if [ -n "$given" ]; then
+    end_of_mypy
     tests given "$@"
 else
     # Those of one process run two at a time, with one compute thread each; those of clusters want both cores.
     export OMP_NUM_THREADS=1
     tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
     unset OMP_NUM_THREADS
+    end_of_mypy
     tests clusters "$@" tests/cluster tests/api
 fi
 

@@ -44,6 +44,14 @@ def tokenizer(model: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """USE_OPENAI=0. Nothing is left in it when the last of its tests has ended."""
+    with LiveCluster(tmp_path_factory.mktemp("plain"), model, arguments=FLAGS, openai=False) as running:
+        yield running
+        running.assert_home()
+
+
+@pytest.fixture(scope="session")
 def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Says the scenarios of FAMILIES["qwen3"]."""
     return FAMILIES["qwen3"].make(tmp_path_factory.mktemp("qwen3"))

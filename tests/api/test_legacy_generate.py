@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from pd_cluster.api.examples import generate_examples
 from pd_cluster.text import Tokenizer
 from pd_cluster.types import SamplingParams
-from tests.api.conftest import FLAGS
 from tests.support.checkpoints import reference_greedy
 from tests.support.cluster import LiveCluster
 from tests.support.documented import answer_validator
@@ -22,13 +20,6 @@ from tests.support.reference_beams import generate_beams
 
 PROMPT = "Once upon a time"
 BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    with LiveCluster(tmp_path_factory.mktemp("plain"), model, arguments=FLAGS, openai=False) as running:
-        yield running
-        running.assert_home()
 
 
 def generate(plain: LiveCluster, **fields: Any) -> httpx.Response:

@@ -5,25 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from pd_cluster.text import Tokenizer
-from tests.api.conftest import FLAGS
 from tests.support.cluster import LiveCluster
 
 PROMPT = "Once upon a time"
 BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 1, "seed": 3, "max_tokens": 12, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    with LiveCluster(tmp_path_factory.mktemp("plain"), model, arguments=FLAGS, openai=False) as running:
-        yield running
-        running.assert_home()
 
 
 def generate(plain: LiveCluster, **fields: Any) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from pd_cluster.text import Tokenizer
-from tests.api.conftest import FLAGS
 from tests.support.checkpoints import reference_model
 from tests.support.cluster import LiveCluster
 from tests.support.scripted_scenarios import FAMILIES
@@ -286,12 +285,6 @@ def test_a_structural_tag(scripted_client: openai.OpenAI, scripted_model: Path, 
 
 
 # ---- the plain API
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    with LiveCluster(tmp_path_factory.mktemp("plain"), model, arguments=FLAGS, openai=False) as running:
-        yield running
 
 
 def test_the_plain_client(plain: LiveCluster) -> None:

@@ -13,6 +13,7 @@ from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_same, random_prompt
 
 MAX_TOKENS = 10
+FEW_GRAPHS = ["--max-num-seqs=4"]  # each captured size takes a second in Python
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
             tmp_path_factory.mktemp("npu"),
             model,
             num_decode=2,
-            arguments=["--dtype=float32", "--num-blocks=24", "--max-model-len=300", "--kv-transport=dist"],
+            arguments=["--dtype=float32", "--num-blocks=24", "--max-model-len=300", "--kv-transport=dist", *FEW_GRAPHS],
             member_arguments={
                 "prefill-0": ["--device=npu"],
                 "decode-0": ["--device=npu"],
@@ -47,8 +48,8 @@ def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
     for length in (3, 140, 129, 20):
         prompt = random_prompt(rng, length)
         assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
+    cluster.assert_home()  # which waits until the instances have told what they did
     for name in ("decode-0", "decode-1"):
         assert cluster.instance(name)["kv_received_nbytes"] > 0
     logs = {name: cluster.log_file(name).read_text() for name in ("prefill-0", "decode-0", "decode-1")}
     assert [name for name in logs if "attention by torch-npu (TND)" in logs[name]] == ["prefill-0", "decode-0"]
-    cluster.assert_home()

@@ -1,45 +1,51 @@
-"""Pairs that cannot work are refused when they meet, by name, and nobody is sent to them."""
+"""Workers that cannot work with the others are refused when they meet, by name, and nobody is sent to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.support.cluster import LiveCluster
 
 Checkpoints = Callable[..., Path]
 
 
-def test_a_worker_with_another_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Same shapes, other weights: refused by the model's identity, before any request could be answered wrongly."""
-    model, other = checkpoint("llama"), checkpoint("llama", seed=1)
-    cluster = LiveCluster(tmp_path, model, member_arguments={"decode-0": [f"--model={other}"]})
-    try:
-        cluster.start()
-        cluster.wait_until(
-            "/health names the foreign model",
-            lambda: "serves another model" in str(cluster.health()[1].get("instances", {}).get("decode-0")),
-            90,
-        )
-        answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": "x"})
-        assert answer.status_code == 503
-        assert "serves another model" in answer.json()["error"]["message"]
-    finally:
-        cluster.stop()
-
-
-def test_a_worker_with_another_secret(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Its decode instances: one with other weights of the same shapes, one with another secret."""
+    folder = tmp_path_factory.mktemp("refused")
+    secret = folder / "another-secret"
     secret.write_bytes(b"another secret of 32 bytes length")
     secret.chmod(0o600)
-    cluster = LiveCluster(tmp_path, checkpoint("llama"), member_arguments={"prefill-0": [f"--secret-file={secret}"]})
+    unlike = {
+        "decode-0": [f"--model={checkpoint('llama', seed=1)}"],
+        "decode-1": [f"--secret-file={secret}"],
+    }
+    running = LiveCluster(folder, checkpoint("llama"), num_decode=2, member_arguments=unlike)
     try:
-        cluster.start()
-        cluster.wait_until(
-            "/health names the foreign secret",
-            lambda: "another global rank table or secret" in str(cluster.health()[1].get("instances", {})),
-            90,
-        )
-        assert cluster.health()[0] == 503
+        running.start()
+        yield running
     finally:
-        cluster.stop()
+        running.stop()
+
+
+def await_refusal(cluster: LiveCluster, name: str, why: str) -> None:
+    def refused() -> bool:
+        return why in str(cluster.health()[1].get("instances", {}).get(name))
+
+    cluster.wait_until(f"/health says of {name}: {why}", refused, 90)
+
+
+def test_a_worker_with_another_model(cluster: LiveCluster) -> None:
+    """By the model's identity, before any request could be answered wrongly."""
+    await_refusal(cluster, "decode-0", "serves another model")
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 503
+    assert "serves another model" in answer.json()["error"]["message"]
+
+
+def test_a_worker_with_another_secret(cluster: LiveCluster) -> None:
+    await_refusal(cluster, "decode-1", "another global rank table or secret")
+    assert cluster.health()[0] == 503

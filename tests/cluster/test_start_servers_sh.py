@@ -91,6 +91,14 @@ class Servers:
     def start_scheduler(self, **changes: str | None) -> None:
         self.start("scheduler", "host", self.public, [f"--admin-port={self.admin}"], **changes)
 
+    def replace_scheduler(self, **changes: str | None) -> None:
+        """Ends the one that runs, and starts one whose environment has these changes; the workers stay."""
+        running = self.processes["scheduler"]
+        if running.poll() is None:
+            running.terminate()
+            assert self.await_exit("scheduler") == 0, self.logs()
+        self.start_scheduler(**changes)
+
     def start_workers(self) -> None:
         self.start("prefill", "0", self.prefill)
         self.start("decode", "1", self.decode)
@@ -156,6 +164,17 @@ def servers(tmp_path: Path, checkpoint: Checkpoints) -> Iterator[Servers]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoints) -> Iterator[Servers]:
+    """The document's deployment. Scheduler first, though the document starts it last."""
+    with Servers(tmp_path_factory.mktemp("deployed"), checkpoint("llama")) as started:
+        started.start_scheduler()
+        started.start_workers()
+        for port in (started.public, started.prefill, started.decode):
+            started.await_health(port)
+        yield started
+
+
 def curl(port: int, path: str, body: Mapping[str, object]) -> Any:
     """The document's `curl -X POST … -H … -d …`."""
     url = f"http://{HOST}:{port}{path}"
@@ -180,36 +199,49 @@ def document_body(model: str) -> dict[str, object]:
     }
 
 
-def test_the_documents_deployment(servers: Servers) -> None:
-    """Scheduler first, though the document starts it last. Both model names give the same answer; SIGTERM ends all."""
-    servers.start_scheduler()
-    servers.start_workers()
-    servers.await_health(servers.public)
-    for port in (servers.prefill, servers.decode):
-        servers.await_health(port)
+def test_the_documents_deployment(deployed: Servers) -> None:
+    """Both model names give the same answer. The first test on `deployed`: nobody has replaced its scheduler yet."""
     texts = []
-    for model in (str(servers.model), "tiny"):
-        answer = curl(servers.public, "/v1/chat/completions", document_body(model))
+    for model in (str(deployed.model), "tiny"):
+        answer = curl(deployed.public, "/v1/chat/completions", document_body(model))
         assert answer["object"] == "chat.completion", answer
         (choice,) = answer["choices"]
         assert choice["message"]["role"] == "assistant"
         assert choice["finish_reason"] in ("length", "stop")
         texts.append(choice["message"]["content"])
     assert texts[0] == texts[1]
-    for process in servers.processes.values():
-        process.send_signal(signal.SIGTERM)  # reaches the instance, because the shell was replaced by it
-    codes = {name: servers.await_exit(name) for name in servers.processes}
-    assert codes == {"scheduler": 0, "prefill": 0, "decode": 0}, servers.logs()
-    assert "Traceback" not in servers.logs()
 
 
-def test_without_openai_the_api_is_vllms(servers: Servers) -> None:
-    servers.start_workers()
-    servers.start_scheduler(USE_OPENAI="0")
-    servers.await_health(servers.public)
-    answer = curl(servers.public, "/generate", {"prompt": "hello", "max_tokens": 4, "temperature": 0})
+def test_without_openai_the_api_is_vllms(deployed: Servers) -> None:
+    deployed.replace_scheduler(USE_OPENAI="0")
+    deployed.await_health(deployed.public)
+    answer = curl(deployed.public, "/generate", {"prompt": "hello", "max_tokens": 4, "temperature": 0})
     (text,) = answer["text"]
     assert text.startswith("hello")
+
+
+def test_node_ports_in_the_wrong_order(deployed: Servers) -> None:
+    """The workers are told apart by their devices; the error says who answers where."""
+    deployed.replace_scheduler(NODE_PORTS=f"{deployed.decode},{deployed.prefill}")
+    error = deployed.error_of("scheduler")
+    assert error.startswith(f"NODE_PORTS={deployed.decode},{deployed.prefill}:")
+    assert "prefill-0" in error
+    assert "decode-0" in error
+    assert (
+        f"at port {deployed.decode} answers decode-0" in error
+        or f"at port {deployed.prefill} answers prefill-0" in error
+    )
+
+
+def test_sigterm_ends_every_instance(deployed: Servers) -> None:
+    """The last test on `deployed`: it ends it."""
+    deployed.replace_scheduler()
+    deployed.await_health(deployed.public)
+    for process in deployed.processes.values():
+        process.send_signal(signal.SIGTERM)  # reaches the instance, because the shell was replaced by it
+    codes = {name: deployed.await_exit(name) for name in deployed.processes}
+    assert codes == {"scheduler": 0, "prefill": 0, "decode": 0}, deployed.logs()
+    assert "Traceback" not in deployed.logs()
 
 
 @pytest.mark.parametrize("variable", ["RANK_TABLE_FILE_PATH", "GLOBAL_RANK_TABLE_FILE_PATH"])
@@ -235,21 +267,6 @@ def test_node_ports_of_another_length(servers: Servers, ports: str) -> None:
 def test_node_ports_are_missing(servers: Servers) -> None:
     servers.start_scheduler(NODE_PORTS=None)
     assert servers.error_of("scheduler").startswith("NODE_PORTS is not set")
-
-
-def test_node_ports_in_the_wrong_order(servers: Servers) -> None:
-    """The workers are told apart by their devices; the error says who answers where."""
-    servers.start_workers()
-    for port in (servers.prefill, servers.decode):
-        servers.await_health(port)
-    servers.start_scheduler(NODE_PORTS=f"{servers.decode},{servers.prefill}")
-    error = servers.error_of("scheduler")
-    assert error.startswith(f"NODE_PORTS={servers.decode},{servers.prefill}:")
-    assert "prefill-0" in error
-    assert "decode-0" in error
-    assert (
-        f"at port {servers.decode} answers decode-0" in error or f"at port {servers.prefill} answers prefill-0" in error
-    )
 
 
 @pytest.mark.parametrize("name", ["prefill", "scheduler"])

@@ -45,6 +45,7 @@ def core_of(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner]:
         "num_blocks": 24,
         "max_model_len": 300,
         "max_num_batched_tokens": 96,
+        "max_num_seqs": 8,  # each captured size takes a second in Python
         "device": "npu",
         "dtype": "float32",
         **settings,

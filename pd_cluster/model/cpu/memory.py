@@ -10,7 +10,8 @@ import ctypes
 import os
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt, by malloc.h
-KEPT_NBYTES = 256 << 20
+KEPT_NBYTES = 256 << 20  # at the heap's end
+LARGEST_NBYTES = 32 << 20  # of what is kept; malloc's own limit, too, but it must be told once the other is set
 CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")  # of whoever started this process
 
 
@@ -19,4 +20,4 @@ def keep_what_is_freed() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(os.environ.get(name) for name in CHOICES):
         return False
-    return bool(mallopt(MMAP_THRESHOLD, KEPT_NBYTES)) and bool(mallopt(TRIM_THRESHOLD, KEPT_NBYTES))
+    return bool(mallopt(MMAP_THRESHOLD, LARGEST_NBYTES)) and bool(mallopt(TRIM_THRESHOLD, KEPT_NBYTES))

@@ -21,7 +21,7 @@ from pd_cluster.model.batch import ForwardBatch, Ints
 from pd_cluster.streams import HostValues
 
 DTYPES = ("float16", "bfloat16")
-PACKED_HEAD_DIMS = (128, 192)
+PACKED_HEAD_DIM = 128  # values of 192 only without blocks
 PACKED_HEAD_DIM_ALONE = 64  # only where every query head has a key head of its own
 PACKED_BLOCK_SIZE = 128  # tokens
 MAX_PACKED_SEQS = 4096
@@ -66,9 +66,9 @@ def _why_not_packed(layout: KVLayout, num_heads: int) -> str:
     if layout.block_size != PACKED_BLOCK_SIZE:
         return f"--block-size {layout.block_size}: attention on NPUs takes prompts in blocks of {PACKED_BLOCK_SIZE}"
     dim = layout.k_head_dim
-    if dim in PACKED_HEAD_DIMS or (dim == PACKED_HEAD_DIM_ALONE and num_heads == layout.num_kv_heads):
+    if dim == PACKED_HEAD_DIM or (dim == PACKED_HEAD_DIM_ALONE and num_heads == layout.num_kv_heads):
         return ""
-    return f"head_dim {dim}: attention on NPUs takes prompts with {', '.join(map(str, PACKED_HEAD_DIMS))}"
+    return f"head_dim {dim}: attention on NPUs takes prompts with {PACKED_HEAD_DIM}"
 
 
 class _Planned(NamedTuple):

@@ -128,6 +128,26 @@ def test_what_npus_cannot_do_is_refused_at_load(
         core_of(folder, **settings)
 
 
+def test_float32_becomes_bfloat16_unless_it_is_asked_for(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", head_dim=128)
+    checkpoint = Checkpoint.open(str(folder))
+    assert checkpoint.config.get("dtype") == "float32"
+    assert loader.resolve_dtype("auto", checkpoint, NPU) == "bfloat16"
+    assert loader.resolve_dtype("auto", checkpoint, Device("cuda")) == "float32"
+    assert loader.resolve_dtype("float32", checkpoint, NPU) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "reason"), [(130, 2, "65 query heads"), (512, 512, "65536 numbers"), (128, 2, ""), (8, 8, "")]
+)
+def test_limits_of_heads(heads: int, kv_heads: int, reason: str) -> None:
+    from pd_cluster.kv.layout import KVLayout
+    from pd_cluster.model.npu.attention import problem
+
+    found = problem(KVLayout(1, kv_heads, 128, 128, 128, "bfloat16"), heads, 8, set())
+    assert found.startswith(reason) if reason else found == ""
+
+
 def test_float32_is_for_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pd_cluster.model.npu import attention
 

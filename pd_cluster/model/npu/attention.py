@@ -28,6 +28,8 @@ MAX_PACKED_SEQS = 4096
 BATCHED_STEP = 16  # head dims and block sizes of decode steps are multiples of it
 MAX_BATCHED_HEAD_DIM = 512
 MAX_BATCHED_BLOCK_SIZE = 512
+MAX_GROUP = 64  # query heads of a key head
+MAX_WIDTH = 65535  # key heads times head dim
 MASK_SIZE = 2048  # the operator makes any causal or banded mask from this one
 CAUSAL, BAND = 3, 4  # sparse_mode: both are aligned to the last query and key
 
@@ -41,6 +43,11 @@ def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str
     """
     if layout.dtype not in DTYPES:
         return f"--dtype {layout.dtype}: attention on NPUs takes {' or '.join(DTYPES)}"
+    group, width = num_heads // layout.local_kv_heads, layout.local_kv_heads * layout.k_head_dim
+    if group > MAX_GROUP:
+        return f"{group} query heads for each of keys: attention on NPUs takes at most {MAX_GROUP}"
+    if width > MAX_WIDTH:
+        return f"{width} numbers in a token's keys: attention on NPUs takes at most {MAX_WIDTH}"
     if "softcap" in traits:
         return "the model caps its attention scores (softcap), which attention on NPUs cannot"
     if not _why_not_packed(layout, num_heads):

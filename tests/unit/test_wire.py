@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.types import LegEnd, SamplingParams, TokenOutput
+from pd_cluster.types import MOST_UNTOLD, LegEnd, SamplingParams, TokenOutput
 
 LAYOUT = wire.LayoutInfo(
     num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=16, dtype="float32", tp_size=1, tp_rank=0
@@ -112,6 +112,17 @@ def test_what_cannot_be_encoded_is_the_senders_error() -> None:
 def test_a_foreign_message_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         wire.decode(msgspec.msgpack.encode(["a", 1, 2, {"type": "Shutdown"}]))
+
+
+def test_more_tokens_together_than_are_ever_told_are_no_message() -> None:
+    for num_tokens, is_one in ((MOST_UNTOLD, True), (MOST_UNTOLD + 1, False)):
+        token = TokenOutput("r", 0, 0, num_tokens, 5, earlier=(5,) * num_tokens)
+        frame = wire.encode(wire.Envelope("decode-0", 1, 2, wire.Outputs([token])))
+        if is_one:
+            assert wire.decode(frame).body == wire.Outputs([token])
+        else:
+            with pytest.raises(msgspec.ValidationError, match="<= 63"):
+                wire.decode(frame)
 
 
 def test_what_maps_a_pool_survives_and_is_bounded() -> None:

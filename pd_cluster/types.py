@@ -89,6 +89,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural log-probability of one token and of the most likely ones, most likely first.
 
@@ -111,11 +114,11 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     index: int
     position: int
-    token_id: int
+    token_id: TokenId
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     score: float | None = None
-    earlier: Annotated[tuple[int, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
+    earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
 
     def apart(self) -> Iterator[TokenOutput]:
         """Each of its tokens by itself."""

@@ -140,3 +140,10 @@ def test_what_maps_a_pool_survives_and_is_bounded() -> None:
     for wrong in ({"block_nbytes": 1.5}, {"parts": [part] * 1025}, {"parts": None}):
         with pytest.raises(msgspec.DecodeError):
             wire.decode_export(msgspec.msgpack.encode(whole | wrong))
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**31])
+def test_an_id_that_no_vocabulary_has_is_no_message(token_id: int) -> None:
+    for token in (TokenOutput("r", 0, 0, 1, token_id), TokenOutput("r", 0, 0, 1, 5, earlier=(token_id,))):
+        with pytest.raises(msgspec.ValidationError):
+            wire.decode(wire.encode(wire.Envelope("decode-0", 1, 2, wire.Outputs([token]))))

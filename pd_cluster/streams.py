@@ -16,6 +16,10 @@ from pd_cluster.device import Device
 HostValues = Mapping[str, list[int]]  # what launches were given by the host, by the names of their arguments
 Replay = Callable[..., Any]  # launches all again; given HostValues, with these in place of what the host gave before
 
+# torch hands out the 32 streams of a priority in turn, again and again. What another thread launched on the one that is
+# captured would go into the graph and not be done: so no other may be of that priority.
+CAPTURE_PRIORITY = -1  # a high one
+
 _current = threading.local()  # on NPUs, where asking for the current stream is slow
 
 
@@ -60,9 +64,11 @@ REACHED = Marker(None)
 class SideStream:
     """Copies that go on beside what is computed. On CPU everything has happened when a call returns."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, priority: int = 0) -> None:
         self._device = device
-        self._stream = devices._module(device).Stream(device.index) if device.is_accelerator else None
+        self._stream: Any = None
+        if device.is_accelerator:
+            self._stream = devices._module(device).Stream(device.index, priority=priority)
 
     def after(self, marker: Marker) -> None:
         """What is launched here from now on begins when that is reached; the host does not wait."""
@@ -115,24 +121,24 @@ def capture(device: Device) -> Callable[[Callable[[], Any]], Replay]:
     the host has given to launches can only be given anew on NPUs.
     """
     module = devices._module(device)
-    memory_pool = module.graph_pool_handle()
+    side = SideStream(device, CAPTURE_PRIORITY)
+    # Other threads copy meanwhile: only this one's launches are captured, and may not wait.
+    options = {"pool": module.graph_pool_handle(), "stream": side._stream, "capture_error_mode": "thread_local"}
     make_graph = _npu_graph if device.kind == "npu" else _cuda_graph
 
     def make(run: Callable[[], Any]) -> Replay:
-        side = SideStream(device)
         side.after(mark(device))  # of this thread's own stream, before the side's takes its place
         with side:  # once as it is: kernels are compiled and loaded, which no capture can hold
             run()
         devices.synchronize(device)
-        return make_graph(device, module, memory_pool, run)
+        return make_graph(device, module, options, run)
 
     return make
 
 
-def _cuda_graph(device: Device, module: Any, memory_pool: Any, run: Callable[[], Any]) -> Replay:
+def _cuda_graph(device: Device, module: Any, options: Mapping[str, Any], run: Callable[[], Any]) -> Replay:
     graph = module.CUDAGraph()
-    # Other threads copy meanwhile: only this one's launches are captured, and may not wait.
-    with module.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
+    with module.graph(graph, **options):
         result = run()
 
     def replay() -> Any:
@@ -142,13 +148,13 @@ def _cuda_graph(device: Device, module: Any, memory_pool: Any, run: Callable[[],
     return replay
 
 
-def _npu_graph(device: Device, module: Any, memory_pool: Any, run: Callable[[], Any]) -> Replay:
+def _npu_graph(device: Device, module: Any, options: Mapping[str, Any], run: Callable[[], Any]) -> Replay:
     """torch-npu writes down every attention that it captures, and tells it new lengths of its own accord.
 
     A graph waits, in each of them, for its new lengths: they may only be given when its last run is over.
     """
     graph = module.NPUGraph()
-    with module.graph(graph, pool=memory_pool, auto_dispatch_capture=True, capture_error_mode="thread_local"):
+    with module.graph(graph, auto_dispatch_capture=True, **options):
         result = run()
     last = [Marker(None)]
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Leg = Literal["prefill", "decode", "hybrid"]
 Role = Literal["prefill", "decode"]
+
+MOST_UNTOLD = 63  # tokens of a sequence that wait to be told; so many are computed again when it goes on elsewhere
 
 
 class Note(Protocol):
@@ -87,6 +89,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural log-probability of one token and of the most likely ones, most likely first.
 
@@ -109,11 +114,11 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     index: int
     position: int
-    token_id: int
+    token_id: TokenId
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     score: float | None = None
-    earlier: tuple[int, ...] = ()
+    earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
 
     def apart(self) -> Iterator[TokenOutput]:
         """Each of its tokens by itself."""
@@ -264,6 +269,15 @@ class Request:
 
 
 def resume(request: Request, resumed: Resumed) -> Request:
-    """That sequence of the request, as far as it had come elsewhere."""
-    output_token_ids = list(resumed.output_token_ids)
-    return replace(request, index=resumed.index, output_token_ids=output_token_ids, is_resumed=True, dropped=set())
+    """That sequence of the request, as far as it had come elsewhere. Of its siblings it shares only the prompt."""
+    return replace(
+        request,
+        index=resumed.index,
+        output_token_ids=list(resumed.output_token_ids),
+        is_resumed=True,
+        block_table=[],
+        swap_table=[],
+        block_hashes=[],
+        prompt_logprobs=[],
+        dropped=set(),
+    )

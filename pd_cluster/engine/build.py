@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Sequence
 
@@ -30,6 +31,8 @@ from pd_cluster.model.parallel.group import Group, Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.reports import RankReport
 from pd_cluster.transport.factory import Transports
+
+log = logging.getLogger(__name__)
 
 
 def build_core(
@@ -70,6 +73,11 @@ def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
 def device_of(config: WorkerConfig) -> Device:
     """This rank's, used from now on. Raises ConfigError."""
     device = bind(config.engine.device, config.device_ids, config.ranks.rank)
+    if config.environment and not device.is_accelerator and not config.ranks.rank:  # as serve.py gives to NPUs
+        log.warning(
+            "this instance computes on the CPU: its rank table gives devices addresses of their own, as NPUs have, but "
+            "no NPU is seen here; --device=npu makes that an error, --device=cpu says that it shall be so"
+        )
     use(device)
     return device
 

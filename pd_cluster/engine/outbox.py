@@ -13,9 +13,7 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.engine.links import Post
 from pd_cluster.engine.trace import Tracer
-from pd_cluster.types import LegEnd, PromptOutput, Request, TokenOutput
-
-MOST_UNTOLD = 63  # tokens of a sequence; so many are computed again when it goes on elsewhere
+from pd_cluster.types import MOST_UNTOLD, LegEnd, PromptOutput, Request, TokenOutput
 
 
 class Outbox:

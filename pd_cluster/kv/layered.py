@@ -39,26 +39,38 @@ class LayerMajor:
 
     def gather(self, ids: torch.Tensor, first_layer: int = 0, stop_layer: int | None = None) -> torch.Tensor:
         """A copy of some blocks as block-major pools have them: [num_ids, num_layers, 2, block_size, heads, dim]."""
-        found = [layer.index_select(1, ids) for layer in self.layers[first_layer:stop_layer]]
-        return torch.stack([each.transpose(0, 1) for each in found], dim=1)
+        found = [half.index_select(0, ids) for half in self._halves(slice(first_layer, stop_layer))]
+        return torch.stack(found, dim=1).view(len(ids), -1, 2, *found[0].shape[1:])
 
     def scatter(self, ids: torch.Tensor, blocks: torch.Tensor, first_layer: int = 0) -> None:
         """Writes what `gather` gives, [num_ids, num_layers, …], in the pool's precision."""
-        for i in range(blocks.shape[1]):
-            values = blocks[:, i].transpose(0, 1).to(self.dtype)
-            self.layers[first_layer + i].index_copy_(1, ids, values)
+        halves = self._halves(slice(first_layer, first_layer + blocks.shape[1]))
+        for half, values in zip(halves, blocks.to(self.dtype).flatten(1, 2).unbind(1), strict=True):
+            half.index_copy_(0, ids, values)
 
     def put_tokens(
         self, block: torch.Tensor, offset: torch.Tensor, heads: slice, vectors: torch.Tensor, first_layer: int
     ) -> None:
         """Writes vectors [num_layers, 2, num_tokens, heads, dim] to the slots that block and offset name."""
-        for i, values in enumerate(vectors):
-            self.layers[first_layer + i][:, :, :, heads][:, block, offset] = values.to(self.dtype)
+        _, _, block_size, num_heads, head_dim = self.layers[0].shape
+        wanted = torch.arange(*heads.indices(num_heads), device=self.device)
+        rows = ((block * block_size + offset)[:, None] * num_heads + wanted).flatten()
+        halves = self._halves(slice(first_layer, first_layer + len(vectors)))
+        for half, values in zip(halves, vectors.to(self.dtype).flatten(0, 1), strict=True):
+            half.view(-1, head_dim).index_copy_(0, rows, values.reshape(-1, head_dim))
 
     def copy_from(self, source: LayerMajor, ids: torch.Tensor, into: torch.Tensor, layers: slice = ALL) -> None:
         """`self[into] = source[ids]`, layer by layer, without a detour through blocks."""
-        for there, here in zip(self.layers[layers], source.layers[layers], strict=True):
-            there.index_copy_(1, into, here.index_select(1, ids))
+        for there, here in zip(self._halves(layers), source._halves(layers), strict=True):
+            there.index_copy_(0, into, here.index_select(0, ids))
+
+    def _halves(self, layers: slice) -> list[torch.Tensor]:
+        """Keys, then values of each of these layers, each [num_blocks, block_size, local_kv_heads, head_dim].
+
+        What is indexed is always the first dimension of such a half, or of a view of all of it. Along another, NPUs
+        write by copying the whole tensor out and back, over what a step has written meanwhile on another stream.
+        """
+        return [half for layer in self.layers[layers] for half in layer]
 
 
 def layer_shape(layout: KVLayout, num_blocks: int) -> tuple[int, int, int, int, int]:

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from pd_cluster.kv.layered import LayerMajor
-from pd_cluster.kv.pool import KVPool, flat
+from pd_cluster.kv.pack import ids_on
+from pd_cluster.kv.pool import KVPool, flat, shape_of
 
 Kind = Literal["copy", "out", "in"]
 
@@ -58,11 +59,11 @@ class SwapSpace:
 
     def _move_layered(self, memory: LayerMajor, moves: Sequence[tuple[Kind, int, int]]) -> None:
         for kind, source, target in moves:
-            here, there = (torch.tensor([block], device=memory.device) for block in (source, target))
+            here, there = (ids_on(memory.device, torch.tensor([block])) for block in (source, target))
             if kind == "copy":
                 memory.copy_from(memory, here, there)
             elif kind == "out":
                 self._host[target].copy_(flat(memory.gather(here))[0], non_blocking=True)
             else:
                 block = self._host[source].to(memory.device, non_blocking=True).view(memory.dtype)
-                memory.scatter(there, block.view(1, *memory.gather(there).shape[1:]))
+                memory.scatter(there, block.view(shape_of(self._pool.layout, 1)))

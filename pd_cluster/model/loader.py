@@ -42,12 +42,19 @@ ALIASES = {"float": "float32", "half": "float16"}
 
 
 def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
-    """`auto` is the checkpoint's dtype on accelerators and float32 on CPU, where 16 bits are emulated and slow."""
+    """`auto` is the checkpoint's dtype on accelerators and float32 on CPU, where 16 bits are emulated and slow.
+
+    NPUs attend in 16 bits only, so `auto` makes float32 bfloat16 there, which has its range.
+    """
     if wanted != "auto":
         return ALIASES.get(wanted, wanted)
     if device.kind == "cpu":
         return "float32"
-    return str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
+    found = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
+    if found == "float32" and device.kind == "npu":
+        log.info("the checkpoint's float32 becomes bfloat16: attention on NPUs takes 16 bits")
+        return "bfloat16"
+    return found
 
 
 def load_model(

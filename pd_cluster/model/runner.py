@@ -20,6 +20,7 @@ from pd_cluster.model.attention.choice import check_backend, default_block_size
 from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
 from pd_cluster.model.choice import can_choose, choose
+from pd_cluster.model.cpu.memory import keep_what_is_freed
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
 from pd_cluster.model.parallel.group import Alone, Group
@@ -47,6 +48,8 @@ class ModelRunner:
         assert self.group.size == config.tensor_parallel_size
         self.device = device = device or resolve(config.device)
         use(device)
+        if not device.is_accelerator:
+            keep_what_is_freed()
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
         checkpoint = Checkpoint.open(config.model)

@@ -123,7 +123,7 @@ class FakeModule:
         self._current = threading.local()
         self.peers_can_read = True
 
-    def Stream(self, index: int) -> Stream:
+    def Stream(self, index: int, priority: int = 0) -> Stream:
         self.streams.append(Stream(self))
         return self.streams[-1]
 

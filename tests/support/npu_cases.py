@@ -115,7 +115,8 @@ def test_heads_of_other_sizes_are_decoded_as_a_batch(tmp_path: Path, calls: dict
         ("llama", {"head_dim": 128}, {"block_size": 24}, "--block-size 24: on NPUs a multiple of 16"),
         ("llama", {"head_dim": 24}, {}, "head_dim 24: .* multiples of 16"),
         ("llama", {"head_dim": 128}, {"max_num_seqs": 5000}, "--max-num-seqs 5000: .* at most 4096"),
-        ("mistral", {"head_dim": 32}, {}, "head_dim 32: .* takes prompts with 128, 192, and without that no window"),
+        ("mistral", {"head_dim": 192}, {}, "head_dim 192: .* takes prompts with 128"),
+        ("mistral", {"head_dim": 32}, {}, "head_dim 32: .* takes prompts with 128, and without that no window"),
         ("llama", {"head_dim": 128}, {"attention_backend": "triton"}, "on NPU expected auto or sdpa"),
         ("llama", {"head_dim": 128}, {"num_blocks": 1 << 20}, "--num-blocks 1048576: an NPU takes at most 65532"),
     ],
@@ -126,6 +127,26 @@ def test_what_npus_cannot_do_is_refused_at_load(
     folder = make_checkpoint(tmp_path, architecture, **changes)
     with pytest.raises(ConfigError, match=message):
         core_of(folder, **settings)
+
+
+def test_float32_becomes_bfloat16_unless_it_is_asked_for(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", head_dim=128)
+    checkpoint = Checkpoint.open(str(folder))
+    assert checkpoint.config.get("dtype") == "float32"
+    assert loader.resolve_dtype("auto", checkpoint, NPU) == "bfloat16"
+    assert loader.resolve_dtype("auto", checkpoint, Device("cuda")) == "float32"
+    assert loader.resolve_dtype("float32", checkpoint, NPU) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "reason"), [(130, 2, "65 query heads"), (512, 512, "65536 numbers"), (128, 2, ""), (8, 8, "")]
+)
+def test_limits_of_heads(heads: int, kv_heads: int, reason: str) -> None:
+    from pd_cluster.kv.layout import KVLayout
+    from pd_cluster.model.npu.attention import problem
+
+    found = problem(KVLayout(1, kv_heads, 128, 128, 128, "bfloat16"), heads, 8, set())
+    assert found.startswith(reason) if reason else found == ""
 
 
 def test_float32_is_for_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +197,28 @@ def test_copied_and_swapped_blocks_hold_what_they_held(tmp_path: Path) -> None:
     assert kinds == {"copy", "out", "in"}
 
 
+def test_in_16_bits_rows_go_to_the_experts_that_transformers_choose() -> None:
+    """Where router logits are small, softmax in 16 bits would make them equal."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    from pd_cluster.model.npu.experts import GroupedExperts
+    from pd_cluster.model.ops import TorchOps
+
+    torch.manual_seed(2)
+    block: Any = MixtralSparseMoeBlock(MixtralConfig(hidden_size=32, intermediate_size=64))
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    block = block.bfloat16().requires_grad_(False)
+    x = torch.randn(200, 32).bfloat16()
+    expected = block(x[None])
+    expected = (expected[0] if isinstance(expected, tuple) else expected)[0].float()
+    found = GroupedExperts(block, TorchOps(), "silu")(x)
+    assert found.dtype == torch.bfloat16
+    errors = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(errors.max()) < 0.02
+
+
 def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     """By torch-npu's operators no further than by transformers' modules."""
     folder = make_checkpoint(tmp_path, "llama", head_dim=128)
@@ -221,3 +264,49 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
     with pytest.raises(TypeError):
         storage._new_shared_npu(0, b"", 1, 0, b"", 0, b"", 0)
     assert callable(storage._share_npu_)
+
+
+def test_torch_npu_writes_the_attention_of_a_graph_down_and_tells_it_new_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its own handlers, from the very call that models make; streams, events and tasks do nothing."""
+    import contextlib
+    from types import SimpleNamespace
+
+    import numpy as np
+    import torch_npu
+    from torch_npu.npu import graphs
+
+    from pd_cluster.model.attention.sdpa import Scoring
+    from pd_cluster.model.npu import attention
+
+    told: list[tuple[list[int], list[int]]] = []
+
+    def attend(query: Any, key: Any, value: Any, *, workspace: Any, out: Any, **options: Any) -> Any:
+        told.append((options["actual_seq_lengths"], options["actual_seq_lengths_kv"]))
+        return tuple(out)
+
+    nothing = SimpleNamespace(wait=lambda s: None, reset=lambda s: None, record=lambda s: None)
+    monkeypatch.setattr(torch.npu, "ExternalEvent", lambda: nothing)
+    monkeypatch.setattr(torch.npu, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch_npu.npu, "current_stream", lambda: None, raising=False)
+    monkeypatch.setattr(graphs._GraphDispatchMode, "update_stream", nothing)
+    for name in ("group_begin", "group_end", "update_begin", "update_end"):
+        monkeypatch.setattr(graphs, f"graph_task_{name}", lambda *given: None)
+    name = "npu_fused_infer_attention_score"
+    library = torch.library.Library("npu", "IMPL")
+    library.impl(f"_{name}_get_max_workspace", lambda *given, **options: torch.empty(8), "CPU")
+    library.impl(f"_{name}_infer_output", lambda q, v, **options: (torch.empty_like(q), torch.empty(1)), "CPU")
+    library.impl(f"{name}.out", attend, "CPU")
+    npu = attention.NpuAttention(NPU, "TND")
+    planned = attention._Planned(torch.zeros(3, 2, dtype=torch.int32), [1, 2, 3], [5, 6, 7])
+    pool: Any = SimpleNamespace(pool=SimpleNamespace(layer=lambda layer_idx: torch.zeros(2, 5, 128, 2, 128)))
+    mode = graphs._GraphDispatchMode()
+    try:
+        with torch.inference_mode(), mode:
+            found = npu._attend(torch.zeros(3, 4, 128), 0, pool, planned, Scoring(0.1, 64, None))
+            mode.update_capture_record([dict(attention._host_values(np.array([9, 10, 0])))])
+    finally:
+        library._destroy()
+    assert found.shape == (3, 4, 128)
+    assert told == [([1, 2, 3], [5, 6, 7]), ([1, 2, 3], [9, 10, 1])]

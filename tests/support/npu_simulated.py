@@ -340,7 +340,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    def __init__(self, device: int = 0) -> None: ...
+    def __init__(self, device: int = 0, priority: int = 0) -> None: ...
     def wait_event(self, event: FakeEvent) -> None: ...
 
 
@@ -392,7 +392,7 @@ class FakeNpu:
 
     @contextlib.contextmanager
     def graph(
-        self, graph: FakeGraph, pool: object, auto_dispatch_capture: bool, capture_error_mode: str
+        self, graph: FakeGraph, pool: object, stream: FakeStream, auto_dispatch_capture: bool, capture_error_mode: str
     ) -> Iterator[None]:
         assert capture_error_mode in ("global", "thread_local", "relaxed")
         graph.auto_dispatch_capture = auto_dispatch_capture

@@ -1,16 +1,19 @@
-"""A graph's first run comes after all that was launched before: what it reads from its buffers is the step's own."""
+"""A graph's first run comes after all that was launched before, and nothing else is captured with it."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pd_cluster.device import Device
-from pd_cluster.streams import capture
-from tests.support.fake_device import FakeModule, install
+from pd_cluster.device import Device, DeviceKind
+from pd_cluster.streams import SideStream, capture
+from tests.support.fake_device import FakeModule, Stream, install
+
+POOL_SIZE = 4  # torch's has 32
 
 
 def test_the_run_before_a_capture_waits_for_what_fills_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +34,36 @@ def test_the_run_before_a_capture_waits_for_what_fills_its_buffers(monkeypatch: 
     assert found == [7.0]
 
 
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_copies_never_get_the_stream_that_is_captured(kind: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there were before: torch hands out the few that it has in turn."""
+    gpu = install(monkeypatch)
+    _add_graphs(gpu, monkeypatch)
+    pools: dict[int, itertools.cycle[Stream]] = {}
+    captured: list[Stream] = []
+
+    def stream_of_pool(index: int, priority: int = 0) -> Stream:
+        if priority not in pools:
+            pools[priority] = itertools.cycle([Stream(gpu) for _ in range(POOL_SIZE)])
+        return next(pools[priority])
+
+    def graph(*given: object, stream: Stream | None = None, **options: object) -> contextlib.nullcontext[None]:
+        captured.append(stream or stream_of_pool(0))  # as torch.cuda.graph and torch.npu.graph do
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(gpu, "Stream", stream_of_pool)
+    monkeypatch.setattr(gpu, "graph", graph)
+    monkeypatch.setattr(gpu, "synchronize", lambda index: None, raising=False)
+    make = capture(Device(kind))
+    for _ in range(2):
+        make(lambda: None)
+    copying = [SideStream(Device(kind))._stream for _ in range(2 * POOL_SIZE)]
+    assert len(captured) == 2
+    assert not set(captured) & set(copying)
+
+
 def _add_graphs(gpu: FakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "graph_pool_handle", lambda: (0, 1), raising=False)
     monkeypatch.setattr(gpu, "CUDAGraph", SimpleNamespace, raising=False)
+    monkeypatch.setattr(gpu, "NPUGraph", SimpleNamespace, raising=False)
     monkeypatch.setattr(gpu, "graph", lambda *given, **options: contextlib.nullcontext(), raising=False)

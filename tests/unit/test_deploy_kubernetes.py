@@ -22,6 +22,7 @@ from tests.unit.test_deploy import parse_serve
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 INIT = FOLDER / "ranktable_init.py"
+README = ROOT / "deploy" / "README.md"
 OVERLAYS = {"base": "cpu", "overlays/cuda": "cuda", "overlays/npu": "npu"}  # folder -> tag of its images
 RESOURCES = {"base": None, "overlays/cuda": "nvidia.com/gpu", "overlays/npu": "huawei.com/Ascend910"}
 OLDEST, NEWEST = "1.29", "1.37"
@@ -205,6 +206,26 @@ def test_the_number_of_instances_is_written_once(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     (config,) = (each for each in yaml.safe_load_all(done.stdout) if each["kind"] == "ConfigMap")
     assert (config["data"]["NUM_PREFILL"], config["data"]["NUM_DECODE"]) == ("1", "3")
+
+
+@pytest.mark.parametrize("overlay", ["base", "overlays/cuda", "overlays/npu"])
+def test_an_overlay_of_one_s_own_is_what_the_readme_has(overlay: str, tmp_path: Path) -> None:
+    """kustomize has counted the base's replicas before an overlay changes them."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    folder = tmp_path / "kubernetes"
+    shutil.copytree(FOLDER, folder)
+    own = folder / "overlays" / "own" / "kustomization.yaml"
+    own.parent.mkdir()
+    own.write_text(text.replace("../npu", f"../../{overlay}"), encoding="utf-8")
+    done = subprocess.run([kubectl, "kustomize", own.parent], capture_output=True, text=True, timeout=60, check=True)
+    documents = list(yaml.safe_load_all(done.stdout))
+    (data,) = (each["data"] for each in documents if each["kind"] == "ConfigMap")
+    counts = {each["metadata"]["name"]: each["spec"]["replicas"] for each in documents if each["kind"] == "StatefulSet"}
+    assert counts == {"pd-prefill": 2, "pd-decode": 3}
+    assert (data["NUM_PREFILL"], data["NUM_DECODE"]) == ("2", "3")
 
 
 def test_a_node_without_hccn_conf_starts_no_pod() -> None:

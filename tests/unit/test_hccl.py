@@ -14,6 +14,8 @@ from pd_cluster import check, hccl, serve
 from pd_cluster.cluster import rank_process
 from pd_cluster.cluster.place import find_place
 from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.device import CPU
+from pd_cluster.engine import build
 from ranktable_tools import Device, Server, generate, write
 
 ANY = PortRange()
@@ -166,6 +168,22 @@ def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (env["HCCL_IF_IP"], env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("10.0.0.18", "3", "")
     assert "RANK_TABLE_FILE" not in env
     assert set(os.environ) - set(env) == {"RANK_TABLE_FILE"}
+
+
+@pytest.mark.parametrize(("environment", "is_told"), [(OURS, True), ({}, False)])
+def test_a_cpu_in_an_npus_place_is_told(
+    environment: dict[str, str],
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It serves, but nobody who wrote NPUs into the table wants that."""
+    monkeypatch.setattr(build, "bind", lambda name, device_ids, rank: CPU)
+    config = worker_config(environment)
+    assert build.device_of(config) == CPU
+    follower = msgspec.structs.replace(config, ranks=msgspec.structs.replace(config.ranks, rank=1))
+    assert build.device_of(follower) == CPU
+    assert caplog.text.count("computes on the CPU") == is_told
 
 
 # ---- from the tables to what is said and handed over

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_cluster.device import Device
 from pd_cluster.kv.layered import LayerMajor
@@ -53,6 +55,40 @@ def test_a_payload_is_the_same_from_either_and_lands_the_same_in_either(name: st
     unpack(payload, piece, route, copy, into)
     for i, layer in enumerate(copy.layers):
         assert torch.equal(layer, target.data[:, i].transpose(0, 1))
+
+
+class WritesNote(TorchDispatchMode):
+    """What is written by index, as (the tensor, its dimension)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[torch.Tensor, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name == "aten::index_copy_":
+            self.found.append((args[0], args[1]))
+        elif name in ("aten::index_put_", "aten::_index_put_impl_"):
+            self.found.append((args[0], [each is not None for each in args[1]].index(True)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_what_lands_or_moves_is_written_along_the_first_dimension_of_contiguous_memory(name: str) -> None:
+    """Along another, or in a part of each row, NPUs write by copying the whole layer out and back."""
+    route = ROUTES[name]
+    source = filled(route.source)
+    target = KVPool(route.target, NUM_BLOCKS)
+    memory = by_layers(target)
+    target.memory = memory
+    piece = KVPiece(4, 8, 1, 2, [5, 2])
+    space = SwapSpace(target, 2)
+    with WritesNote() as writes:
+        unpack(pack(source.data, piece, route), piece, route, memory, [3, 0])
+        memory.copy_from(by_layers(filled(route.target)), torch.tensor([1]), torch.tensor([2]))
+        space.move([("copy", 0, 1), ("out", 0, 0), ("in", 0, 2)])
+    assert writes.found
+    assert all(dim == 0 and tensor.is_contiguous() for tensor, dim in writes.found)
 
 
 def test_swapping_moves_the_same_blocks() -> None:

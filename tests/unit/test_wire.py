@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.types import LegEnd, SamplingParams, TokenOutput
+from pd_cluster.types import MOST_UNTOLD, LegEnd, SamplingParams, TokenOutput
 
 LAYOUT = wire.LayoutInfo(
     num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=16, dtype="float32", tp_size=1, tp_rank=0
@@ -114,6 +114,17 @@ def test_a_foreign_message_is_refused() -> None:
         wire.decode(msgspec.msgpack.encode(["a", 1, 2, {"type": "Shutdown"}]))
 
 
+def test_more_tokens_together_than_are_ever_told_are_no_message() -> None:
+    for num_tokens, is_one in ((MOST_UNTOLD, True), (MOST_UNTOLD + 1, False)):
+        token = TokenOutput("r", 0, 0, num_tokens, 5, earlier=(5,) * num_tokens)
+        frame = wire.encode(wire.Envelope("decode-0", 1, 2, wire.Outputs([token])))
+        if is_one:
+            assert wire.decode(frame).body == wire.Outputs([token])
+        else:
+            with pytest.raises(msgspec.ValidationError, match="<= 63"):
+                wire.decode(frame)
+
+
 def test_what_maps_a_pool_survives_and_is_bounded() -> None:
     part = wire.MemoryPart(handle=b"h" * 512, nbytes=2**61, offset_nbytes=2**61)
     for num_parts in (1, 40):
@@ -129,3 +140,10 @@ def test_what_maps_a_pool_survives_and_is_bounded() -> None:
     for wrong in ({"block_nbytes": 1.5}, {"parts": [part] * 1025}, {"parts": None}):
         with pytest.raises(msgspec.DecodeError):
             wire.decode_export(msgspec.msgpack.encode(whole | wrong))
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**31])
+def test_an_id_that_no_vocabulary_has_is_no_message(token_id: int) -> None:
+    for token in (TokenOutput("r", 0, 0, 1, token_id), TokenOutput("r", 0, 0, 1, 5, earlier=(token_id,))):
+        with pytest.raises(msgspec.ValidationError):
+            wire.decode(wire.encode(wire.Envelope("decode-0", 1, 2, wire.Outputs([token]))))

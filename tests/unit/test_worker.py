@@ -232,6 +232,23 @@ def test_sequences_go_on_after_what_was_told_elsewhere(lens: dict[int, int]) -> 
     world.assert_home()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_that_go_on_do_not_take_each_others_blocks(seed: int) -> None:
+    """They compute again what was told, and by then the prefix cache has blocks of siblings."""
+    world, rng = World(), random.Random(seed)
+    prompt = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
+    params = sampling(max_tokens=24, seed=seed)
+    expected = generate_alone(prompt, params)
+    told = {index: expected[index][: rng.choice([1, 9, 15, rng.randrange(24)])] for index in range(3)}
+    resumed = [Resumed(index, token_ids) for index, token_ids in told.items()]
+    gathers = rng.random() < 0.5
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", prompt, params, 0.0, "", resumed, gathers=gathers))
+    world.post.tokens["r"].update({index: list(token_ids) for index, token_ids in told.items()})
+    world.run()
+    assert found(world, "r") == expected
+    world.assert_home()
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_one_of_the_sequences_that_go_on_is_aborted(num_steps: int) -> None:
     world = World()

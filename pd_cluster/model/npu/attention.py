@@ -21,13 +21,15 @@ from pd_cluster.model.batch import ForwardBatch, Ints
 from pd_cluster.streams import HostValues
 
 DTYPES = ("float16", "bfloat16")
-PACKED_HEAD_DIMS = (128, 192)
+PACKED_HEAD_DIM = 128  # values of 192 only without blocks
 PACKED_HEAD_DIM_ALONE = 64  # only where every query head has a key head of its own
 PACKED_BLOCK_SIZE = 128  # tokens
 MAX_PACKED_SEQS = 4096
 BATCHED_STEP = 16  # head dims and block sizes of decode steps are multiples of it
 MAX_BATCHED_HEAD_DIM = 512
 MAX_BATCHED_BLOCK_SIZE = 512
+MAX_GROUP = 64  # query heads of a key head
+MAX_WIDTH = 65535  # key heads times head dim
 MASK_SIZE = 2048  # the operator makes any causal or banded mask from this one
 CAUSAL, BAND = 3, 4  # sparse_mode: both are aligned to the last query and key
 
@@ -41,6 +43,11 @@ def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str
     """
     if layout.dtype not in DTYPES:
         return f"--dtype {layout.dtype}: attention on NPUs takes {' or '.join(DTYPES)}"
+    group, width = num_heads // layout.local_kv_heads, layout.local_kv_heads * layout.k_head_dim
+    if group > MAX_GROUP:
+        return f"{group} query heads for each of keys: attention on NPUs takes at most {MAX_GROUP}"
+    if width > MAX_WIDTH:
+        return f"{width} numbers in a token's keys: attention on NPUs takes at most {MAX_WIDTH}"
     if "softcap" in traits:
         return "the model caps its attention scores (softcap), which attention on NPUs cannot"
     if not _why_not_packed(layout, num_heads):
@@ -66,9 +73,9 @@ def _why_not_packed(layout: KVLayout, num_heads: int) -> str:
     if layout.block_size != PACKED_BLOCK_SIZE:
         return f"--block-size {layout.block_size}: attention on NPUs takes prompts in blocks of {PACKED_BLOCK_SIZE}"
     dim = layout.k_head_dim
-    if dim in PACKED_HEAD_DIMS or (dim == PACKED_HEAD_DIM_ALONE and num_heads == layout.num_kv_heads):
+    if dim == PACKED_HEAD_DIM or (dim == PACKED_HEAD_DIM_ALONE and num_heads == layout.num_kv_heads):
         return ""
-    return f"head_dim {dim}: attention on NPUs takes prompts with {', '.join(map(str, PACKED_HEAD_DIMS))}"
+    return f"head_dim {dim}: attention on NPUs takes prompts with {PACKED_HEAD_DIM}"
 
 
 class _Planned(NamedTuple):

@@ -31,7 +31,7 @@ class GroupedExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] to the same shape."""
-        probs = linear(x, self._router).softmax(-1)
+        probs = linear(x, self._router).float().softmax(-1)  # in 16 bits experts would tie
         weights, chosen = probs.topk(self._top_k, dim=-1)  # [num_rows, top_k]
         weights = weights / weights.sum(-1, keepdim=True)
         flat = chosen.flatten()
@@ -41,7 +41,7 @@ class GroupedExperts:
         gate_up = _grouped(x[order // self._top_k], self._gate_up, ends)
         down = _grouped(self._ops.gate(gate_up, self._activation), self._down, ends)
         added = torch.empty_like(down).index_copy_(0, order, down).view(len(x), self._top_k, -1)
-        return (added * weights[..., None]).sum(1)
+        return (added * weights[..., None]).sum(1).to(x.dtype)
 
 
 def _grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import npu_wheel
-from tests.support.cluster import LiveCluster
+from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_same, random_prompt
 
 MAX_TOKENS = 10
@@ -45,9 +45,13 @@ def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
     cluster: LiveCluster, model: Path
 ) -> None:
     rng = random.Random(6)
-    for length in (3, 140, 129, 20):
-        prompt = random_prompt(rng, length)
-        assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
+    prompts = [random_prompt(rng, length) for length in (3, 140, 129, 20)]
+
+    def job(prompt: list[int]) -> Callable[[], None]:
+        return lambda: assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
+
+    errors = in_parallel([job(prompt) for prompt in prompts], concurrency=len(prompts))  # so that both are wanted
+    assert not errors, errors[0]
     cluster.assert_home()  # which waits until the instances have told what they did
     for name in ("decode-0", "decode-1"):
         assert cluster.instance(name)["kv_received_nbytes"] > 0

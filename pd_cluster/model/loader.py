@@ -200,8 +200,9 @@ def _probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Te
     """Logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a pool of their own."""
     vocab_size = model.config.vocab_size
     token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
-    probe = Request("probe", token_ids, SamplingParams(), block_table=[0])
-    pool = KVPool(layout, num_blocks=1, device=device)
+    num_blocks = layout.num_blocks_for(PROBE_NUM_TOKENS)
+    probe = Request("probe", token_ids, SamplingParams(), block_table=list(range(num_blocks)))
+    pool = KVPool(layout, num_blocks, device)
     batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
     batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.positions.device)
     with torch.inference_mode():

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -29,16 +29,29 @@ HOST = "127.0.0.1"
 Checkpoints = Callable[[str], Path]
 
 
+class Shape(NamedTuple):
+    """Small, but where a test wants the document's own numbers."""
+
+    tensor_parallel_size: int = 1
+    max_model_len: int = 256
+    max_num_batched_tokens: int = 128
+
+
 class Servers:
     """Instances that scripts/start_servers.sh started in `folder`. All are gone after the `with` block."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(
+        self, folder: Path, model: Path, devices: tuple[str, str] = ("0", "1"), shape: Shape | None = None
+    ) -> None:
+        """`devices` of the prefill and of the decode instance."""
         self.folder = folder
         self.model = model
+        self.devices = devices
+        self.shape = shape or Shape()
         self.ports = free_ports(5)
         self.prefill, self.decode, self.public, self.admin, _ = self.ports
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        generate_tables(folder)
+        generate_tables(folder, devices)
 
     def __enter__(self) -> Servers:
         return self
@@ -72,10 +85,10 @@ class Servers:
                 [
                     *("sh", str(ROOT / "scripts" / "start_servers.sh")),
                     f"--model={self.model}",
-                    "--tensor-parallel-size=1",
-                    "--max-model-len=256",
+                    f"--tensor-parallel-size={self.shape.tensor_parallel_size}",
+                    f"--max-model-len={self.shape.max_model_len}",
                     "--max-num-seqs=256",
-                    "--max-num-batched-tokens=128",
+                    f"--max-num-batched-tokens={self.shape.max_num_batched_tokens}",
                     f"--host={HOST}",
                     f"--port={port}",
                     *("--served-model-name", "tiny"),
@@ -100,8 +113,8 @@ class Servers:
         self.start_scheduler(**changes)
 
     def start_workers(self) -> None:
-        self.start("prefill", "0", self.prefill)
-        self.start("decode", "1", self.decode)
+        for name, devices, port in zip(("prefill", "decode"), self.devices, (self.prefill, self.decode), strict=True):
+            self.start(name, devices.replace(",", ""), port)
 
     def log_file(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -140,11 +153,11 @@ class Servers:
         return lines[0].removeprefix("pd-cluster: ")
 
 
-def generate_tables(folder: Path) -> None:
+def generate_tables(folder: Path, devices: tuple[str, str]) -> None:
     """The document's line, with the address and the kind of device that it finds by itself on its own machines."""
     command = [
         *(sys.executable, str(ROOT / "scripts" / "pd_ranktable_tools.py"), "--mode", "gen"),
-        *("--prefill-server-list", "0", "--decode-server-list", "1", "--api-server", "--save-dir", "."),
+        *("--prefill-server-list", devices[0], "--decode-server-list", devices[1], "--api-server", "--save-dir", "."),
         *("--server-ip", HOST, "--device", "cpu"),
     ]
     subprocess.run(command, cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
@@ -210,6 +223,24 @@ def test_the_documents_deployment(deployed: Servers) -> None:
         assert choice["finish_reason"] in ("length", "stop")
         texts.append(choice["message"]["content"])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_the_documents_own_numbers(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    """Cards 4 and 5 prefill, 6 and 7 decode, started in the document's order with its flags: two ranks on each side."""
+    model = checkpoint("llama", max_position_embeddings=4096)
+    with Servers(tmp_path, model, ("4,5", "6,7"), Shape(2, 4096, 4096)) as servers:
+        servers.start_workers()
+        for port in (servers.prefill, servers.decode):
+            servers.await_health(port)
+        servers.start_scheduler()
+        servers.await_health(servers.public)
+        answer = curl(servers.public, "/v1/chat/completions", document_body("tiny"))
+        assert answer["usage"]["completion_tokens"] > 0
+        for name, devices in (("prefill", ["4", "5"]), ("decode", ["6", "7"])):
+            told = httpx.get(f"http://{HOST}:{getattr(servers, name)}/instance", timeout=10, trust_env=False).json()
+            assert told["device_ids"] == devices
+            assert told["layout"]["tp_size"] == 2
 
 
 def test_without_openai_the_api_is_vllms(deployed: Servers) -> None:

@@ -109,7 +109,7 @@ def test_a_model_that_flashinfer_cannot_serve_is_an_error(flashinfer: object) ->
 
 def test_the_loader_tells_of_sinks(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
-    monkeypatch.setattr(loader, "choose_attention", lambda *given: told.append(given[-1]) or choice.SDPA)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(loader, "choose_attention", lambda *given: told.append(given[4]) or choice.SDPA)  # type: ignore[func-returns-value]
     for architecture in ("gpt_oss", "llama"):
         loader.load_model(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
     assert told == [True, False]

@@ -95,11 +95,12 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     """bfloat16 weights and pool; transformers' modules in bfloat16 are as far from float32."""
     folder = make_checkpoint(tmp_path, "llama")
     checkpoint = Checkpoint.open(str(folder))
-    exact = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), "float32", CPU)
     rounded = loader.load_plain(checkpoint, "bfloat16", CPU)
-    by_modules = loader._probe_logits(PlainCausalLM(rounded), "bfloat16", CPU)
+    whole, half = (loader.layout_of(rounded.config, 16, dtype) for dtype in ("float32", "bfloat16"))
+    exact = loader._probe_logits(loader.load_model(checkpoint, "float32", CPU), whole, CPU)
+    by_modules = loader._probe_logits(PlainCausalLM(rounded), half, CPU)
     by_kernels = loader._probe_logits(
-        loader.fuse(rounded, loader.choose_ops(rounded.config, CPU, triton_attention())), "bfloat16", CPU
+        loader.fuse(rounded, loader.choose_ops(rounded.config, CPU, triton_attention())), half, CPU
     )
     error_of_modules = (by_modules - exact).norm() / exact.norm()
     error_of_kernels = (by_kernels - exact).norm() / exact.norm()

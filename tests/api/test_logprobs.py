@@ -175,6 +175,7 @@ def test_more_than_the_server_gives(cluster: LiveCluster, route: str, fields: di
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.slow
 def test_all_of_them_sum_to_one(cluster_with_many_logprobs: LiveCluster) -> None:
     """With --max-logprobs above the vocabulary's size."""
     fields = {"logprobs": 400, "return_tokens_as_token_ids": True}

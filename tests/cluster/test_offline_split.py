@@ -72,8 +72,8 @@ def test_a_process_that_cannot_start_is_told(model: Path) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ("end", "close", "exception")),
-        *("interrupt", "kill"),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("end", "close", "exception", "kill")),
+        "interrupt",
     ],
 )
 def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:

@@ -183,6 +183,7 @@ def test_a_dead_worker_is_shown_and_a_signal_ends_all(serving: Serving) -> None:
     assert_nothing_left(serving.process.pid, serving.port)
 
 
+@pytest.mark.slow
 def test_bench_serve_on_a_cluster_of_its_own(checkpoint: Checkpoints, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     shape = ["--num-requests=4", "--concurrency=2", "--input-len=20", "--output-len=8"]

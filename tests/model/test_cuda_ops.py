@@ -58,7 +58,7 @@ def check(found: list[dict[str, Any]]) -> None:
             assert facts["tensor_cores"], f"multiplies without tensor cores: {facts}"
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
     """And move 16 bytes an instruction where bandwidth is all that counts."""
     found = compiled(str(arch), folder=tmp_path)

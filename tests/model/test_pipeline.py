@@ -239,7 +239,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=pytest.mark.slow if end == "at_its_end" else ()) for end in ENDS]
+)
 def test_a_script_that_never_closes_its_pipeline_ends_quietly(tmp_path: Path, end: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import sys\nfrom pd_cluster import pipeline\npipe = pipeline({MODEL!r})\n{ENDS[end]}\n")

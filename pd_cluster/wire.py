@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_EXPORT_NBYTES = 1024  # of a PoolExport, for each of its parts
 MAX_EXPORT_PARTS = 1024
@@ -110,6 +110,7 @@ class Submit(Message, frozen=True):
     resumed: list[Resumed] = []  # of a hybrid leg: the sequences that go on; empty: all, from the beginning
     priority: int = 0  # lower ones come first
     gathers: bool = False  # nobody reads single tokens: after the first, many may be told together
+    in_batch: bool = False  # its caller waits for many answers, and wants none of them early
 
 
 class Abort(Message, frozen=True):

@@ -183,6 +183,10 @@ class TextService:
                 sequence.finish_reason = "length"
                 yield generation.piece_of(sequence, "")
             return
+        if generation.in_batch and not generation.has_stops:
+            async for piece in self._whole(generation):
+                yield piece
+            return
         async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
             async for token in tokens:
                 sequence = generation.sequences[token.index]
@@ -234,6 +238,7 @@ class TextService:
             session=generation.session,
             priority=generation.priority,
             gathers=gathers,
+            in_batch=generation.in_batch,
         )
 
     async def _learn_of_prompt(self, generation: Generation) -> None:

@@ -166,7 +166,7 @@ def gpu(
 
 @app.command("offline")
 def offline(
-    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    model: Annotated[str, typer.Option(help="Model folder; default: one of 14 million random weights.")] = "",
     num_requests: Annotated[int, typer.Option(min=1)] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="How often each contender runs, in turn.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Threads of one process; prefill and decode share them.")] = 2,

@@ -20,7 +20,7 @@ import httpx
 
 from pd_cluster.bench.client import Sample, make_client, measure
 from pd_cluster.bench.engine_child import make_model
-from pd_cluster.bench.engine_model import ModelShape
+from pd_cluster.bench.engine_model import SMALL_SHAPE
 from pd_cluster.bench.report import Report, Result, check_writable, percentiles, progress
 from pd_cluster.bench.serve import ServeBench, ask_model, sigterm_ends_it, started_cluster
 from pd_cluster.cluster.policy import POLICIES
@@ -30,7 +30,6 @@ from pd_cluster.show import Entries, fetch_settled
 SEED = 0
 START_S = 0.2  # between the first words of two users, on average
 NUM_TOKEN_IDS = 256
-SHAPE = ModelShape(hidden_size=384, num_layers=8, num_heads=6, num_kv_heads=2, intermediate_size=1024, vocab_size=2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ async def run(bench: Conversations, json_path: str = "") -> None:
     check_writable(json_path)
     measured = {policy: Measured() for policy in bench.policies}
     with tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder, sigterm_ends_it():
-        model = bench.model or str(await asyncio.to_thread(make_model, Path(folder), SHAPE))
+        model = bench.model or str(await asyncio.to_thread(make_model, Path(folder), SMALL_SHAPE))
         for at in range(bench.rounds):
             for policy in bench.policies if at % 2 == 0 else reversed(bench.policies):
                 await _round(bench, model, policy, at, measured[policy])

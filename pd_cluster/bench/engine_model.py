@@ -57,6 +57,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(text, type=cls)
 
 
+SMALL_SHAPE = ModelShape(  # 14 million parameters
+    hidden_size=384, num_layers=8, num_heads=6, num_kv_heads=2, intermediate_size=1024, vocab_size=2048
+)
 QUICK_SHAPE = ModelShape(
     hidden_size=64,
     num_layers=2,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pd_cluster.bench import engine_workloads as workloads
 from pd_cluster.bench.engine import BUSY_LOAD, check_lengths
-from pd_cluster.bench.engine_child import run_peer, sigterm_raises
+from pd_cluster.bench.engine_child import make_model, run_peer, sigterm_raises
+from pd_cluster.bench.engine_model import SMALL_SHAPE
 from pd_cluster.bench.engine_spec import PeerResult, Spec
 from pd_cluster.bench.offline_figures import CONTENDERS, NAMES, Round, goals_for, results
 from pd_cluster.bench.report import Report, check_writable
@@ -27,7 +28,7 @@ WORKLOAD = "mixed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineBench:
-    """The command's parameters."""
+    """The command's parameters. Without a `model` one of random weights is made, large enough that its steps cost."""
 
     model: str = ""
     num_requests: int = 256
@@ -41,9 +42,8 @@ class OfflineBench:
         flags += [f"--model {self.model}"] if self.model else []
         return " ".join(["pd-cluster bench offline", *flags, *(["--quick"] if self.quick else [])])
 
-    def spec(self) -> Spec:
+    def spec(self, model: str) -> Spec:
         """What every contender is told. Raises ModelError."""
-        model = self.model or str(SHIPPED_MODEL)
         checkpoint = Checkpoint.open(model)
         vocab, room = int(checkpoint.config["vocab_size"]), checkpoint.max_model_len(None)
         prompt_len = min(MOST_PROMPT_LEN, room // 2)
@@ -69,11 +69,11 @@ def make_bench(model: str, num_requests: int, rounds: int, threads: int, quick: 
 def run(bench: OfflineBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError."""
     check_writable(json_path)
-    spec = bench.spec()
     if (load := os.getloadavg()[0]) > BUSY_LOAD:
         print(f"note: this machine is busy already (load {load:.1f}); expect low figures and a wide spread", flush=True)
     started_s = time.monotonic()
     with sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
+        spec = bench.spec(_model(bench, Path(folder)))
         rounds = [
             _round(spec, Path(folder), number, f"round {number + 1} of {bench.rounds}")
             for number in range(bench.rounds)
@@ -91,6 +91,12 @@ def run(bench: OfflineBench, json_path: str = "") -> None:
         print("note: threads that wait for each other are busy, too; --threads 1 compares CPU time and judges it")
     if json_path:
         report.write(json_path)
+
+
+def _model(bench: OfflineBench, folder: Path) -> str:
+    """Raises ChildFailed."""
+    made = "" if bench.model or bench.quick else make_model(folder, SMALL_SHAPE)
+    return bench.model or str(made or SHIPPED_MODEL)
 
 
 def in_order(number: int) -> list[str]:

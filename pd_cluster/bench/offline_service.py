@@ -46,5 +46,7 @@ async def _output(service: TextService, prompt: list[int], num_tokens: int) -> l
     request = CompletionRequest(
         prompt=prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True, return_token_ids=True
     )
-    (piece,) = await service.complete([await service.completion(request, prompt)])
+    generation = await service.completion(request, prompt)
+    generation.in_batch = True
+    (piece,) = await service.complete([generation])
     return piece.token_ids

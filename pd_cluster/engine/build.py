@@ -45,7 +45,7 @@ def build_core(
     runner = ModelRunner(config, group, device)
     prefix = PrefixScope(runner.model_identity, runner.pool.layout.dtype) if config.enable_prefix_caching else None
     scheduler = Scheduler(
-        BlockPool(runner.pool.num_blocks),
+        BlockPool(runner.pool.num_blocks, rests=runner.device.is_accelerator),
         runner.pool.layout.block_size,
         config.max_num_seqs,
         config.max_num_batched_tokens,

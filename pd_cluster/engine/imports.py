@@ -96,6 +96,14 @@ class Imports:
     def num_queued(self) -> int:
         return sum(1 for i in self._imports.values() if i.state in (ImportState.EXPECTED, ImportState.QUEUED))
 
+    @property
+    def num_on_their_way(self) -> int:
+        """Requests whose KV will land without anybody's doing here; 0 when one has no room, or is read as it comes."""
+        for each in self._imports.values():
+            if each.request is None or not each.request.in_batch or each.state is ImportState.QUEUED:
+                return 0
+        return len(self._imports)
+
     def submit(self, request: Request) -> None:
         found = self._imports.get(request.transfer_id)
         if found is None:

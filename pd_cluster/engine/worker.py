@@ -26,6 +26,7 @@ from pd_cluster.engine.load import load_of
 from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.pace import Pace
+from pd_cluster.engine.patience import Patience
 from pd_cluster.engine.trace import LegNotes, Tracer
 from pd_cluster.mailbox import peer_key
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
@@ -34,6 +35,7 @@ from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1  # how often deadlines are looked at
+LOAD_S = 0.02  # how old what heartbeats tell may be
 IDLE_WAIT_S = 0.05
 
 
@@ -63,7 +65,7 @@ class Worker:
         self._legs: dict[str, list[Request]] = {}  # the sequences of each leg that have not ended
         self._deadlines: dict[str, float] = {}
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
-        self._next_tick_s = 0.0
+        self._next_tick_s = self._next_load_s = 0.0
         self._is_draining = False
         self.tracer = Tracer(clock)
         self._outbox = Outbox(post, self.tracer, clock)
@@ -105,6 +107,7 @@ class Worker:
             limits.vocab_size,
             self.tracer.note,
         )
+        self._patience = Patience(core.scheduler, self.imports, clock)
 
     def run(self) -> None:
         """Until `Stop`, or until nothing is left after `Drain`. Raises what the mailbox or a step raised."""
@@ -122,6 +125,8 @@ class Worker:
     def _step(self) -> bool:
         """One step of the engine and what follows from it; False when there was nothing to compute."""
         self.imports.credit()
+        if self._patience.waits:
+            return False
         plan = self.core.plan()
         for request in plan.admitted:
             if request.leg != "decode" and not request.output_token_ids:
@@ -176,11 +181,15 @@ class Worker:
             self.exports.on_credit(*self.credits.get_nowait())
 
     def _publish_load(self) -> None:
-        load = load_of(
+        """Heartbeats read it, so it need not be newer than they can tell; of links they are to tell at once."""
+        has_news = (self.out_links.states(), self._is_draining) != (self.load.links, self.load.is_draining)
+        now_s = self._clock()
+        if not has_news and now_s < self._next_load_s:
+            return
+        self._next_load_s = now_s + LOAD_S
+        self.load = load_of(
             self.core, self.exports, self.imports, self.out_links, self.in_links, self._pace, self._is_draining
         )
-        has_news = (load.links, load.is_draining) != (self.load.links, self.load.is_draining)
-        self.load = load
         if has_news:
             self._post.beat()
 
@@ -324,6 +333,7 @@ class Worker:
             client=conn,
             cache_salt=submit.cache_salt,
             gathers=submit.gathers and submit.sampling.logprobs is None and not submit.sampling.beam_width,
+            in_batch=submit.in_batch,
         )
         key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
         if key in self._legs:
@@ -348,6 +358,7 @@ class Worker:
                 self.core.scheduler.add(each)
 
     def _joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
+        self._patience.landed()
         if not request.sampling.beam_width:
             self._outbox.add_tokens(request.client, first_tokens)
         if sequences:

@@ -12,13 +12,15 @@ from pd_cluster.kv.prefix import PrefixIndex
 class BlockPool:
     """A block is free (no holder, no content), cached (no holder, a known content) or held by one or more.
 
-    num_blocks = free + cached + held; `check()` proves it. Free blocks are handed out in order of release, then
-    cached ones, least recently used first.
+    num_blocks = free + cached + held; `check()` proves it. Of free blocks the one that was released first is handed
+    out first, so that each rests; without `rests` the last one, whose memory caches and the kernel have at hand. Cached
+    ones come after all free ones, least recently used first.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, rests: bool = True) -> None:
         self.num_blocks = num_blocks
-        self._free = deque(range(num_blocks))
+        self._free = deque(range(num_blocks) if rests else reversed(range(num_blocks)))
+        self._take_free = self._free.popleft if rests else self._free.pop
         self._holders = [0] * num_blocks
         self._index = PrefixIndex()
 
@@ -44,7 +46,7 @@ class BlockPool:
         """All or nothing. Raises OutOfBlocks(wanted, free)."""
         if num_blocks > self.num_available:
             raise OutOfBlocks(wanted=num_blocks, free=self.num_available)
-        taken = [self._free.popleft() if self._free else self._index.evict() for _ in range(num_blocks)]
+        taken = [self._take_free() if self._free else self._index.evict() for _ in range(num_blocks)]
         for block in taken:
             self._holders[block] = 1
         return taken

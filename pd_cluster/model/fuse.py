@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
-from pd_cluster.model.linear import Linear, can_pack, join, make_linear
+from pd_cluster.model.linear import Linear, join, make_linear, packs
 from pd_cluster.model.ops import Activation, Heads, Norm, Ops
 from pd_cluster.model.parallel.layers import Share
 
@@ -47,7 +47,7 @@ def fuse(model: Any, ops: Ops, share: Share | None = None) -> FusedCausalLM:
     head = join([model.lm_head])
     del model.lm_head
     embedding = model.model.embed_tokens
-    if can_pack(embedding.weight):  # else the head's is this one, or one of its own
+    if packs(embedding.weight):  # else the head's is this one, or one of its own
         embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
         if tied:
             log.info("tied embeddings: the output layer has a packed copy of the embedding's rows")

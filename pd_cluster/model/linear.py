@@ -1,7 +1,8 @@
-"""Linear layers with their weight in oneDNN's own order, which is faster on CPU at every number of rows.
+"""Linear layers with their weight in oneDNN's own order, which is faster on CPU.
 
-The rule is fixed, never measured: float32 on x86-64 with oneDNN is packed, anything else stays plain. So the same
-checkpoint computes the same numbers in every process.
+The rule is fixed, never measured: float32 on x86-64 with oneDNN is packed, anything else stays plain, and so do small
+weights on Intel's processors, where MKL needs less for a call. So the same checkpoint computes the same numbers in
+every process of a machine.
 """
 
 from __future__ import annotations
@@ -10,24 +11,39 @@ import platform
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
+
+from pd_cluster.model.cpu.processor import is_intel
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [num_rows, out_features]
 
+MOST_PADDED = 16 << 20  # multiplications for padding, of one product: less than oneDNN needs to compile for other rows
+SIZES_PER_OCTAVE = 8
+SMALL_NUMEL = 256 << 10  # 1 MiB of weights
+
 
 class PackedLinear:
-    """`x @ weight.T + bias` with a weight that only oneDNN can read; nothing keeps the plain one."""
+    """`x @ weight.T + bias` with a weight that only oneDNN can read; nothing keeps the plain one.
 
-    __slots__ = ("_bias", "_run", "_weight")
+    oneDNN compiles anew for every number of rows, a millisecond each, and keeps about a thousand results. So rows are
+    padded to a number that comes often.
+    """
+
+    __slots__ = ("_bias", "_most_padding", "_run", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self._bias = bias
         self._run = torch.ops.mkldnn._linear_pointwise.default
+        self._most_padding = MOST_PADDED // max(1, weight.numel())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows = len(x)
+        padding = padded(num_rows, self._most_padding) - num_rows
+        if padding:
+            x = pad(x, (0, 0, 0, padding))
         result: torch.Tensor = self._run(x, self._weight, self._bias, "none", [], "")
-        return result
+        return result[:num_rows] if padding else result
 
 
 class PlainLinear:
@@ -43,18 +59,26 @@ class PlainLinear:
         return linear(x, self._weight, self._bias)
 
 
-def can_pack(weight: torch.Tensor) -> bool:
+def packs(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and platform.machine() == "x86_64"
+        and not (weight.numel() <= SMALL_NUMEL and is_intel())
     )
+
+
+def padded(num_rows: int, most: int) -> int:
+    """The next of eight sizes an octave, which are `most` apart at most: a small product in vain is cheap."""
+    step = min(num_rows // SIZES_PER_OCTAVE, most)
+    step = 1 << step.bit_length() - 1 if step > 1 else 1
+    return -(-num_rows // step) * step
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """weight [out_features, in_features], bias [out_features]; the caller drops its own reference to the weight."""
-    return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
+    return PackedLinear(weight, bias) if packs(weight) else PlainLinear(weight, bias)
 
 
 def join(parts: Sequence[torch.nn.Linear]) -> Linear:

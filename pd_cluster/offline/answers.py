@@ -72,6 +72,7 @@ async def answer(service: TextService, ask: Ask) -> RequestOutput:
     try:
         generation = await _begun(service, ask)
         generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
+        generation.in_batch = True
         pieces = await service.complete([generation])
         return _answered(service, ask, generation, pieces, arrival)
     except Exception as error:  # as the API does it: one request's fault is not the others'

@@ -90,7 +90,7 @@ class Batch:
         """With its body. Raises RequestError and the like."""
         answer = await self._begun(entry)
         for generation in answer.generations:
-            generation.client_id = answer.id
+            generation.client_id, generation.in_batch = answer.id, True
         pieces = await self._service.complete(answer.generations)
 
         def encoded() -> bytes:

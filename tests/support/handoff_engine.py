@@ -21,15 +21,6 @@ from pd_cluster.types import Candidate, Request, SamplingParams, Status, TokenOu
 NUM_LAYERS = 3
 
 
-class LastFreedFirst(BlockPool):
-    """Reuses a block as soon as it can: the worst case for whoever still reads or writes it."""
-
-    def release(self, blocks: Sequence[int]) -> None:
-        num_free = self.num_free
-        super().release(blocks)
-        self._free.rotate(self.num_free - num_free)
-
-
 class Memory:
     """`slots[layer][block * block_size + offset]`; 0 before anything was written."""
 
@@ -73,7 +64,8 @@ class Engine:
 
     def __init__(self, num_blocks: int, block_size: int, budget: int, caches: bool) -> None:
         prefix = PrefixScope("model", "float32") if caches else None
-        self.scheduler = Scheduler(LastFreedFirst(num_blocks), block_size, 6, budget, prefix)
+        blocks = BlockPool(num_blocks, rests=False)  # the worst case for whoever still reads or writes one
+        self.scheduler = Scheduler(blocks, block_size, 6, budget, prefix)
         self.memory = Memory(num_blocks, block_size)
         self.legs: dict[str, list[Request]] = {}
         self.plan: StepPlan | None = None  # the step that runs now

@@ -17,6 +17,7 @@ from pd_cluster.config import Timeouts
 from pd_cluster.device import CPU
 from pd_cluster.engine.exports import Exports, ShipLimits
 from pd_cluster.engine.imports import Imports
+from pd_cluster.engine.patience import Patience
 from pd_cluster.errors import LinkError
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Drained, Landed, LandFault
@@ -130,6 +131,7 @@ class World:
         self.d_shape = (rng.randrange(10, 20) * 4 // self.d_size, self.d_size, 16, rng.random() < 0.7)
         self.group_nbytes = rng.choice([1, 1, 2, 5])
         self.max_payload_nbytes = rng.choice([1, 4, 100])
+        self.batch_share = random.Random(f"{seed} batch").choice([0.0, 0.8, 1.0, 1.0])
         self.p_ends, self.d_ends = Ends(), Ends()
         self.p_life = self.d_life = 0
         self.links: list[Link] = []
@@ -140,7 +142,7 @@ class World:
         self.rng.shuffle(self.unsubmitted)
         self.half_submitted: set[str] = set()
         self.trouble = True
-        self.num_troubles = 0
+        self.num_troubles = self.num_waits = 0
         self.num_events = 0
         self.troubles = [self._abort, self._break_link, self._pass_time, self._repeat_frame, self._swap_frames]
         self.troubles += [self._p_dies, self._d_dies]
@@ -196,6 +198,7 @@ class World:
         self.imports = Imports(
             self.d.scheduler, side, self._import_ended, self._joined, self.clock, TIMES, growth_tokens=4, vocab_size=999
         )
+        self.patience = Patience(self.d.scheduler, self.imports, self.clock)
         self.d_conn: str | None = None
         self.to_d: deque[tuple[str, wire.Body]] = deque()
         self.d_inbox: deque[Landed | LandFault | Drained | tuple[str, wire.Body]] = deque()
@@ -267,6 +270,7 @@ class World:
             leg="prefill" if side == "p" else "decode",
             transfer_id=f"t{name}",
             peer="decode" if side == "p" else "prefill",
+            in_batch=rng.random() < self.batch_share,
         )
         if side == "p":
             self.p.legs[name] = [request]
@@ -319,6 +323,9 @@ class World:
     def _d_step(self) -> None:
         self.imports.expire()
         self.imports.credit()
+        if self.patience.waits:
+            self.num_waits += 1
+            return
         for request in decode_step(self.d):
             sequences = self.d.legs[request.request_id]
             sequences.remove(request)
@@ -548,6 +555,7 @@ class World:
     def _joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
         """The heart of it: what D commits is this request's prompt, whole, and P's tokens."""
         assert tokens == first_tokens(request)
+        self.patience.landed()
         going_on = [t for t in tokens if t.finish_reason is None]
         width = request.sampling.beam_width
         assert [s.index for s in sequences] == (list(range(width)) if width else [t.index for t in going_on])

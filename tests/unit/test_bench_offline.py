@@ -83,8 +83,8 @@ def test_prompts_are_mixed_seeded_and_fit_the_model(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     header = b"{}"
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    spec = OfflineBench(model=str(tmp_path)).spec()
-    assert spec == OfflineBench(model=str(tmp_path)).spec()
+    spec = OfflineBench().spec(str(tmp_path))
+    assert spec == OfflineBench().spec(str(tmp_path))
     (workload,) = spec.workloads
     assert len(workload.prompts) == 256
     assert len({len(prompt) for prompt in workload.prompts}) > 30

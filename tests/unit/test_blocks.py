@@ -27,6 +27,16 @@ def test_a_block_rests_after_its_release() -> None:
     assert first not in pool.take(2)
 
 
+def test_a_block_that_need_not_rest_comes_again_at_once() -> None:
+    """On CPU: a prefill instance that handed a prompt over computes the next one in memory that it has touched."""
+    pool = BlockPool(8, rests=False)
+    assert pool.take(3) == [0, 1, 2]
+    pool.release([0, 1, 2])
+    assert sorted(pool.take(3)) == [0, 1, 2]
+    assert pool.take(1) == [3]
+    pool.check([[0, 1, 2], [3]])
+
+
 def test_releasing_twice_is_a_bug() -> None:
     pool = BlockPool(2)
     taken = pool.take(1)

@@ -91,9 +91,15 @@ async def begin(service: TextService, job: Job) -> Begun:
         raise placed(renamed(error), job.place) from None
 
 
-async def answers(service: TextService, jobs: Sequence[Job], num_at_once: int) -> AsyncGenerator[Response, None]:
-    """Of all jobs, as they come. Nothing is computed before all of them are known to be good. Raises RequestError."""
+async def answers(
+    service: TextService, jobs: Sequence[Job], num_at_once: int, in_batch: bool = False
+) -> AsyncGenerator[Response, None]:
+    """Of all jobs, as they come; with `in_batch` in large parts. Nothing is computed before all of them are known to be
+    good. Raises RequestError.
+    """
     begun = [await begin(service, job) for job in jobs]
+    for generation in [one.generation for one in begun if one.generation is not None]:
+        generation.in_batch = in_batch
     places = asyncio.Semaphore(num_at_once)
 
     async def in_turn(one: Begun) -> AsyncGenerator[Response, None]:
@@ -111,7 +117,7 @@ async def whole_answers(
 ) -> list[Response]:
     """One for each job, in order. `ended` gets each one's last part. Raises RequestError."""
     parts: list[list[Response]] = [[] for _ in jobs]
-    async with contextlib.aclosing(answers(service, jobs, num_at_once)) as responses:
+    async with contextlib.aclosing(answers(service, jobs, num_at_once, in_batch=True)) as responses:
         async for response in responses:
             parts[response.index].append(response)
             if response.finish_reason is not None:

@@ -1,0 +1,73 @@
+"""When a decode step waits for more sequences, and what ends the wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from pd_cluster.engine.patience import MOST_COMING, MOST_WAIT_S, Patience
+from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.types import Request, SamplingParams
+
+
+@dataclass
+class Coming:
+    num_on_their_way: int = 0
+
+
+class World:
+    def __init__(self, num_running: int, num_coming: int) -> None:
+        self.now_s = 100.0
+        self.scheduler = Scheduler(BlockPool(100), 4, 100, 1000)
+        self.coming = Coming(num_coming)
+        self.patience = Patience(self.scheduler, self.coming, lambda: self.now_s)
+        for at in range(num_running):
+            self.land(f"r{at}")
+
+    def land(self, name: str, in_batch: bool = True) -> Request:
+        request = Request(name, [1, 2, 3], SamplingParams(max_tokens=4), leg="decode", in_batch=in_batch)
+        self.scheduler.land(request, 4)
+        self.scheduler.landed(request)
+        request.output_token_ids.append(5)
+        self.patience.landed()
+        return request
+
+
+@pytest.mark.parametrize(("num_running", "num_coming"), [(1, MOST_COMING + 1), (4, 4 * MOST_COMING + 1), (1, 50)])
+def test_a_step_waits_while_many_more_are_on_their_way(num_running: int, num_coming: int) -> None:
+    world = World(num_running, num_coming)
+    assert world.patience.waits
+    world.coming.num_on_their_way = MOST_COMING * num_running
+    assert not world.patience.waits
+
+
+def test_nobody_waits_where_nobody_runs() -> None:
+    assert not World(0, 50).patience.waits
+
+
+def test_one_who_is_read_along_ends_the_wait() -> None:
+    world = World(3, 50)
+    assert world.patience.waits
+    world.land("streamed", in_batch=False)
+    assert not world.patience.waits
+
+
+def test_prompts_to_compute_here_end_the_wait() -> None:
+    world = World(3, 50)
+    world.scheduler.add(Request("resumed", [1, 2, 3], SamplingParams(max_tokens=4), in_batch=True))
+    assert not world.patience.waits
+    world.scheduler.plan()  # admitted: it runs, and has its prompt still before it
+    assert not world.scheduler.waiting
+    assert not world.patience.waits
+
+
+def test_the_wait_has_an_end() -> None:
+    world = World(3, 50)
+    world.now_s += MOST_WAIT_S
+    assert world.patience.waits
+    world.now_s += 0.01
+    assert not world.patience.waits
+    world.land("late")
+    assert world.patience.waits

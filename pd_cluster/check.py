@@ -29,6 +29,7 @@ FLAGS = {
     "credit_timeout_s": "a decode instance that makes no progress must take an offered transfer within this",
     "transfer_timeout_s": "a transfer that stands still is given up",
     "collective_timeout_s": "a rank of an instance waits for the others",
+    "step_timeout_s": "an engine that does not come back from a step is ended; 0: never",
     "link_keepalive_s": "a link that is idle is probed",
     "request_timeout_s": "a whole request",
     "drain_timeout_s": "running requests after SIGTERM",

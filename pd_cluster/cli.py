@@ -174,6 +174,9 @@ def serve(
     credit_timeout: Annotated[float, TIMES(help="Seconds for an idle decode instance to take an offer.")] = 10.0,
     transfer_timeout: Annotated[float, TIMES(help="Seconds that a KV transfer may stand still.")] = 30.0,
     collective_timeout: Annotated[float, TIMES(help="Seconds that a rank waits for another.")] = 60.0,
+    step_timeout: Annotated[
+        float, TIMES(help="Seconds after which an engine that hangs in a step is ended; 0: never.")
+    ] = 600.0,
     request_timeout: Annotated[float, TIMES(help="Seconds for a whole request; 0: none.")] = 600.0,
     drain_timeout: Annotated[float, TIMES(help="Seconds for running requests after SIGTERM.")] = 30.0,
 ) -> None:

@@ -34,6 +34,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0
     link_keepalive_s: float = 30.0
     collective_timeout_s: float = 60.0
+    step_timeout_s: float = 600.0
     guided_timeout_s: float = 4.0
     replay_wait_s: float = 30.0
 

@@ -70,6 +70,7 @@ class ServeOptions:
     credit_timeout: float
     transfer_timeout: float
     collective_timeout: float
+    step_timeout: float
     request_timeout: float
     drain_timeout: float
     max_attempts: int
@@ -147,6 +148,7 @@ class ServeOptions:
             credit_timeout_s=self.credit_timeout,
             transfer_timeout_s=self.transfer_timeout,
             collective_timeout_s=self.collective_timeout,
+            step_timeout_s=self.step_timeout,
             request_timeout_s=self.request_timeout,
             drain_timeout_s=self.drain_timeout,
             link_keepalive_s=self.link_keepalive,
@@ -165,7 +167,7 @@ class ServeOptions:
         ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 and finite")
-        for name in ("request_timeout", "drain_timeout", "replay_wait"):
+        for name in ("request_timeout", "drain_timeout", "replay_wait", "step_timeout"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative or infinite")
         if self.guided_timeout > MOST_GUIDED_TIMEOUT_S:

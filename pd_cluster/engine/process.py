@@ -90,6 +90,7 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
     started_s = time.monotonic()
     _prepare(config)
     from pd_cluster.engine.build import build_worker
+    from pd_cluster.engine.hang import ends_when_hung
 
     worker, mailbox, report = build_worker(config, inbox)
     mailbox.start()
@@ -101,7 +102,7 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
         report.control_port,
     )
     _tell(channel, report)
-    worker.run()
+    worker.run(ends_when_hung(config.timeouts.step_timeout_s))
     mailbox.close()
 
 

@@ -109,10 +109,14 @@ class Worker:
         )
         self._patience = Patience(core.scheduler, self.imports, clock)
 
-    def run(self) -> None:
-        """Until `Stop`, or until nothing is left after `Drain`. Raises what the mailbox or a step raised."""
+    def run(self, came_round: Callable[[], None] = lambda: None) -> None:
+        """Until `Stop`, or until nothing is left after `Drain`. Raises what the mailbox or a step raised.
+
+        `came_round` is called between steps, several times a second while none runs.
+        """
         busy = False
         while self._read_inbox(wait_s=0.0 if busy else IDLE_WAIT_S):
+            came_round()
             self._tick()
             busy = self._step()
             self._publish_load()

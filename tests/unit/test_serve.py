@@ -18,6 +18,7 @@ GOOD = {
     "credit_timeout": 10.0,
     "transfer_timeout": 30.0,
     "collective_timeout": 60.0,
+    "step_timeout": 600.0,
     "request_timeout": 600.0,
     "drain_timeout": 30.0,
     "link_keepalive": 30.0,
@@ -42,7 +43,7 @@ def test_times_that_make_no_sense(name: str, value: float) -> None:
         timeouts(**{name: value})
 
 
-@pytest.mark.parametrize("name", sorted(set(GOOD) - {"request_timeout", "drain_timeout", "replay_wait"}))
+@pytest.mark.parametrize("name", sorted(set(GOOD) - {"request_timeout", "drain_timeout", "replay_wait", "step_timeout"}))
 def test_times_that_may_not_be_nothing(name: str) -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
         timeouts(**{name: 0.0})

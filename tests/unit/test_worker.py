@@ -16,7 +16,7 @@ from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.engine import outbox
 from pd_cluster.engine.beams import are_first_tokens
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened
+from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
 from pd_cluster.engine.exports import ShipLimits
 from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import ReceiveEnd, SendEnd, Side
@@ -446,6 +446,21 @@ def test_random_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             tokens = world.post.tokens[name][index]
             assert tokens == expected[: len(tokens)]
             assert len(tokens) == len(expected) or (name, index) in touched, f"{name}/{index} never ended"
+
+
+def test_the_loop_says_that_it_came_round_between_steps() -> None:
+    world, steps = World(), []
+    world.submit("r", PROMPT, sampling(1))
+
+    def came_round() -> None:
+        steps.append(world.worker.core.num_steps)
+        if not world.worker._legs:
+            world.inbox.put(Stop())
+
+    world.worker.run(came_round)
+    assert steps == list(range(len(steps)))
+    assert len(steps) > sampling(1).max_tokens
+    world.assert_home()
 
 
 # ---- tokens that nobody reads one by one

@@ -1,0 +1,53 @@
+"""An engine that does not come back from a step ends its process, whatever holds it up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pd_cluster.engine import hang
+
+DEADLINE_S = 60
+
+HANGS = """
+import ctypes
+from pd_cluster.engine.hang import ends_when_hung
+came_round = ends_when_hung({limit_s})
+for _ in range(3):
+    came_round()
+def a_step_that_hangs():
+    ctypes.PyDLL(None).usleep(ctypes.c_uint({sleep_us}))  # with the interpreter's lock, as a driver might
+a_step_that_hangs()
+print("came back")
+"""
+
+
+def run(limit_s: float, sleep_us: int) -> subprocess.CompletedProcess[str]:
+    script = HANGS.format(limit_s=limit_s, sleep_us=sleep_us)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def test_the_process_ends_and_tells_where_it_was() -> None:
+    ended = run(limit_s=0.2, sleep_us=(DEADLINE_S - 1) * 1_000_000)
+    assert ended.returncode == 1
+    assert "a_step_that_hangs" in ended.stderr
+    assert "came back" not in ended.stdout
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 3600.0])
+def test_a_step_that_comes_back_in_time_is_left_alone(limit_s: float) -> None:
+    ended = run(limit_s, sleep_us=10_000)
+    assert (ended.returncode, ended.stdout) == (0, "came back\n")
+
+
+def test_the_deadline_is_put_off_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[float, bool]] = []
+    monkeypatch.setattr(hang.faulthandler, "dump_traceback_later", lambda s, exit: calls.append((s, exit)))
+    now_s = 50.0
+    came_round = hang.ends_when_hung(600.0, lambda: now_s)
+    for _ in range(40):
+        came_round()
+        now_s += 0.25
+    assert calls == [(600.0, True)] * 10

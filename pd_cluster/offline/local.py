@@ -34,6 +34,8 @@ NAME = "engine"
 END_TIMEOUT_S = 30.0  # for a step that has begun
 POLL_S = 0.005
 NO_TIMEOUTS = Timeouts(request_timeout_s=0.0)  # whoever waits here can end it by hand
+# Nobody starts a worker process again that has died: what waits for one waits for a connection to come back.
+SPLIT_TIMEOUTS = Timeouts(request_timeout_s=0.0, replay_wait_s=5.0)
 
 
 class LocalEngine:

@@ -21,7 +21,7 @@ from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.launcher import Launch
 from pd_cluster.config import ApiConfig, ChatConfig, EngineConfig, RoutingConfig
 from pd_cluster.errors import Closed, ConfigError
-from pd_cluster.offline.local import NO_TIMEOUTS, LocalEngine
+from pd_cluster.offline.local import NO_TIMEOUTS, SPLIT_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.split import SplitCluster
 
@@ -131,7 +131,7 @@ class Offline:
             engine=config.engine,
             served_model_names=list(config.served_model_names),
             is_openai=True,
-            timeouts=NO_TIMEOUTS,
+            timeouts=SPLIT_TIMEOUTS if config.prefill else NO_TIMEOUTS,
             routing=RoutingConfig(has_priorities=True),
             max_logprobs=config.max_logprobs,
             chat=config.chat,

@@ -152,13 +152,15 @@ class PromptOutput(msgspec.Struct, frozen=True, array_like=True):
 class LegEnd(msgspec.Struct, frozen=True, array_like=True):
     """A leg that ended otherwise than with a finishing token. `error` is None for a prefill leg handed over.
 
-    `is_fault`: the error is not the request's own doing, and other instances may do better.
+    `is_fault`: the error is not the request's own doing, and other instances may do better. `is_refusal`: what it asks
+    for cannot be, here or elsewhere.
     """
 
     request_id: str
     attempt: int
     error: str | None = None
     is_fault: bool = False
+    is_refusal: bool = False
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):

@@ -23,7 +23,15 @@ from pd_cluster.cluster.slices import Slices
 from pd_cluster.cluster.stats import ReplayCause, RequestStats
 from pd_cluster.cluster.stream import Request, Sequence, Setback, Stream, ask_of
 from pd_cluster.cluster.timeline import Timelines
-from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Overloaded, PdClusterError, Unavailable
+from pd_cluster.errors import (
+    DeadlineExceeded,
+    GenerationError,
+    InstanceLost,
+    Overloaded,
+    PdClusterError,
+    RequestError,
+    Unavailable,
+)
 from pd_cluster.mailbox import Mailbox
 from pd_cluster.types import FinishReason, Leg, LegEnd, PromptOutput, SamplingParams, TokenOutput
 
@@ -339,7 +347,9 @@ class Router:
         stream.release(stream.sequences)
         if ended.error is not None:
             error = GenerationError(f"{name}: {ended.error}")
-            if ended.is_fault:
+            if ended.is_refusal:
+                stream.inbox.put(RequestError(ended.error))
+            elif ended.is_fault:
                 stream.ask.avoid.add((stream.prefill.key, stream.decode.key))
                 self._retreat(stream, error, "fault")
             else:

@@ -164,7 +164,7 @@ class Worker:
                 self.exports.computed(request, first_tokens[request.key])
         for request, error in result.failed:
             if request.leg_key in self._legs:  # not ended with another of its sequences already
-                self._end(request.leg_key, error)
+                self._end(request.leg_key, error, is_refusal=True)
         return bool(plan.chunks)
 
     def _layers_done(self, num_layers: int) -> None:
@@ -381,8 +381,8 @@ class Worker:
             self._report(request, error, is_fault=True)
         self._forget(request)
 
-    def _end(self, key: str, error: str) -> None:
-        self._report(self._legs[key][0], error)
+    def _end(self, key: str, error: str, is_refusal: bool = False) -> None:
+        self._report(self._legs[key][0], error, is_refusal=is_refusal)
         self._drop(key)
 
     def _abort(self, conn: str, key: str, index: int) -> None:
@@ -411,10 +411,11 @@ class Worker:
             if request.key in self.core.scheduler.requests and request.status is not Status.LANDING:
                 self.core.scheduler.finish(request)
 
-    def _report(self, request: Request, error: str | None, is_fault: bool = False) -> None:
+    def _report(self, request: Request, error: str | None, is_fault: bool = False, is_refusal: bool = False) -> None:
         if error is not None:
             self._notes.failed(request)
-        self._outbox.add_end(request.client, LegEnd(request.request_id, request.attempt, error, is_fault))
+        ended = LegEnd(request.request_id, request.attempt, error, is_fault, is_refusal)
+        self._outbox.add_end(request.client, ended)
 
     def _forget(self, request: Request) -> None:
         """A sequence has ended; with the last one of its leg, the leg has."""

@@ -165,7 +165,7 @@ def test_max_tokens_cuts_it_and_ignore_eos_does_not_stretch_it(cluster: LiveClus
 
 def test_nothing_to_choose_is_an_error_of_that_request(cluster: LiveCluster) -> None:
     answer = post(cluster, guided_regex="a{7}", allowed_token_ids=[0, 1])
-    assert answer.status_code == 500
+    assert answer.status_code == 400
     assert "its guide and its other constraints leave no token to choose" in answer.json()["error"]["message"]
     assert texts(post(cluster, guided_regex="a{7}")) == ["aaaaaaa"]
 

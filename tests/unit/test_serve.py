@@ -43,7 +43,9 @@ def test_times_that_make_no_sense(name: str, value: float) -> None:
         timeouts(**{name: value})
 
 
-@pytest.mark.parametrize("name", sorted(set(GOOD) - {"request_timeout", "drain_timeout", "replay_wait", "step_timeout"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(GOOD) - {"request_timeout", "drain_timeout", "replay_wait", "step_timeout"})
+)
 def test_times_that_may_not_be_nothing(name: str) -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
         timeouts(**{name: 0.0})

@@ -18,7 +18,7 @@ from pd_cluster.offline.lmdeploy.prompts import Prompt, token_ids_of
 from pd_cluster.offline.lmdeploy.templates import Way
 
 # What ends one answer and not the others.
-FAULTS = (GenerationError, GuideError, Overloaded, Unavailable)
+FAULTS = (GenerationError, GuideError, Overloaded, RequestError, Unavailable)
 
 
 class Job(NamedTuple):

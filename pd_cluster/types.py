@@ -204,7 +204,7 @@ class Request:
     peer: str = ""  # the other leg's connection or instance
     client: str = ""  # the connection that outputs go to
     gathers: bool = False  # nobody reads its tokens one by one, so many are told together
-    in_batch: bool = False  # its caller waits for many answers, and wants none of them early
+    batch: str = ""  # the name of many answers of which its caller wants none early; "": of none
     num_untold: int = 0  # of its last output tokens
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # tokens whose KV is in this engine's pool

@@ -110,7 +110,7 @@ class Submit(Message, frozen=True):
     resumed: list[Resumed] = []  # of a hybrid leg: the sequences that go on; empty: all, from the beginning
     priority: int = 0  # lower ones come first
     gathers: bool = False  # nobody reads single tokens: after the first, many may be told together
-    in_batch: bool = False  # its caller waits for many answers, and wants none of them early
+    batch: str = ""  # the name of many answers of which its caller wants none early; "": of none
 
 
 class Abort(Message, frozen=True):

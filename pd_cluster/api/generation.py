@@ -37,7 +37,7 @@ class Generation:
     every_token: bool = False  # a piece for each token, even when there is no text yet
     is_prompt_only: bool = False  # max_tokens 0, with echo
     cache_salt: str = ""
-    in_batch: bool = False  # many are wanted, and none of them early
+    batch: str = ""  # the name of many of which none is wanted early
     session: str = ""  # requests of one session like to meet the same caches
     priority: int = 0
     new_reader: Callable[[], ReplyReader] | None = None  # of a choice's text, where it is more than content

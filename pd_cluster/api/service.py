@@ -183,7 +183,7 @@ class TextService:
                 sequence.finish_reason = "length"
                 yield generation.piece_of(sequence, "")
             return
-        if generation.in_batch and not generation.has_stops:
+        if generation.batch and not generation.has_stops:
             async for piece in self._whole(generation):
                 yield piece
             return
@@ -238,7 +238,7 @@ class TextService:
             session=generation.session,
             priority=generation.priority,
             gathers=gathers,
-            in_batch=generation.in_batch,
+            batch=generation.batch,
         )
 
     async def _learn_of_prompt(self, generation: Generation) -> None:

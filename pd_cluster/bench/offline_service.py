@@ -38,15 +38,15 @@ def run(offline: Offline, workload: Workload) -> Run:
 
 
 async def _all_outputs(service: TextService, workload: Workload) -> list[list[int]]:
-    works = [_output(service, prompt, num) for prompt, num in zip(workload.prompts, workload.output_lens, strict=True)]
-    return await asyncio.gather(*works)
+    pairs = zip(workload.prompts, workload.output_lens, strict=True)
+    return await asyncio.gather(*[_output(service, prompt, num, workload.name) for prompt, num in pairs])
 
 
-async def _output(service: TextService, prompt: list[int], num_tokens: int) -> list[int]:
+async def _output(service: TextService, prompt: list[int], num_tokens: int, batch: str) -> list[int]:
     request = CompletionRequest(
         prompt=prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True, return_token_ids=True
     )
     generation = await service.completion(request, prompt)
-    generation.in_batch = True
+    generation.batch = batch
     (piece,) = await service.complete([generation])
     return piece.token_ids

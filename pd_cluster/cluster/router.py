@@ -96,7 +96,7 @@ class Router:
         session: str = "",
         priority: int = 0,
         gathers: bool = False,
-        in_batch: bool = False,
+        batch: str = "",
     ) -> AsyncIterator[TokenOutput]:
         """A request's whole life across the cluster. Every token of its n sequences once, each sequence in order.
 
@@ -108,7 +108,7 @@ class Router:
         Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts all.
         `client_id` and `received_s` are how the request is known outside and since when, for its timeline. `gathers`:
         nobody waits for single tokens; many come together, the last one of a sequence with those before it at once,
-        and an item may have `earlier` ones. `in_batch`: the caller waits for many answers, and wants none of them
+        and an item may have `earlier` ones. `batch` names many answers of which the caller wants none
         early, so a decode instance may wait until more of them share its steps.
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
@@ -116,7 +116,7 @@ class Router:
         request = Request(prompt_token_ids, sampling, cache_salt, session, priority)
         arrived_s = self.stats.clock() if received_s is None else received_s
         stream = self._open(request, ask := ask_of(request), await self._first_pair(ask), arrived_s, gathers)
-        stream.prompted, stream.in_batch = prompted, in_batch
+        stream.prompted, stream.batch = prompted, batch
         prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
         self.timelines.routed(
             stream.request_id, stream.transfer_id, client_id, received_s, len(prompt_token_ids), prefill, decode
@@ -260,7 +260,7 @@ class Router:
                 stream.resumed(),
                 request.priority,
                 stream.gathers,
-                stream.in_batch,
+                stream.batch,
             )
             self._mailbox.send(instance.conn, submit)
 

@@ -127,7 +127,7 @@ class Stream:
     is_prompted: bool = False
     has_prefill_spoken: bool = False  # and so has told of the prompt, which the first token must not come before
     gathers: bool = False  # nobody reads single tokens
-    in_batch: bool = False  # nor this answer before others
+    batch: str = ""  # the name of many answers, of which none is wanted before the others
     inbox: Inbox = field(init=False)
     heard_s: float = 0.0  # when a first token was read here, by the timelines' clock; 0: none yet
     deaths_s: list[float] = field(default_factory=list)  # when attempts of it ended with an instance's death

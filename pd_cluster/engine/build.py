@@ -154,7 +154,8 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
     lanes: LaneEnds = local
     if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox)
-    worker = Worker(config, core, side, Limits(runner.vocab_size, runner.max_model_len), mailbox, lanes, inbox)
+    limits = Limits(runner.vocab_size, runner.max_model_len)
+    worker = Worker(config, core, side, limits, mailbox, lanes, inbox, shares_cores=not runner.device.is_accelerator)
     handler.worker, handler.mailbox = worker, mailbox
     report = RankReport(
         state="ready",

@@ -96,13 +96,16 @@ class Imports:
     def num_queued(self) -> int:
         return sum(1 for i in self._imports.values() if i.state in (ImportState.EXPECTED, ImportState.QUEUED))
 
-    @property
-    def num_on_their_way(self) -> int:
-        """Requests whose KV will land without anybody's doing here; 0 when one has no room, or is read as it comes."""
+    def num_on_their_way(self, batch: str) -> int:
+        """Requests whose KV will land without anybody's doing here; 0 when one has no room, or is not of that batch."""
+        total = 0
         for each in self._imports.values():
-            if each.request is None or not each.request.in_batch or each.state is ImportState.QUEUED:
+            if each.state is ImportState.DRAINING:
+                continue
+            if each.request is None or each.request.batch != batch or each.state is ImportState.QUEUED:
                 return 0
-        return len(self._imports)
+            total += each.request.sampling.max_tokens > 1  # else P has the whole answer
+        return total
 
     def submit(self, request: Request) -> None:
         found = self._imports.get(request.transfer_id)

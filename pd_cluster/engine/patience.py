@@ -1,6 +1,7 @@
 """When a decode step can wait: a caller that wants many answers, and none of them early, has time for a fuller batch.
 
-A step costs what the weights cost to read, and little more for each sequence. Knows no clock of its own.
+A step costs what the weights cost to read, and something for each sequence. That is worth waiting for where prefill
+computes on the same cores, which is said from outside: a device of one's own would only be idle. No clock of its own.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from typing import Protocol
 from pd_cluster.engine.scheduler import Scheduler
 
 MOST_COMING = 2  # requests for each sequence that runs; beyond that a step waits
-MOST_WAIT_S = 2.0  # since the last landing: while a prompt takes longer than that, decoding may as well go on
+MOST_WAIT_S = 2.0  # since the last landing; then steps go on as ever until the next one
 
 
 class Coming(Protocol):
     """What Patience asks of imports."""
 
-    @property
-    def num_on_their_way(self) -> int: ...
+    def num_on_their_way(self, batch: str) -> int: ...
 
 
 class Patience:
@@ -37,10 +37,12 @@ class Patience:
 
     @property
     def waits(self) -> bool:
-        """Whether the next step does. Somebody who reads along, a prompt to compute or one without room ends it."""
+        """Whether the next step does. With one of no batch or another, a prompt, or one without room it does not."""
         running = self._scheduler.running
-        if not running or not running[0].in_batch or self._scheduler.waiting:
+        if not running or not (batch := running[0].batch) or self._scheduler.waiting:
             return False
-        if self._clock() - self._landed_s > MOST_WAIT_S or self._coming.num_on_their_way <= MOST_COMING * len(running):
+        if self._clock() - self._landed_s > MOST_WAIT_S:
             return False
-        return all(request.in_batch and request.num_behind == 1 for request in running)
+        if self._coming.num_on_their_way(batch) <= MOST_COMING * len(running):
+            return False
+        return all(request.batch == batch and request.num_behind == 1 for request in running)

@@ -107,7 +107,7 @@ class Scheduler:
             peer=parent.peer,
             client=parent.client,
             gathers=parent.gathers,
-            in_batch=parent.in_batch,
+            batch=parent.batch,
             num_cached_tokens=parent.num_cached_tokens,
             block_hashes=list(parent.block_hashes),
             prompt_logprobs=parent.prompt_logprobs,

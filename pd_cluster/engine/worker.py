@@ -50,7 +50,9 @@ class Worker:
         ends: LaneEnds,
         inbox: queue.SimpleQueue[Event],
         clock: Callable[[], float] = time.monotonic,
+        shares_cores: bool = True,
     ) -> None:
+        """`shares_cores`: with prefill instances, which compute where this one would."""
         self.core = core
         self.inbox = inbox
         self.credits: queue.SimpleQueue[tuple[str, wire.Credit]] = queue.SimpleQueue()  # read while a step runs, too
@@ -107,6 +109,7 @@ class Worker:
             limits.vocab_size,
             self.tracer.note,
         )
+        self._shares_cores = shares_cores
         self._patience = Patience(core.scheduler, self.imports, clock)
 
     def run(self, came_round: Callable[[], None] = lambda: None) -> None:
@@ -118,8 +121,8 @@ class Worker:
         while self._read_inbox(wait_s=0.0 if busy else IDLE_WAIT_S):
             came_round()
             self._tick()
-            busy = self._step()
-            self._publish_load()
+            was_busy, busy = busy, self._step()
+            self._publish_load(at_once=was_busy and not busy)
             self._outbox.flush()
             if self._is_draining and not self._legs and not self.core.scheduler.requests:
                 return
@@ -129,7 +132,7 @@ class Worker:
     def _step(self) -> bool:
         """One step of the engine and what follows from it; False when there was nothing to compute."""
         self.imports.credit()
-        if self._patience.waits:
+        if self._shares_cores and not self._is_draining and self._patience.waits:
             return False
         plan = self.core.plan()
         for request in plan.admitted:
@@ -184,11 +187,11 @@ class Worker:
         while not self.credits.empty():
             self.exports.on_credit(*self.credits.get_nowait())
 
-    def _publish_load(self) -> None:
+    def _publish_load(self, at_once: bool = False) -> None:
         """Heartbeats read it, so it need not be newer than they can tell; of links they are to tell at once."""
         has_news = (self.out_links.states(), self._is_draining) != (self.load.links, self.load.is_draining)
         now_s = self._clock()
-        if not has_news and now_s < self._next_load_s:
+        if not has_news and not at_once and now_s < self._next_load_s:
             return
         self._next_load_s = now_s + LOAD_S
         self.load = load_of(
@@ -337,7 +340,7 @@ class Worker:
             client=conn,
             cache_salt=submit.cache_salt,
             gathers=submit.gathers and submit.sampling.logprobs is None and not submit.sampling.beam_width,
-            in_batch=submit.in_batch,
+            batch=f"{submit.batch} {submit.priority}" if submit.batch else "",
         )
         key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
         if key in self._legs:

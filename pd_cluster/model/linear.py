@@ -1,8 +1,8 @@
 """Linear layers with their weight in oneDNN's own order, which is faster on CPU.
 
-The rule is fixed, never measured: float32 on x86-64 with oneDNN is packed, anything else stays plain, and so do small
-weights on Intel's processors, where MKL needs less for a call. So the same checkpoint computes the same numbers in
-every process of a machine.
+The rule is fixed, never measured: float32 on x86-64 with oneDNN is packed, anything else stays plain. So the same
+checkpoint computes the same numbers in every process; and where it is packed, a row's do not depend on how many rows
+are computed with it, as MKL's do.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import linear, pad
 
-from pd_cluster.model.cpu.processor import is_intel
-
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [num_rows, out_features]
 
 MOST_PADDED = 16 << 20  # multiplications for padding, of one product: less than oneDNN needs to compile for other rows
 SIZES_PER_OCTAVE = 8
-SMALL_NUMEL = 256 << 10  # 1 MiB of weights
 
 
 class PackedLinear:
@@ -38,12 +35,12 @@ class PackedLinear:
         self._most_padding = MOST_PADDED // max(1, weight.numel())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows = len(x)
+        num_rows = x.shape[-2]
         padding = padded(num_rows, self._most_padding) - num_rows
         if padding:
             x = pad(x, (0, 0, 0, padding))
         result: torch.Tensor = self._run(x, self._weight, self._bias, "none", [], "")
-        return result[:num_rows] if padding else result
+        return result[..., :num_rows, :] if padding else result
 
 
 class PlainLinear:
@@ -65,7 +62,7 @@ def packs(weight: torch.Tensor) -> bool:
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and platform.machine() == "x86_64"
-        and not (weight.numel() <= SMALL_NUMEL and is_intel())
+        and weight.numel() > 0
     )
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from uuid import uuid4
 
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.generation import Generation
@@ -52,11 +53,11 @@ async def answers(
 ) -> list[RequestOutput]:
     """In the order of the asks; `tell` hears of each as it ends."""
     found: dict[int, RequestOutput] = {}
-    waiting = iter(enumerate(asks))
+    waiting, batch = iter(enumerate(asks)), uuid4().hex
 
     async def work() -> None:
         for at, ask in waiting:
-            found[at] = await answer(service, ask)
+            found[at] = await answer(service, ask, batch)
             tell(found[at])
 
     await together([work() for _ in range(min(MAX_RUNNING, len(asks)))])
@@ -67,12 +68,12 @@ async def answers(
     return outputs
 
 
-async def answer(service: TextService, ask: Ask) -> RequestOutput:
+async def answer(service: TextService, ask: Ask, batch: str = "") -> RequestOutput:
     arrival, generation = Arrival(), None
     try:
         generation = await _begun(service, ask)
         generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
-        generation.in_batch = True
+        generation.batch = batch
         pieces = await service.complete([generation])
         return _answered(service, ask, generation, pieces, arrival)
     except Exception as error:  # as the API does it: one request's fault is not the others'

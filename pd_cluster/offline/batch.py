@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from uuid import uuid4
 
 import msgspec
 
@@ -42,6 +43,7 @@ class Batch:
         self._service = service
         self._write = write
         self._concurrency = concurrency
+        self._name = uuid4().hex
         self.counts = Counts()
 
     async def run(self, entries: Iterator[Entry]) -> None:
@@ -90,7 +92,7 @@ class Batch:
         """With its body. Raises RequestError and the like."""
         answer = await self._begun(entry)
         for generation in answer.generations:
-            generation.client_id, generation.in_batch = answer.id, True
+            generation.client_id, generation.batch = answer.id, self._name
         pieces = await self._service.complete(answer.generations)
 
         def encoded() -> bytes:

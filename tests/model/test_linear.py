@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import platform
 
 import pytest
 import torch
 
 from pd_cluster.model import linear
-from pd_cluster.model.cpu import processor
 from pd_cluster.model.linear import PackedLinear, PlainLinear, make_linear, packs, padded
 
 SIZES = range(1, 4097)
@@ -49,28 +48,27 @@ def test_a_product_that_costs_more_than_another_kernel_is_not_padded(monkeypatch
 
 
 @packable
-@pytest.mark.parametrize(("vendor", "packs_small"), [("GenuineIntel", False), ("AuthenticAMD", True)])
-def test_small_weights_stay_plain_on_intel(
-    vendor: str, packs_small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: x\n")
-    monkeypatch.setattr(processor, "CPUINFO", cpuinfo)
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    processor.is_intel.cache_clear()
-    try:
-        assert packs(torch.empty(512, 512)) == packs_small
-        assert packs(torch.empty(1024, 512))
-        assert not packs(torch.empty(1024, 512, dtype=torch.bfloat16))
-        assert isinstance(make_linear(torch.zeros(8, 8)), PackedLinear if packs_small else PlainLinear)
-    finally:
-        processor.is_intel.cache_clear()
+@pytest.mark.parametrize("shape", [(512, 192), (192, 576), (48, 32), (1024, 384), (1000, 33)])
+def test_a_row_is_the_same_in_any_company(shape: tuple[int, int]) -> None:
+    """To the bit: what a sequence is answered depends on no other that is computed with it."""
+    torch.manual_seed(3)
+    layer, rows = PackedLinear(torch.randn(shape), None), torch.randn(300, shape[1])
+    expected = layer(rows)
+    for num_rows in (1, 2, 7, 8, 9, 15, 16, 17, 63, 100, 256):
+        assert torch.equal(layer(rows[:num_rows].clone()), expected[:num_rows]), f"{num_rows} rows"
 
 
-def test_a_system_that_does_not_say_is_not_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "absent")
-    processor.is_intel.cache_clear()
-    try:
-        assert not processor.is_intel()
-    finally:
-        processor.is_intel.cache_clear()
+@packable
+@pytest.mark.parametrize("shape", [(17, 5, 32), (1, 19, 32), (0, 32), (3, 0, 32)])
+def test_rows_may_be_none_or_in_batches(shape: tuple[int, ...]) -> None:
+    weight, x = torch.randn(48, 32), torch.randn(shape)
+    torch.testing.assert_close(PackedLinear(weight, None)(x), PlainLinear(weight, None)(x), rtol=1e-5, atol=1e-5)
+
+
+@packable
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
+def test_what_is_packed() -> None:
+    assert packs(torch.empty(8, 8))
+    assert isinstance(make_linear(torch.zeros(8, 8)), PackedLinear)
+    for other in (torch.empty(8, 8, dtype=torch.bfloat16), torch.empty(0, 8), torch.empty(8, 8, device="meta")):
+        assert not packs(other)

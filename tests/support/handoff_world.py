@@ -270,7 +270,7 @@ class World:
             leg="prefill" if side == "p" else "decode",
             transfer_id=f"t{name}",
             peer="decode" if side == "p" else "prefill",
-            in_batch=rng.random() < self.batch_share,
+            batch="b" if rng.random() < self.batch_share else "",
         )
         if side == "p":
             self.p.legs[name] = [request]

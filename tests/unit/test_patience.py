@@ -14,7 +14,10 @@ from pd_cluster.types import Request, SamplingParams
 
 @dataclass
 class Coming:
-    num_on_their_way: int = 0
+    num: int = 0
+
+    def num_on_their_way(self, batch: str) -> int:
+        return self.num if batch == "a" else 0
 
 
 class World:
@@ -26,8 +29,8 @@ class World:
         for at in range(num_running):
             self.land(f"r{at}")
 
-    def land(self, name: str, in_batch: bool = True) -> Request:
-        request = Request(name, [1, 2, 3], SamplingParams(max_tokens=4), leg="decode", in_batch=in_batch)
+    def land(self, name: str, batch: str = "a") -> Request:
+        request = Request(name, [1, 2, 3], SamplingParams(max_tokens=4), leg="decode", batch=batch)
         self.scheduler.land(request, 4)
         self.scheduler.landed(request)
         request.output_token_ids.append(5)
@@ -39,7 +42,7 @@ class World:
 def test_a_step_waits_while_many_more_are_on_their_way(num_running: int, num_coming: int) -> None:
     world = World(num_running, num_coming)
     assert world.patience.waits
-    world.coming.num_on_their_way = MOST_COMING * num_running
+    world.coming.num = MOST_COMING * num_running
     assert not world.patience.waits
 
 
@@ -50,13 +53,13 @@ def test_nobody_waits_where_nobody_runs() -> None:
 def test_one_who_is_read_along_ends_the_wait() -> None:
     world = World(3, 50)
     assert world.patience.waits
-    world.land("streamed", in_batch=False)
+    world.land("streamed", batch="")
     assert not world.patience.waits
 
 
 def test_prompts_to_compute_here_end_the_wait() -> None:
     world = World(3, 50)
-    world.scheduler.add(Request("resumed", [1, 2, 3], SamplingParams(max_tokens=4), in_batch=True))
+    world.scheduler.add(Request("resumed", [1, 2, 3], SamplingParams(max_tokens=4), batch="a"))
     assert not world.patience.waits
     world.scheduler.plan()  # admitted: it runs, and has its prompt still before it
     assert not world.scheduler.waiting

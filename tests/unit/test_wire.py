@@ -28,7 +28,7 @@ BODIES: list[wire.Body] = [
     wire.Abort("r", 1),
     wire.Outputs([TOKEN], [LegEnd("r", 0, "broken")]),
     wire.Outputs(events=[wire.TraceEvent("t", 2.5, "sent", {"start": 0, "nbytes": 2**62})], now_s=3.5),
-    wire.Submit("r", 0, "t", "hybrid", "", [1], SamplingParams(), 0.0, priority=-7, gathers=True),
+    wire.Submit("r", 0, "t", "hybrid", "", [1], SamplingParams(), 0.0, priority=-7, gathers=True, batch="b"),
     wire.CacheKeys(added=b"8 bytes.", removed=bytes(16), is_whole=True),
     wire.LinkOpen(
         "l",

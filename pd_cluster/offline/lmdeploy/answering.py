@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple
+from uuid import uuid4
 
 from pd_cluster.api.generation import Generation
 from pd_cluster.api.merge import merged
@@ -92,14 +93,14 @@ async def begin(service: TextService, job: Job) -> Begun:
 
 
 async def answers(
-    service: TextService, jobs: Sequence[Job], num_at_once: int, in_batch: bool = False
+    service: TextService, jobs: Sequence[Job], num_at_once: int, batch: str = ""
 ) -> AsyncGenerator[Response, None]:
-    """Of all jobs, as they come; with `in_batch` in large parts. Nothing is computed before all of them are known to be
+    """Of all jobs, as they come; of a `batch` in large parts. Nothing is computed before all of them are known to be
     good. Raises RequestError.
     """
     begun = [await begin(service, job) for job in jobs]
     for generation in [one.generation for one in begun if one.generation is not None]:
-        generation.in_batch = in_batch
+        generation.batch = batch
     places = asyncio.Semaphore(num_at_once)
 
     async def in_turn(one: Begun) -> AsyncGenerator[Response, None]:
@@ -117,7 +118,7 @@ async def whole_answers(
 ) -> list[Response]:
     """One for each job, in order. `ended` gets each one's last part. Raises RequestError."""
     parts: list[list[Response]] = [[] for _ in jobs]
-    async with contextlib.aclosing(answers(service, jobs, num_at_once, in_batch=True)) as responses:
+    async with contextlib.aclosing(answers(service, jobs, num_at_once, uuid4().hex)) as responses:
         async for response in responses:
             parts[response.index].append(response)
             if response.finish_reason is not None:

@@ -1,7 +1,8 @@
 """One decode step more than the host knows the tokens of: it is launched from the device's own, and read a step later.
 
-Only for steps in which every sequence is decoded, and of its logits nothing is asked but a token, without masks or
-penalties: random numbers follow from seed and position, so the host knows them ahead of the tokens. A sequence that
+Only for steps in which every sequence is decoded, and neither a guide nor a beam search decides what may follow: random
+numbers follow from seed and position, so the host knows them ahead of the tokens, and what masks and penalties must
+know of the last token the device adds to what the host knows of those before (`model/adjust`). A sequence that
 turns out to have ended, or is aborted, is computed once too often: what that wrote is in blocks that have come home,
 and whoever takes them next writes after it, in the device's order. Who arrives waits for the step that is under way.
 """
@@ -13,7 +14,7 @@ from typing import Protocol
 
 from pd_cluster.engine.plan import StepPlan
 from pd_cluster.engine.scheduler import Scheduler
-from pd_cluster.model.adjust import adjusts
+from pd_cluster.model.sampler import Sampled
 from pd_cluster.model.tokens import After, Tokens
 from pd_cluster.types import Request, Status
 
@@ -47,7 +48,7 @@ class LookAhead:
         self._plan = plan
         return plan
 
-    def sample(self, plan: StepPlan) -> list[int] | None:
+    def sample(self, plan: StepPlan) -> list[Sampled] | None:
         """The tokens of the plan's chunks; launches the step after it, if there may be one, before it waits.
 
         None: this step is not for here, and nothing was done.
@@ -58,7 +59,7 @@ class LookAhead:
         if plan is self._plan:
             tokens, rows = self._tokens, [self._rows[request.key] for request in requests]
         else:
-            tokens = self._runner.launch(requests) if _are_plain(plan) else None
+            tokens = self._runner.launch(requests) if can_go_ahead(plan) else None
             rows = list(range(len(requests)))
         self._plan = self._tokens = None
         if tokens is None:
@@ -88,20 +89,14 @@ class LookAhead:
         self._rows = {request.key: row for row, request in enumerate(members)}
 
 
-def _are_plain(plan: StepPlan) -> bool:
-    return all(num_tokens == 1 and _is_plain(request) for request, num_tokens in plan.chunks)
-
-
-def _is_plain(request: Request) -> bool:
-    """It is decoded, and its next token follows from the model's own logits and a random number."""
-    params, position = request.sampling, len(request.output_token_ids)
-    return (
-        position > 0
+def can_go_ahead(plan: StepPlan) -> bool:
+    """Whether every sequence is decoded, and its next token follows from the logits, its tokens and a random number."""
+    return all(
+        num_tokens == 1
+        and bool(request.output_token_ids)
         and request.num_behind == 1
         and request.leg != "prefill"
-        and params.logprobs is None
-        and params.guide is None
-        and not params.beam_width
-        and not adjusts(params, position)
-        and not adjusts(params, position + 1)
+        and request.sampling.guide is None
+        and not request.sampling.beam_width
+        for request, num_tokens in plan.chunks
     )

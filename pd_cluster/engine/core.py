@@ -109,12 +109,12 @@ class EngineCore:
             self.runner.move(plan.moves)
         if not plan.chunks:
             return result
-        if on_layer is None and (token_ids := self.ahead.sample(plan)) is not None:
+        if on_layer is None and (sampled := self.ahead.sample(plan)) is not None:
             sampled_s = self._clock()
             times.forward_s += sampled_s - start_s
             ready = self.scheduler.computed(plan)
             rows = [Row(request, request.index, len(request.output_token_ids)) for request in ready]
-            self._commit(result, ready, rows, [Sampled(token_id, None) for token_id in token_ids], {})
+            self._commit(result, ready, rows, sampled, {})
             times.commit_s += self._clock() - sampled_s
             self.num_steps += 1
             return result

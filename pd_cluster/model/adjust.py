@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -105,13 +105,30 @@ class Adjustment:
 
     def banned(self, request: Request, position: int) -> Ints:
         """Ids that bad_words and min_tokens forbid now; may hold doubles."""
-        parts = [self.always_banned] if position >= self.params.min_tokens else [self.always_banned, self.ends]
+        parts = [self.banned_anyway(position)]
         if self.bad_words and request.num_tokens:
             end = request.num_tokens
             candidates = self.bad_words.get(request.token_ids(end - 1, end)[0], ())
             found = [last for head, last in candidates if request.token_ids(end - len(head), end) == head]
             parts.append(np.array(found, dtype=np.int64))
         return np.concatenate(parts)
+
+    def banned_anyway(self, position: int) -> Ints:
+        """Those of them that are forbidden after whatever tokens."""
+        if position >= self.params.min_tokens:
+            return self.always_banned
+        return np.concatenate([self.always_banned, self.ends])
+
+    def banned_after(self, request: Request) -> Ints:
+        """What bad_words forbid after one more token than the request has, [num_found, 2]: that token, the other id."""
+        end = request.num_tokens
+        found = [
+            (token_id, last)
+            for token_id, candidates in self.bad_words.items()
+            for head, last in candidates
+            if request.token_ids(end + 1 - len(head), end) == head[:-1]
+        ]
+        return np.array(found, dtype=np.int64).reshape(-1, 2)
 
 
 def adjustment_of(request: Request, vocab_size: int, eos_token_ids: frozenset[int]) -> Adjustment:
@@ -129,6 +146,14 @@ class Edit(NamedTuple):
     row: int
     adjustment: Adjustment
     banned: Ints  # token ids; may hold doubles
+    banned_after: Ints | None = None  # [n, 2]: where the last token is not known, which one it would have to be; the id
+
+
+def edit_ahead(row: int, request: Request, vocab_size: int, eos_token_ids: frozenset[int]) -> Edit:
+    """For the token after the next one, while the next one is known to the device alone."""
+    adjustment = adjustment_of(request, vocab_size, eos_token_ids)
+    banned = adjustment.banned_anyway(len(request.output_token_ids) + 1)
+    return Edit(row, adjustment, banned, adjustment.banned_after(request))
 
 
 # Of each byte of a mask, what to add to eight logits: 0 where the bit is set, -inf where not. [256, 8]
@@ -154,37 +179,94 @@ def restrict(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.uint32]]]) ->
 
 def apply(logits: Tensor, edits: Sequence[Edit]) -> None:
     """Changes logits [num_rows, vocab_size] in place, all rows in one go; at most one edit a row."""
-    flat = logits.view(-1)
+    numbers = numbers_of(edits, logits.shape[1])
+    there = {name: torch.from_numpy(array).to(logits.device) for name, array in numbers.items()}
+    limit(logits, there)
+    change(logits, there)
 
-    def places(parts: Iterable[tuple[int, Ints]]) -> Tensor:
-        """Where in the flattened logits the (row, token ids) are."""
-        joined = np.concatenate([ids + row * logits.shape[1] for row, ids in parts])
-        return torch.from_numpy(joined).to(logits.device)
 
-    def numbers(parts: Iterable[Floats]) -> Tensor:
-        return torch.from_numpy(np.concatenate(list(parts)).astype(np.float32, copy=False)).to(logits.device)
+def numbers_of(edits: Sequence[Edit], vocab_size: int) -> dict[str, NDArray[Any]]:
+    """What `limit` and `change` must be told, without what nobody asks for. A place is one in the flattened logits."""
+    found: dict[str, NDArray[Any]] = {}
+
+    def places(parts: Iterable[tuple[int, Ints]]) -> Ints:
+        return np.concatenate([ids + row * vocab_size for row, ids in parts])
+
+    def numbers(parts: Iterable[Floats]) -> Floats:
+        return np.concatenate(list(parts)).astype(np.float32, copy=False)
 
     if limited := [e for e in edits if e.adjustment.params.allowed_token_ids]:
-        at = places((e.row, e.adjustment.allowed) for e in limited)
-        values = flat[at]
-        logits[[e.row for e in limited]] = -math.inf
-        flat[at] = values
+        found["limited"] = np.array([e.row for e in limited], dtype=np.int64)
+        found["allowed"] = places((e.row, e.adjustment.allowed) for e in limited)
     if masked := [e for e in edits if len(e.banned)]:
-        flat[places((e.row, e.banned) for e in masked)] = -math.inf
+        found["banned"] = places((e.row, e.banned) for e in masked)
+    if worded := [(e.row, e.banned_after) for e in edits if e.banned_after is not None and len(e.banned_after)]:
+        found["worded"] = places((row, pairs[:, 1]) for row, pairs in worded)
+        found["after"] = places((row, pairs[:, 0]) for row, pairs in worded)
+        found["worded_rows"] = np.repeat([row for row, _ in worded], [len(pairs) for _, pairs in worded])
     if biased := [e for e in edits if len(e.adjustment.bias)]:
-        flat[places((e.row, e.adjustment.bias_ids) for e in biased)] += numbers(e.adjustment.bias for e in biased)
-    if penalized := [e for e in edits if len(e.adjustment.penalized)]:
-        at = places((e.row, e.adjustment.penalized) for e in penalized)
-        counts = numbers(e.adjustment.counts for e in penalized)
-        lengths = [len(e.adjustment.penalized) for e in penalized]
+        found["biased"] = places((e.row, e.adjustment.bias_ids) for e in biased)
+        found["bias"] = numbers(e.adjustment.bias for e in biased)
+    if penalized := [e for e in edits if e.adjustment.penalizes]:
         params = [e.adjustment.params for e in penalized]
+        found["penalizing"] = np.array([e.row for e in penalized], dtype=np.int64)
+        found["repetition"] = np.array([p.repetition_penalty for p in params], dtype=np.float32)
+        found["frequency"] = np.array([p.frequency_penalty for p in params], dtype=np.float32)
+        found["presence"] = np.array([p.presence_penalty for p in params], dtype=np.float32)
+        found["penalized"] = places((e.row, e.adjustment.penalized) for e in penalized)
+        found["counts"] = numbers(e.adjustment.counts for e in penalized)
+        found["owners"] = np.repeat(np.arange(len(penalized)), [len(e.adjustment.penalized) for e in penalized])
+    return found
 
-        def repeated(values: Iterable[float]) -> Tensor:
-            return numbers([np.repeat(np.array(list(values), dtype=np.float32), lengths)])
 
-        repetition = repeated(p.repetition_penalty for p in params)
-        frequency = repeated(p.frequency_penalty for p in params)
-        presence = repeated(p.presence_penalty for p in params)
+def limit(logits: Tensor, there: Mapping[str, Tensor]) -> None:
+    """Leaves in logits [num_rows, vocab_size] only the allowed_token_ids of those rows that have some, in place.
+
+    `there`: `numbers_of` the edits, where the logits are.
+    """
+    if "limited" in there:
+        flat, at = logits.view(-1), there["allowed"]
         values = flat[at]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        flat[at] = values - frequency * counts - presence * (counts > 0)
+        logits[there["limited"]] = -math.inf
+        flat[at] = values
+
+
+def change(logits: Tensor, there: Mapping[str, Tensor], last_ids: Tensor | None = None) -> None:
+    """All that comes after `limit`, likewise.
+
+    `last_ids` [num_rows] int64: where the edits are of a step ahead, each row's last token, which they do not know of.
+    """
+    flat = logits.view(-1)
+    last = None  # their places
+    if last_ids is not None:
+        last = last_ids + torch.arange(0, logits.numel(), logits.shape[1], device=logits.device)
+    if "banned" in there:
+        flat[there["banned"]] = -math.inf
+    if last is not None and "worded" in there:
+        holds = last[there["worded_rows"]] == there["after"]
+        flat.index_add_(0, there["worded"], torch.where(holds, -math.inf, 0.0))  # the same id may be there twice
+    if "biased" in there:
+        flat[there["biased"]] += there["bias"]
+    if "penalized" in there:
+        _penalize(flat, there, None if last is None else last[there["penalizing"]])
+
+
+def _penalize(flat: Tensor, there: Mapping[str, Tensor], last: Tensor | None) -> None:
+    """`last` [num_penalizing]: places of tokens that are in the outputs once more than was counted."""
+    at, counts, owners = there["penalized"], there["counts"], there["owners"]
+    strengths = [there[name] for name in ("repetition", "frequency", "presence")]
+    values = _penalized(flat[at], counts, *(strength[owners] for strength in strengths))
+    if last is None:
+        flat[at] = values
+        return
+    known = torch.where(at == last[owners], counts, 0.0)
+    num_before = torch.zeros_like(strengths[0]).index_add_(0, owners, known)
+    last_values = _penalized(flat[last], num_before + 1.0, *strengths)
+    flat[at] = values
+    flat[last] = last_values
+
+
+def _penalized(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    """Logits of tokens that are in the output so often; all have the same shape."""
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    return values - frequency * counts - presence * (counts > 0)

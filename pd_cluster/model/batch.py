@@ -18,7 +18,7 @@ from pd_cluster.types import Request
 Ints = npt.NDArray[np.int64]
 
 ALIGNMENT = 16  # bytes
-_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
+_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(slots=True)

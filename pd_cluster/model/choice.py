@@ -1,27 +1,31 @@
 """The next tokens, chosen on the device that has the logits, without the host: greedy ones and drawn ones.
 
-The arithmetic is that of `draw`, so that a sequence gets the same tokens whichever of the two chooses. What is kept of
-a row is found by sorting it, which needs no decision of the host. Knows nothing of steps.
+And what is told of them. The arithmetic is that of `adjust`, `draw` and `logprobs`, so that a sequence gets the same
+tokens whichever of the two chooses. What is kept of a row is found by sorting it, which needs no decision of the host.
+Knows nothing of steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pd_cluster.device import Device
+from pd_cluster.model.adjust import Edit, adjustment_of, adjusts, change, edit_ahead, limit, numbers_of
 from pd_cluster.model.batch import on_device
 from pd_cluster.model.draw import FEW, MARGIN, Knobs
-from pd_cluster.model.passes import BLOCK_SIZE, best_there
+from pd_cluster.model.logprobs import Telling, counts_of, numbers_there
+from pd_cluster.model.passes import BLOCK_SIZE, best_there, mended, weights_of
 from pd_cluster.model.sampler import uniforms
 from pd_cluster.types import Request
 
-LARGEST = torch.finfo(torch.float32).max
-MAX_SORTED = 4 << 20  # numbers at once: sorting and summing takes some forty bytes for each
+MAX_AT_ONCE = 4 << 20  # numbers: sorting and summing takes some forty bytes for each
 
 
 def can_choose(requests: Sequence[Request], device: Device) -> bool:
@@ -29,18 +33,119 @@ def can_choose(requests: Sequence[Request], device: Device) -> bool:
     return device.kind != "npu" or all(request.sampling.greedy for request in requests)
 
 
-def choose(logits: Tensor, requests: Sequence[Request], num_unknown: int, device: Device) -> Tensor:
+def choose(
+    logits: Tensor,
+    requests: Sequence[Request],
+    last_ids: Tensor | None,
+    eos_token_ids: frozenset[int],
+    device: Device,
+) -> Tensor:
     """Token ids [num_rows] int64, on the device, of rows of logits [num_rows, vocab_size], one for each request.
 
-    `num_unknown`: output tokens of each request before this one that the host has not seen yet.
+    `last_ids` [num_rows] int64, on the device: of each request's output the last token, which the host has not seen
+    yet; None where it has seen them all.
     """
+    num_unknown = 0 if last_ids is None else 1
     token_ids, best = best_there(logits)
-    drawn = [i for i, request in enumerate(requests) if not request.sampling.greedy]
+    adjusted = [i for i, r in enumerate(requests) if adjusts(r.sampling, len(r.output_token_ids) + num_unknown)]
+    apart = frozenset(adjusted)
+    as_they_are = [i for i in range(len(requests)) if i not in apart] if apart else range(len(requests))
+    token_ids = _drawn(logits, token_ids, best, requests, as_they_are, num_unknown, device)
+    for at in few_at_once(adjusted, logits.shape[1]):
+        own = [requests[i] for i in at]
+        there = on_device(_changes(own, at, num_unknown, logits.shape[1], eos_token_ids), device)
+        table, chosen, best = _adjusted(logits, token_ids, last_ids, there)
+        chosen = _drawn(table, chosen, best, own, range(len(own)), num_unknown, device)
+        token_ids = token_ids.index_copy(0, there["at"], chosen)
+    return token_ids
+
+
+def tell(logits: Tensor, token_ids: Tensor, requests: Sequence[Request], device: Device) -> Telling | None:
+    """The logprobs, on their way, of those tokens [num_rows] whose requests ask for them; None when there are none."""
+    rows = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
+    if not rows:
+        return None
+    vocab_size = logits.shape[1]
+    nums = counts_of([requests[i].sampling.logprobs or 0 for i in rows], vocab_size)
+    there = on_device({"rows": np.array(rows, dtype=np.int64), "nums": np.array(nums, dtype=np.int64)}, device)
+    parts = []
+    for few in few_at_once(list(range(len(rows))), vocab_size):
+        part = slice(few[0], few[-1] + 1)
+        at = there["rows"][part]
+        own, chosen = logits.index_select(0, at), token_ids.index_select(0, at)
+        parts.append(numbers_there(own, chosen, there["nums"][part], max(nums)))
+    return Telling(rows, nums, vocab_size, torch.cat(parts))
+
+
+def few_at_once(at: list[int], vocab_size: int) -> list[list[int]]:
+    """Rows that are looked at together."""
+    most = max(1, MAX_AT_ONCE // vocab_size)
+    return [at[start : start + most] for start in range(0, len(at), most)]
+
+
+def _changes(
+    requests: Sequence[Request], at: list[int], num_unknown: int, vocab_size: int, eos_token_ids: frozenset[int]
+) -> dict[str, NDArray[Any]]:
+    """`numbers_of` what each request asks for; the rows of all logits that they are; and of each an id to fall back on.
+
+    That is the first of its allowed_token_ids, or -1 when there are none.
+    """
+    edits = []
+    for row, request in enumerate(requests):
+        if num_unknown:
+            edits.append(edit_ahead(row, request, vocab_size, eos_token_ids))
+        else:
+            adjustment = adjustment_of(request, vocab_size, eos_token_ids)
+            edits.append(Edit(row, adjustment, adjustment.banned(request, len(request.output_token_ids))))
+    allowed = [edit.adjustment.allowed for edit in edits]
+    spare = [int(ids[0]) if len(ids) else -1 for ids in allowed]
+    return {
+        "at": np.array(at, dtype=np.int64),
+        "spare": np.array(spare, dtype=np.int64),
+        **numbers_of(edits, vocab_size),
+    }
+
+
+def _adjusted(
+    logits: Tensor, token_ids: Tensor, last_ids: Tensor | None, there: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Some rows with their masks, biases and penalties, float32; the most likely token of each, and its logit.
+
+    `token_ids` are the most likely ones of all rows of logits. As the host has it, where nothing is left it is the most
+    likely of the allowed tokens, or of all when there are none; a draw from such a row is that token too.
+    """
+    at, spare = there["at"], there["spare"]
+    table, fallback = mended(logits.index_select(0, at)), token_ids.index_select(0, at)
+    limit(table, there)
+    if "limited" in there:
+        allowed, _ = best_there(table)
+        allowed = torch.where(_at(table, allowed) > -math.inf, allowed, spare)
+        fallback = torch.where(spare >= 0, allowed, fallback)
+    change(table, there, None if last_ids is None else last_ids.index_select(0, at))
+    found, best = best_there(table)
+    is_left = _at(table, found) > -math.inf
+    return table, torch.where(is_left, found, fallback), torch.where(is_left, best, 0.0)
+
+
+def _at(table: Tensor, token_ids: Tensor) -> Tensor:
+    """One number of each row, [num_rows]."""
+    return table.gather(1, token_ids[:, None])[:, 0]
+
+
+def _drawn(
+    logits: Tensor,
+    token_ids: Tensor,
+    best: Tensor,
+    requests: Sequence[Request],
+    among: Collection[int],
+    num_unknown: int,
+    device: Device,
+) -> Tensor:
+    """The most likely `token_ids`, but drawn ones for those of the rows `among` them that are not greedy."""
+    drawn = [i for i in among if not requests[i].sampling.greedy]
     plain = [i for i in drawn if _is_plain(requests[i])]
     shaped = [i for i in drawn if not _is_plain(requests[i])]
-    most = max(1, MAX_SORTED // logits.shape[1])
-    parts = [plain, *(shaped[start : start + most] for start in range(0, len(shaped), most))]
-    for at in parts:
+    for at in [plain, *few_at_once(shaped, logits.shape[1])]:
         if at:
             rows, knobs = _knobs([requests[i] for i in at], at, num_unknown, logits.shape[1], device)
             draw = draw_plain if at is plain else draw_shaped
@@ -71,13 +176,13 @@ def draw_plain(logits: Tensor, best: Tensor, best_ids: Tensor, knobs: dict[str, 
 
     A row in which nothing is left gets its `best_ids`.
     """
-    chosen, total = _draw_above(_mended(logits), best, _floor(best, knobs), knobs)
+    chosen, total = _draw_above(mended(logits), best, _floor(best, knobs), knobs)
     return torch.where(total > 0.0, chosen, best_ids)
 
 
 def draw_shaped(logits: Tensor, best: Tensor, best_ids: Tensor, knobs: dict[str, Tensor]) -> Tensor:
     """The same where top_k or top_p limit what is kept."""
-    table, floor = _mended(logits), _floor(best, knobs)
+    table, floor = mended(logits), _floor(best, knobs)
     vocab_size = table.shape[1]
     top_k, top_p = knobs["top_k"], knobs["top_p"]
     ranked, order = table.sort(dim=1, descending=True, stable=True)  # of equal ones the lowest id first
@@ -102,10 +207,6 @@ def draw_shaped(logits: Tensor, best: Tensor, best_ids: Tensor, knobs: dict[str,
     return torch.where(exact[:, -1] > 0.0, torch.where(is_few, from_few, from_many), best_ids)
 
 
-def _mended(logits: Tensor) -> Tensor:
-    return logits.float().nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf)
-
-
 def _weights(table: Tensor, best: Tensor, knobs: dict[str, Tensor]) -> Tensor:
     """exp((logit - best) / temperature) in double."""
     return ((table.double() - best.double()[:, None]) * knobs["inverse_temperature"][:, None]).exp()
@@ -121,12 +222,8 @@ def _floor(best: Tensor, knobs: dict[str, Tensor]) -> Tensor:
 
 def _draw_above(table: Tensor, best: Tensor, floor: Tensor, knobs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Token ids, of all tokens with at least the logit `floor`, and the mass of those; both [num_rows]."""
-    scaled = table - best[:, None]
-    scaled *= (knobs["inverse_temperature"] * math.log2(math.e)).float()[:, None]
-    scaled.masked_fill_(table < floor[:, None], -math.inf)
-    if missing := -table.shape[1] % BLOCK_SIZE:
-        scaled = torch.nn.functional.pad(scaled, (0, missing), value=-math.inf)
-    weights = scaled.exp2_().view(len(table), -1, BLOCK_SIZE)
+    factor = (knobs["inverse_temperature"] * math.log2(math.e)).float()
+    weights = weights_of(table, best[:, None], factor[:, None], floor[:, None])
     cumulative = weights.sum(-1).double().cumsum(1)  # [num_rows, num_blocks]
     total = cumulative[:, -1]
     target = knobs["uniform"] * total

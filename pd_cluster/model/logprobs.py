@@ -1,14 +1,24 @@
-"""Log-probabilities of tokens under the model's own logits. Knows nothing of sampling parameters."""
+"""Log-probabilities of tokens under the model's own logits. Knows nothing of sampling parameters.
+
+Either at once, or in two halves: what is large is done where the logits are, without the host, and the host makes of
+what comes back what it would have made at once.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pd_cluster.model.passes import Floats, Ints, at_least, leading, log_totals, num_better
+from pd_cluster.model.passes import Floats, Ints, at_least, leading, log_totals, mended, num_better, weights_of
 from pd_cluster.types import Logprobs
+
+NUM_COLUMNS = 3  # of what `numbers_there` finds of every row, before what it finds of the most likely tokens
 
 
 def logprobs_of(logits: Tensor, best: Floats, token_ids: Ints, num_top: Sequence[int]) -> list[Logprobs]:
@@ -18,15 +28,81 @@ def logprobs_of(logits: Tensor, best: Floats, token_ids: Ints, num_top: Sequence
     """
     totals = log_totals(logits, best)  # [num_rows]
     values = logits[np.arange(len(logits)), token_ids].cpu().numpy()
+    return _entries(values, totals, num_better(logits, values), leading_logprobs(logits, totals, num_top))
+
+
+def _entries(
+    values: Floats, totals: Floats, nums_better: list[int], top: list[list[tuple[int, float]]]
+) -> list[Logprobs]:
     logprobs: list[float] = (values - totals).tolist()
-    ranks = [1 + num for num in num_better(logits, values)]
-    top = leading_logprobs(logits, totals, num_top)
+    ranks = [1 + num for num in nums_better]
     return [Logprobs(*entry) for entry in zip(logprobs, ranks, top, strict=True)]
+
+
+class Telling(NamedTuple):
+    """Logprobs that are still where the logits are."""
+
+    rows: list[int]  # that they are of
+    nums: list[int]  # of the most likely tokens of each
+    vocab_size: int
+    numbers: Tensor  # of `numbers_there`, a row for each
+
+
+def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
+    """As many as there are."""
+    return [min(max(num, 0), vocab_size) for num in nums]
+
+
+def numbers_there(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int) -> Tensor:
+    """All that `logprobs_from` needs, where the logits are and unwaited for; [num_rows, num_numbers] int32.
+
+    Of rows of logits [num_rows, vocab_size], a token each and `nums` of the most likely ones, both [num_rows] int64;
+    `most` is the largest of `nums`. Floats are there by their bits:
+
+        best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks
+
+    Equals are the lowest ids of tokens that equal the last of the most likely ones, counted from the vocabulary's end,
+    and 0 where there are no more: of equal tokens topk finds any.
+    """
+    table = mended(logits)
+    best = table.amax(1, keepdim=True)
+    is_left = best > -math.inf
+    best = torch.where(is_left, best, 0.0)
+    table[:, :1] = torch.where(is_left, table[:, :1], 0.0)  # as `peaks` mends a row in which nothing is left
+    values = table.gather(1, token_ids[:, None])
+    better = (table > values).sum(1, keepdim=True)
+    parts = [best.view(torch.int32), values.view(torch.int32), better.int()]
+    if most:
+        vocab_size = table.shape[1]
+        top, ids = table.topk(most)
+        edge = top.gather(1, (nums[:, None] - 1).clamp(min=0))
+        from_end = torch.arange(vocab_size, 0, -1, dtype=torch.float32, device=table.device)  # exact up to 2 ** 24
+        equals = torch.where(table == edge, from_end, 0.0).topk(most).values
+        parts += [top.view(torch.int32), ids.int(), equals.int()]
+    sums = weights_of(table, best, math.log2(math.e)).sum(-1)
+    return torch.cat([*parts, sums.view(torch.int32)], 1)
+
+
+def logprobs_from(numbers: NDArray[np.int32], telling: Telling) -> list[Logprobs]:
+    """What `logprobs_of` gives for the rows of a telling, whose numbers have come to the host."""
+    nums, vocab_size = telling.nums, telling.vocab_size
+    floats, most = numbers.view(np.float32), max(nums)
+    tops, ids, equals, sums = np.split(numbers, NUM_COLUMNS + most * np.arange(4), axis=1)[1:]
+    totals = floats[:, 0] + np.log(sums.view(np.float32).astype(np.float64).sum(1))
+    top: list[list[tuple[int, float]]] = [[] for _ in nums]
+    for row in np.flatnonzero(nums).tolist():
+        values = tops[row].view(np.float32)
+        edge = _edge(values, nums[row])
+        equal = vocab_size - equals[row][equals[row] > 0]
+        is_above = values > edge
+        candidates = np.concatenate([values[is_above], np.full(len(equal), edge)])
+        top[row] = _best(candidates, np.concatenate([ids[row][is_above], equal]), nums[row], totals[row])
+    return _entries(floats[:, 1], totals, numbers[:, 2].tolist(), top)
 
 
 def leading_logprobs(logits: Tensor, totals: Floats, nums: Sequence[int]) -> list[list[tuple[int, float]]]:
     """Ids and log-probabilities of the best tokens of each row, as many as `nums` says; `totals` are log_totals."""
-    counts = [min(max(num, 0), logits.shape[1]) for num in nums]
+    counts = counts_of(nums, logits.shape[1])
     top: list[list[tuple[int, float]]] = [[] for _ in counts]
     if any(counts):
         candidates, ids = leading(logits, max(counts))
@@ -37,8 +113,17 @@ def leading_logprobs(logits: Tensor, totals: Floats, nums: Sequence[int]) -> lis
 
 def _top(logits: Tensor, row: int, values: Floats, ids: Ints, num: int, log_total: float) -> list[tuple[int, float]]:
     """Ids and log-probabilities of the `num` best tokens of a row, given at least that many candidates."""
-    edge = np.partition(values, len(values) - num)[-num]
+    edge = _edge(values, num)
     if edge == values.min() and len(values) < logits.shape[1]:  # others that equal it may not be among the candidates
         values, ids = at_least(logits, row, edge)
+    return _best(values, ids, num, log_total)
+
+
+def _edge(values: Floats, num: int) -> float:
+    """The `num`th largest."""
+    return float(np.partition(values, len(values) - num)[-num])
+
+
+def _best(values: Floats, ids: NDArray[Any], num: int, log_total: float) -> list[tuple[int, float]]:
     order = np.lexsort((ids, -values))[:num]
     return list(zip(ids[order].tolist(), (values[order] - log_total).tolist(), strict=True))

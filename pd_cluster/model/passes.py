@@ -23,6 +23,7 @@ Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 BLOCK_SIZE = 128  # tokens that are summed before sums are double; the draw looks into one such block
+LARGEST = torch.finfo(torch.float32).max
 LEADING_BLOCK_SIZE = 32  # tokens of which only the best is looked at first
 
 
@@ -50,7 +51,7 @@ def peaks(logits: Tensor, fallback: Callable[[int], int] = lambda row: 0) -> tup
     """
     token_ids, best = _argmax(logits)
     for row in np.flatnonzero(~np.isfinite(best)).tolist():
-        logits[row].nan_to_num_(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+        logits[row].nan_to_num_(nan=-math.inf, posinf=LARGEST, neginf=-math.inf)
         if logits[row].max().item() == -math.inf:
             logits[row, fallback(row)] = 0.0
         token_ids[row : row + 1], best[row : row + 1] = _argmax(logits[row : row + 1])
@@ -68,9 +69,14 @@ def best_there(logits: Tensor) -> tuple[Tensor, Tensor]:
 
         found = argmax_rows(logits)
         return found.token_ids, found.logits
-    table = logits.float().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+    table = mended(logits)
     token_ids = table.argmax(-1)
     return token_ids, table.gather(1, token_ids[:, None])[:, 0]
+
+
+def mended(logits: Tensor) -> Tensor:
+    """A copy in float32, in which NaN is -inf, and +inf the largest number."""
+    return logits.float().nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf)
 
 
 def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
@@ -149,11 +155,21 @@ def masses(logits: Tensor, best: Floats, inverse_temperature: Floats, floor: Flo
     def column(numbers: Floats) -> Tensor:
         return torch.as_tensor(numbers[:, None], dtype=torch.float32, device=logits.device)
 
-    scaled = logits - column(best)
-    scaled *= column(inverse_temperature * math.log2(math.e))
-    if np.isfinite(floor).any():
-        scaled.masked_fill_(logits < column(floor), -math.inf)
+    is_limited = bool(np.isfinite(floor).any())
+    factor = column(inverse_temperature * math.log2(math.e))
+    weights = weights_of(logits, column(best), factor, column(floor) if is_limited else None)
+    return weights, weights.sum(-1).cpu().numpy().astype(np.float64)
+
+
+def weights_of(logits: Tensor, best: Tensor, factor: Tensor | float, floor: Tensor | None = None) -> Tensor:
+    """2 ** ((logit - best) * factor) of each row, by blocks [num_rows, num_blocks, BLOCK_SIZE], where the logits are.
+
+    `best`, `factor` and `floor`, below which tokens weigh nothing, are float32, [num_rows, 1].
+    """
+    scaled = logits - best
+    scaled *= factor
+    if floor is not None:
+        scaled.masked_fill_(logits < floor, -math.inf)
     if missing := -logits.shape[1] % BLOCK_SIZE:
         scaled = torch.nn.functional.pad(scaled, (0, missing), value=-math.inf)
-    weights = scaled.exp2_().view(len(logits), -1, BLOCK_SIZE)
-    return weights, weights.sum(-1).cpu().numpy().astype(np.float64)
+    return scaled.exp2_().view(len(logits), -1, BLOCK_SIZE)

@@ -19,7 +19,7 @@ from pd_cluster.kv.swap import Kind, SwapSpace
 from pd_cluster.model.attention.choice import check_backend, default_block_size
 from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
-from pd_cluster.model.choice import can_choose, choose
+from pd_cluster.model.choice import can_choose, choose, tell
 from pd_cluster.model.cpu.memory import keep_what_is_freed
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
@@ -113,7 +113,8 @@ class ModelRunner:
             step, input_ids = step_ahead(requests, block_size), after.tokens.rows(after.rows)
         with torch.inference_mode():
             logits = self._logits(step, input_ids)
-            return DeviceTokens(choose(logits, requests, 0 if after is None else 1, self.device), self.device)
+            token_ids = choose(logits, requests, input_ids, self.eos_token_ids, self.device)
+            return DeviceTokens(token_ids, self.device, tell(logits, token_ids, requests, self.device))
 
     def _logits(self, step: StepInput, input_ids: torch.Tensor | None, on_layer: OnLayer | None = None) -> torch.Tensor:
         """In the model's dtype; `input_ids` [num_tokens], on the device, take the place of the step's."""

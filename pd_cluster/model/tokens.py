@@ -10,13 +10,15 @@ import torch
 
 from pd_cluster.device import Device
 from pd_cluster.model.batch import on_device
+from pd_cluster.model.logprobs import Telling, logprobs_from
+from pd_cluster.model.sampler import Sampled
 from pd_cluster.streams import mark
 
 
 class Tokens(Protocol):
     """The token that was chosen for each row of a step that was launched."""
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[Sampled]:
         """Once the device has come so far."""
 
 
@@ -30,17 +32,25 @@ class After(NamedTuple):
 class DeviceTokens:
     """Copied to the host while the device goes on."""
 
-    def __init__(self, ids: torch.Tensor, device: Device) -> None:
-        """`ids` [num_rows] int64, on the device."""
-        self._ids, self._device = ids, device
-        self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=device.is_accelerator)
-        self._host.copy_(ids, non_blocking=True)
+    def __init__(self, ids: torch.Tensor, device: Device, telling: Telling | None = None) -> None:
+        """`ids` [num_rows] int64, on the device; `telling` what else is told of some of them."""
+        self._ids, self._device, self._telling = ids, device, telling
+        self._host = self._on_the_way(ids)
+        self._numbers = None if telling is None else self._on_the_way(telling.numbers)
         self._copied = mark(device)
 
-    def wait(self) -> list[int]:
+    def _on_the_way(self, there: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(there.shape, dtype=there.dtype, pin_memory=self._device.is_accelerator)
+        return host.copy_(there, non_blocking=True)
+
+    def wait(self) -> list[Sampled]:
         self._copied.wait()
-        found: list[int] = self._host.tolist()
-        return found
+        ids: list[int] = self._host.tolist()
+        if self._telling is None or self._numbers is None:
+            return [Sampled(token_id, None) for token_id in ids]
+        rows, told = self._telling.rows, logprobs_from(self._numbers.numpy(), self._telling)
+        found = dict(zip(rows, told, strict=True))
+        return [Sampled(token_id, found.get(row)) for row, token_id in enumerate(ids)]
 
     def rows(self, rows: Sequence[int]) -> torch.Tensor:
         """Those of some rows, [len(rows)] int64, on the device."""

@@ -17,19 +17,30 @@ from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.config import EngineConfig
 from pd_cluster.device import CPU
 from pd_cluster.engine.build import build_core
+from pd_cluster.engine.core import EngineCore
 from pd_cluster.model import loader
 from pd_cluster.model.attention.choice import Attention, triton_attention
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import DecodeGraphs
-from pd_cluster.types import SamplingParams
+from pd_cluster.types import Request, SamplingParams
 from tests.support import fake_flashinfer
 from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import assert_same, generate, random_prompt
+from tests.support.engines import assert_same, generate, random_prompt, run
 from tests.support.interpreted import choose_device
 
 choose_device()
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+ASKING = SamplingParams(
+    max_tokens=5,
+    min_tokens=3,
+    temperature=0.0,
+    logit_bias=((7, 1.0), (9, -1.0)),
+    bad_words=((3,), (5, 6)),
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    logprobs=2,
+)
 LENS = (1, 5, 18)
 ALWAYS, SOMETIMES = ("llama",), ("mixtral", "qwen3", "gemma2")
 
@@ -72,8 +83,24 @@ def check_fused_layers(architecture: str, tmp_path: Path) -> str:
     for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
         assert_same(folder, prompt, output, GREEDY.max_tokens)
     assert graphs.num_captured > 0
-    assert core.ahead.num_ahead > 0
+    num_ahead = core.ahead.num_ahead
+    assert num_ahead > 0
+    ahead = answers(core, prompts)
+    assert core.ahead.num_ahead > num_ahead
+    runner.goes_ahead = False
+    assert answers(core, prompts) == ahead
     return runner.model.kernels
+
+
+def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, int, list[int]]]]:
+    """Each token with its rank and the most likely ones, where something is asked of the logits."""
+    requests = [Request(f"r{i}", prompt, ASKING, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    found = []
+    for tokens in run(core, requests).values():
+        told = [(token.token_id, token.logprobs) for token in tokens[0]]
+        found.append([(token_id, p.rank, [top for top, _ in p.top]) for token_id, p in told if p is not None])
+    assert all(found)
+    return found
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("qwen2", marks=pytest.mark.slow)])

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pd_cluster.device import CPU
 from pd_cluster.engine.plan import Move
+from pd_cluster.model.choice import choose, tell
 from pd_cluster.model.sampler import Row, Sampler
-from pd_cluster.model.tokens import After
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.tokens import After, DeviceTokens
+from pd_cluster.types import Logprobs, Request, SamplingParams
 from tests.support.reference_beams import search_everything
 
 VOCAB_SIZE = 40
@@ -24,16 +26,6 @@ _TABLE = torch.randn(997, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)
 def logits_after(token_ids: Sequence[int]) -> torch.Tensor:
     """[vocab_size]; a function of all tokens before."""
     return _TABLE[random.Random(repr(tuple(token_ids))).randrange(len(_TABLE))]
-
-
-class ToyTokens:
-    """What a device has chosen; the host has to wait for it."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-
-    def wait(self) -> list[int]:
-        return self.ids
 
 
 class ToyRunner:
@@ -71,20 +63,20 @@ class ToyRunner:
             rows += [logits_after(request.token_ids(0, end)) for end in ends]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> ToyTokens:
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens:
         """As a device that computes at once what it is told to: `after` is known to it, not to the requests."""
         rows = []
+        last = None if after is None else after.tokens.rows(after.rows)
         for at, request in enumerate(requests):
             tokens = request.token_ids(0, request.num_tokens)
-            if after is not None:
-                assert isinstance(after.tokens, ToyTokens)
-                tokens = [*tokens, after.tokens.ids[after.rows[at]]]
+            if last is not None:
+                tokens.append(int(last[at]))
             self._read(request, tuple(tokens[:-1]))
             self.memory[request.block_table[(len(tokens) - 1) // self.block_size]] = tuple(tokens)
-            position = len(tokens) - len(request.prompt_token_ids)
-            rows.append((logits_after(tokens)[None].clone(), Row(request, request.index, position)))
-        sampler = Sampler(VOCAB_SIZE, EOS)
-        return ToyTokens([sampler.sample(logits, [row])[0].token_id for logits, row in rows])
+            rows.append(logits_after(tokens))
+        logits = torch.stack(rows)
+        token_ids = choose(logits, requests, last, EOS, CPU)
+        return DeviceTokens(token_ids, CPU, tell(logits, token_ids, requests, CPU))
 
     def _read(self, request: Request, tokens: tuple[int, ...]) -> None:
         least = 0 if self.window is None else max(0, len(tokens) - self.window + 1)  # the next token sees no earlier
@@ -113,6 +105,14 @@ def generate_alone(prompt: list[int], sampling: SamplingParams) -> list[list[int
                 break
         outputs.append(request.output_token_ids)
     return outputs
+
+
+def told_alone(prompt: list[int], output: list[int], sampling: SamplingParams) -> list[Logprobs | None]:
+    """The logprobs of each token of an output."""
+    if sampling.logprobs is None or not output:
+        return [None] * len(output)
+    logits = torch.stack([logits_after([*prompt, *output[:position]]) for position in range(len(output))])
+    return [*Sampler(VOCAB_SIZE, EOS).prompt_logprobs(logits, output, sampling.logprobs)]
 
 
 def logprobs_after(

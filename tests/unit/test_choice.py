@@ -4,18 +4,50 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from pd_cluster.device import CPU
+from pd_cluster.device import CPU, Device
 from pd_cluster.model import choice
-from pd_cluster.model.choice import choose
+from pd_cluster.model.batch import packed
+from pd_cluster.model.choice import choose, tell
 from pd_cluster.model.sampler import Row, Sampler
+from pd_cluster.model.tokens import DeviceTokens
 from pd_cluster.types import Request, SamplingParams
 
+EOS = frozenset({0})
 
-def sequences(rng: random.Random, num: int) -> list[Request]:
+
+def random_changes(rng: random.Random, vocab_size: int) -> dict[str, Any]:
+    """Masks, biases and penalties, senseless ones among them."""
+    ids = [-3, vocab_size + 2, *range(vocab_size)]
+    some = [tuple(rng.choices(ids, k=rng.randrange(1, 8))) for _ in range(4)]
+    values = [5.0, -5.0, 0.1, 1e-7, 100.0, -math.inf, math.inf, math.nan, 3e38]
+    words = [tuple(random_tokens(rng, rng.randrange(1, 4), vocab_size)) for _ in range(8)]
+    changes: dict[str, Any] = {
+        "allowed_token_ids": rng.choice([some[0], (vocab_size,)]),
+        "bad_words": rng.choice([tuple((i,) for i in some[1]), tuple((i,) for i in some[0]), (*words, words[0])]),
+        "logit_bias": tuple((i, rng.choice(values)) for i in some[2]),
+        "min_tokens": rng.randrange(1, 12),
+        "presence_penalty": rng.choice([0.5, -0.5, math.inf]),
+        "frequency_penalty": rng.choice([0.3, -0.3]),
+        "repetition_penalty": rng.choice([1.7, 0.6, 0.0]),
+    }
+    names = rng.sample(list(changes), rng.randrange(1, 4))
+    return {"stop_token_ids": some[3], **{name: changes[name] for name in names}}
+
+
+def random_tokens(rng: random.Random, num: int, vocab_size: int) -> list[int]:
+    """Few of which are different."""
+    return [rng.randrange(min(5, vocab_size)) for _ in range(num)]
+
+
+def sequences(rng: random.Random, num: int, vocab_size: int, share_changed: float = 0.0) -> list[Request]:
     found = []
     for i in range(num):
         params = SamplingParams(
@@ -24,26 +56,83 @@ def sequences(rng: random.Random, num: int) -> list[Request]:
             top_k=rng.choice([-1, -1, 1, 3, 50, 200, 3000]),
             top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-6]),
             seed=rng.randrange(1 << 40),
+            logprobs=rng.choice([None, None, 0, 1, 4, 20, 500]),
+            **(random_changes(rng, vocab_size) if rng.random() < share_changed else {}),
         )
-        output = [1] * rng.randrange(1, 9)
-        found.append(Request(str(i), [1], params, index=rng.randrange(3), output_token_ids=output))
+        prompt, output = (random_tokens(rng, rng.randrange(1, 9), vocab_size) for _ in range(2))
+        found.append(Request(str(i), prompt, params, index=rng.randrange(3), output_token_ids=output))
     return found
 
 
+def knowing(requests: list[Request], last_ids: torch.Tensor | None) -> list[Row]:
+    """What the host chooses when it knows the last tokens too."""
+    rows = []
+    for i, request in enumerate(requests):
+        last = [] if last_ids is None else [int(last_ids[i])]
+        known = replace(request, output_token_ids=request.output_token_ids + last, sampler_state=None)
+        rows.append(Row(known, known.index, len(known.output_token_ids)))
+    return rows
+
+
+def random_logits(rng: random.Random, seed: int, vocab_size: int) -> torch.Tensor:
+    """[12, vocab_size]; often many are equal, and sometimes no distribution follows from some."""
+    logits = torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(seed)) * rng.choice([0.5, 3.0, 20.0])
+    if seed % 3 == 0:
+        logits = logits.round()
+    if seed % 7 == 0:
+        logits[rng.randrange(12), rng.randrange(vocab_size)] = rng.choice([math.nan, math.inf])
+        logits[rng.randrange(12)] = rng.choice([-math.inf, math.nan])
+    return logits
+
+
+@pytest.mark.parametrize("share_changed", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("vocab_size", [5, 128, 1000, 4099])
-@pytest.mark.parametrize("num_unknown", [0, 1])
-def test_the_device_draws_what_the_host_draws(vocab_size: int, num_unknown: int) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_the_device_chooses_what_the_host_chooses(vocab_size: int, is_ahead: bool, share_changed: float) -> None:
+    """And tells of it what the host tells, to the last bit."""
     rng = random.Random(vocab_size)
-    sampler = Sampler(vocab_size, frozenset({0}))
-    for seed in range(30):
-        torch.manual_seed(seed)
-        requests = sequences(rng, 12)
-        logits = torch.randn(12, vocab_size) * rng.choice([0.5, 3.0, 20.0])
-        if seed % 3 == 0:
-            logits = logits.round()  # many are equal
-        chosen = choose(logits.clone(), requests, num_unknown, CPU).tolist()
-        rows = [Row(r, r.index, len(r.output_token_ids) + num_unknown) for r in requests]
-        assert chosen == [each.token_id for each in sampler.sample(logits, rows)]
+    sampler = Sampler(vocab_size, EOS)
+    for seed in range(30 if vocab_size < 1000 else 8):
+        requests = sequences(rng, 12, vocab_size, share_changed)
+        logits = random_logits(rng, seed, vocab_size)
+        last_ids = torch.tensor(random_tokens(rng, 12, vocab_size)) if is_ahead else None
+        chosen = choose(logits, requests, last_ids, EOS, CPU)
+        told = tell(logits, chosen, requests, CPU)
+        expected = sampler.sample(logits.clone(), knowing(requests, last_ids))
+        assert DeviceTokens(chosen, CPU, told).wait() == expected, seed
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_an_accelerator_gets_all_numbers_in_one_copy(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And chooses the same by them."""
+    requests = sequences(random.Random(5), 40, 300, share_changed=0.8)
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(5))
+    last_ids = torch.arange(40) % 5 if is_ahead else None
+    expected = choose(logits, requests, last_ids, EOS, CPU)
+
+    def one_copy(arrays: Mapping[str, NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:
+        return packed(arrays, torch.clone, pinned=False)
+
+    monkeypatch.setattr(choice, "on_device", one_copy)
+    assert choose(logits, requests, last_ids, EOS, CPU).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_nothing_waits_for_the_device(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without numbers: whoever asks for one raises an error."""
+
+    def nowhere(arrays: Mapping[str, NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(array).to("meta") for name, array in arrays.items()}
+
+    monkeypatch.setattr(choice, "on_device", nowhere)
+    requests = sequences(random.Random(5), 40, 300, share_changed=0.8)
+    logits = torch.empty(40, 300, device="meta", dtype=torch.bfloat16)
+    last_ids = torch.empty(40, dtype=torch.int64, device="meta") if is_ahead else None
+    chosen = choose(logits, requests, last_ids, EOS, CPU)
+    told = tell(logits, chosen, requests, CPU)
+    assert chosen.is_meta
+    assert told is not None
+    assert told.numbers.is_meta
 
 
 def test_logits_that_no_distribution_follows_from() -> None:
@@ -53,23 +142,25 @@ def test_logits_that_no_distribution_follows_from() -> None:
     logits[2] = -math.inf
     logits[3] = math.nan
     drawn = [Request(str(i), [1], SamplingParams(temperature=1.0, seed=i), output_token_ids=[1]) for i in range(4)]
-    chosen = choose(logits.clone(), drawn, 0, CPU).tolist()
+    chosen = choose(logits.clone(), drawn, None, EOS, CPU).tolist()
     assert chosen[0] != 7
     assert chosen[1:] == [9, 0, 0]
     greedy = [Request(str(i), [1], SamplingParams(temperature=0.0), output_token_ids=[1]) for i in range(4)]
-    assert choose(logits.clone(), greedy, 0, CPU).tolist() == [0, 9, 0, 0]
+    assert choose(logits.clone(), greedy, None, EOS, CPU).tolist() == [0, 9, 0, 0]
 
 
 def test_in_sixteen_bits_the_draw_is_that_of_the_same_numbers() -> None:
     torch.manual_seed(3)
     logits = torch.randn(8, 640).bfloat16()
-    requests = sequences(random.Random(3), 8)
-    assert choose(logits, requests, 0, CPU).tolist() == choose(logits.float(), requests, 0, CPU).tolist()
+    requests = sequences(random.Random(3), 8, 640, share_changed=0.5)
+    assert (
+        choose(logits, requests, None, EOS, CPU).tolist() == choose(logits.float(), requests, None, EOS, CPU).tolist()
+    )
 
 
-def test_rows_are_sorted_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = sequences(random.Random(9), 20)
+def test_rows_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = sequences(random.Random(9), 20, 300, share_changed=0.5)
     logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1))
-    whole = choose(logits, requests, 0, CPU).tolist()
-    monkeypatch.setattr(choice, "MAX_SORTED", 700)
-    assert choose(logits, requests, 0, CPU).tolist() == whole
+    whole = choose(logits, requests, None, EOS, CPU).tolist()
+    monkeypatch.setattr(choice, "MAX_AT_ONCE", 700)
+    assert choose(logits, requests, None, EOS, CPU).tolist() == whole

@@ -18,8 +18,8 @@ from pd_cluster.engine.plan import StepPlan
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.types import PromptOutput, Request, SamplingParams, Status
-from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
+from pd_cluster.types import Logprobs, PromptOutput, Request, SamplingParams, Status
+from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, told_alone
 
 LONGEST = 40
 SEEDS = range(35)
@@ -58,11 +58,14 @@ def random_prompt(rng: random.Random) -> list[int]:
     return shared[: rng.choice([0, 3, 8, 16, 20])] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
 
 
-def plain_sampling(rng: random.Random) -> SamplingParams:
-    """Greedy or drawn, and nothing else: what a device can go on with by itself."""
+def sampling_ahead(rng: random.Random) -> SamplingParams:
+    """What a device can go on with by itself."""
+    max_tokens = rng.randrange(1, 16)
+    ids = range(VOCAB_SIZE)
     return SamplingParams(
         n=1,
-        max_tokens=rng.randrange(1, 16),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice([0, 0, max_tokens // 2]),
         temperature=rng.choice([0.0, 1.0]),
         min_p=rng.choice([0.0, 0.05]),
         top_k=rng.choice([-1, 5]),
@@ -70,6 +73,13 @@ def plain_sampling(rng: random.Random) -> SamplingParams:
         seed=rng.randrange(1000),
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1]))),
         ignore_eos=rng.random() < 0.7,
+        logit_bias=tuple((i, rng.uniform(-5, 5)) for i in rng.sample(ids, 6)) if rng.random() < 0.2 else (),
+        allowed_token_ids=tuple(rng.sample(ids, 12)) if rng.random() < 0.2 else (),
+        bad_words=tuple(tuple(rng.choices(ids, k=rng.choice([1, 1, 2]))) for _ in range(60 * (rng.random() < 0.2))),
+        presence_penalty=rng.choice([0.0, 0.0, 0.0, 1.5]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.0, -0.8]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.5]),
+        logprobs=rng.choice([None, None, None, 0, 3]),
     )
 
 
@@ -97,6 +107,7 @@ class Traffic:
         self.core = EngineCore(self.runner, self.scheduler)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self.told: dict[str, dict[int, list[Logprobs | None]]] = defaultdict(lambda: defaultdict(list))
         self.reasons: dict[str, dict[int, str]] = defaultdict(dict)
         self.prompts: dict[str, PromptOutput] = {}
         self.aborted: set[str] = set()
@@ -118,8 +129,8 @@ class Traffic:
 
     def submit(self, name: str, now_s: float) -> None:
         prompt = random_prompt(self.rng)
-        is_plain = self.runner.goes_ahead and self.rng.random() < 0.95
-        sampling = plain_sampling(self.rng) if is_plain else random_sampling(self.rng, len(prompt))
+        goes_ahead = self.runner.goes_ahead and self.rng.random() < 0.95
+        sampling = sampling_ahead(self.rng) if goes_ahead else random_sampling(self.rng, len(prompt))
         request = Request(name, prompt, sampling, arrival_s=now_s)
         request.cache_salt = ""
         self.requests[name] = request
@@ -140,6 +151,7 @@ class Traffic:
             known = self.outputs[token.request_id][token.index]
             assert token.position == len(known)
             known.append(token.token_id)
+            self.told[token.request_id][token.index].append(token.logprobs)
             assert (token.logprobs is not None) == (request.sampling.logprobs is not None)
             if token.finish_reason is not None:
                 self.reasons[token.request_id][token.index] = token.finish_reason
@@ -149,6 +161,9 @@ class Traffic:
             assert request.status is Status.FINISHED
             expected = generate_alone(request.prompt_token_ids, request.sampling)
             found = self.outputs[name]
+            if not request.sampling.beam_width:
+                for index, ids in found.items():
+                    assert self.told[name][index] == told_alone(request.prompt_token_ids, ids, request.sampling), name
             if name in self.aborted:
                 assert all(expected[index][: len(ids)] == ids for index, ids in found.items())
                 continue

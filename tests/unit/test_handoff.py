@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -28,7 +28,7 @@ SEEDS = range(1000)
 SLOW_SEEDS = range(1000, 101_000)
 
 
-def explore(seeds: range) -> Counter[str]:
+def explore(seeds: Sequence[int]) -> Counter[str]:
     """Runs every seed; returns how often which outcome was seen on either side."""
     seen: Counter[str] = Counter()
     for seed in seeds:
@@ -196,7 +196,7 @@ def test_a_broken_state_machine_is_noticed(
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
-        explore(range(11_100, 15_100))
+        explore([*range(11_110, 11_120), *range(1400, 5400)])  # rare faults first
 
 
 class Recorder:

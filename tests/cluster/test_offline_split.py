@@ -52,6 +52,22 @@ def test_greedy_and_seeded_are_those_of_one_process(split: Offline, model: Path)
         assert split.run(pieces_of(split, PROMPTS, **fields)) == one.run(pieces_of(one, PROMPTS, **fields))
 
 
+def test_answers_of_a_batch_are_those_of_one_process(split: Offline, model: Path) -> None:
+    """Decode may wait with its steps; the batch is larger than the pool, so not for ever."""
+    prompts = [[5 + at % 40] * (1 + at * 7 % 60) for at in range(60)]
+
+    async def batch_of(offline: Offline) -> list[Piece]:
+        fields = {"prompt": prompts, "max_tokens": 9, "seed": 4, "ignore_eos": True}
+        generations = await offline.service.completions(CompletionRequest.model_validate(fields))
+        for generation in generations:
+            generation.batch = "b"
+        return await offline.service.complete(generations)
+
+    engine = EngineConfig(model=str(model), num_blocks=64, max_model_len=256)
+    with Offline(OfflineConfig(engine=engine)) as one:
+        assert split.run(batch_of(split)) == one.run(batch_of(one))
+
+
 def test_a_lost_worker_is_an_error_or_nothing_at_all(split: Offline, model: Path) -> None:
     """Last of this cluster's tests: its prefill process is gone after it, and decode does both."""
     assert isinstance(split._parts.backend, SplitCluster)

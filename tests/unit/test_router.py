@@ -411,6 +411,20 @@ def test_stopping_all_ends_the_request() -> None:
     run(test())
 
 
+def test_workers_are_told_which_batch_an_answer_is_of() -> None:
+    async def test() -> None:
+        world = World()
+        serving, first, request_id = await world.begin(batch="b")
+        assert [submit.batch for _, submit in world.mailbox.of(wire.Submit)] == ["b", "b"]
+        world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
+        world.outputs(world.router._streams[request_id].decode.conn, token(request_id, 0, finish="length"))
+        await first
+        await rest_of(serving)
+        world.assert_home()
+
+    run(test())
+
+
 def test_who_gathers_is_woken_for_the_last_token_or_for_many() -> None:
     async def test() -> None:
         world = World()

@@ -16,10 +16,11 @@ from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.engine import outbox
 from pd_cluster.engine.beams import are_first_tokens
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
+from pd_cluster.engine.events import Closed, Drain, Event, HandedOver, Mail, Opened, Stop
 from pd_cluster.engine.exports import ShipLimits
 from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import ReceiveEnd, SendEnd, Side
+from pd_cluster.engine.patience import Patience
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
@@ -86,7 +87,7 @@ class MidStepCredit(ToyRunner):
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, shares_cores: bool = True) -> None:
         self.now_s = 0.0
         self.post = Post()
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -115,6 +116,7 @@ class World:
             NoLinks(),
             self.inbox,
             clock=lambda: self.now_s,
+            shares_cores=shares_cores,
         )
         self.inbox.put(Opened(CONN, "scheduler@1", "scheduler"))
 
@@ -461,6 +463,66 @@ def test_the_loop_says_that_it_came_round_between_steps() -> None:
     assert steps == list(range(len(steps)))
     assert len(steps) > sampling(1).max_tokens
     world.assert_home()
+
+
+# ---- answers that nobody wants early
+
+
+def test_batches_are_told_apart_by_name_and_priority() -> None:
+    world = World()
+    for name, batch, priority in (("a", "x", 0), ("b", "x", 1), ("c", "", 0)):
+        submit = wire.Submit(name, 0, name, "hybrid", "", PROMPT, sampling(1), 0.0, priority=priority, batch=batch)
+        world.mail(submit)
+    world.step()
+    batches = {key: request.batch for key, request in world.worker.core.scheduler.requests.items()}
+    assert len({batches["a#0"], batches["b#0"], ""}) == 3
+    assert batches["c#0"] == ""
+    world.run()
+
+
+def test_a_step_waits_until_there_is_no_more_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, waits = World(), [True]
+    monkeypatch.setattr(Patience, "waits", property(lambda self: waits[0]))
+    world.submit("r", PROMPT, sampling(1))
+    for _ in range(3):
+        world.step()
+    assert world.worker.core.num_steps == 0
+    waits[0] = False
+    world.run()
+    assert found(world, "r")[:1] == generate_alone(PROMPT, sampling(1))[:1]
+
+
+@pytest.mark.parametrize("shares_cores", [False, True])
+def test_on_a_device_of_its_own_and_when_it_drains_no_step_waits(
+    shares_cores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patience, "waits", property(lambda self: True))
+    world = World(shares_cores)
+    world.submit("r", PROMPT, sampling(1))
+    world.step()
+    if shares_cores:
+        assert world.worker.core.num_steps == 0
+        world.inbox.put(Drain())
+    world.run()
+    assert len(found(world, "r")[0]) == sampling(1).max_tokens
+
+
+def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:
+    world = World()
+    world.submit("r", PROMPT, sampling(1))
+    ends, monotonic_s = [], 0.0
+
+    def came_round() -> None:
+        nonlocal monotonic_s
+        monotonic_s += 1e-6  # far less than what a load may be old
+        if not world.worker._legs and world.worker.core.num_steps:
+            ends.append(world.worker.load.num_running)
+            if len(ends) == 2:
+                world.inbox.put(Stop())
+
+    world.worker._clock = lambda: monotonic_s
+    world.worker.run(came_round)
+    assert ends[-1] == 0
 
 
 # ---- tokens that nobody reads one by one

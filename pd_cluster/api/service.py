@@ -184,8 +184,9 @@ class TextService:
                 yield generation.piece_of(sequence, "")
             return
         if generation.batch and not generation.has_stops:
-            async for piece in self._whole(generation):
-                yield piece
+            async with contextlib.aclosing(self._whole(generation)) as pieces:
+                async for piece in pieces:
+                    yield piece
             return
         async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
             async for token in tokens:

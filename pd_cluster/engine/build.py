@@ -15,6 +15,7 @@ from pd_cluster.engine.channel import Channel
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.events import Closed, Event, HandedOver, Mail, Opened, Stop
 from pd_cluster.engine.follower import Follower, send_to_rank_0
+from pd_cluster.engine.hang import end_within
 from pd_cluster.engine.lead import LeadRunner, Watch
 from pd_cluster.engine.limits import Limits
 from pd_cluster.engine.links import LaneEnds, LocalLanes, Side
@@ -176,11 +177,18 @@ def _lead(
     mailbox: Mailbox,
     inbox: queue.SimpleQueue[Event],
 ) -> RankLanes:
-    """Listens to the followers; the loss of one ends the engine's loop."""
+    """Listens to the followers; the loss of one ends the engine's loop, or the process if the loop waits for it.
+
+    Nothing else does: what watches over NCCL's calls does not know of those that a graph makes again.
+    """
     lanes = RankLanes(local, followers, lambda: runner.progress, mailbox.send, inbox.put)
+    wait_s = config.timeouts.collective_timeout_s
 
     def lost(rank: int, why: str) -> None:
-        inbox.put(Stop(InstanceLost(f"rank {rank} of {config.ranks.size} {why}")))
+        error = InstanceLost(f"rank {rank} of {config.ranks.size} {why}")
+        log.error("%s", error)
+        inbox.put(Stop(error))
+        end_within(2 * wait_s)
 
-    Watch(followers, lanes.hear, lost, config.timeouts.collective_timeout_s).start()
+    Watch(followers, lanes.hear, lost, wait_s).start()
     return lanes

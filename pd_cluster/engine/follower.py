@@ -219,7 +219,8 @@ class Follower:
     def _compute(self, step: to.Step) -> None:
         self._num_steps += 1
         rows, input_ids, blocks = (np.frombuffer(data, np.int64).copy() for data in _parts(step))
-        self._runner.compute(StepInput(rows.reshape(-1, 4), input_ids, blocks), self._advance)
+        on_layer = self._advance if step.by_layers else None
+        self._runner.compute(StepInput(rows.reshape(-1, 4), input_ids, blocks), on_layer, step.is_ahead)
         self._advance(ALL_LAYERS)
 
     def _advance(self, num_layers: int) -> None:

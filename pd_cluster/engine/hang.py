@@ -12,6 +12,11 @@ from collections.abc import Callable
 AGAIN_S = 1.0  # how often the deadline is put off, at most
 
 
+def end_within(limit_s: float) -> None:
+    """Whatever this process does now, by then it has ended, with code 1 if not of its own accord."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+
+
 def ends_when_hung(limit_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
     """What an engine's loop calls whenever it comes round. `limit_s` after the last call the process ends, with code 1.
 
@@ -24,6 +29,6 @@ def ends_when_hung(limit_s: float, clock: Callable[[], float] = time.monotonic) 
         now_s = clock()
         if now_s >= next_s:
             next_s = now_s + min(AGAIN_S, limit_s / 4)
-            faulthandler.dump_traceback_later(limit_s, exit=True)
+            end_within(limit_s)
 
     return came_round

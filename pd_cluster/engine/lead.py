@@ -18,7 +18,7 @@ from pd_cluster.engine.channel import Channel, encode
 from pd_cluster.engine.core import OnLayer
 from pd_cluster.engine.plan import Move
 from pd_cluster.errors import InstanceLost
-from pd_cluster.model.batch import step_input
+from pd_cluster.model.batch import StepInput, step_input
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.tokens import After, Tokens
 from pd_cluster.types import Request
@@ -81,7 +81,7 @@ class LeadRunner:
         self._followers = followers
         self.eos_token_ids = runner.eos_token_ids
         self.vocab_size = runner.vocab_size
-        self.goes_ahead = False  # followers are told of a step by the host
+        self.goes_ahead = runner.goes_ahead
         self.progress = to.Reached(0, ALL_LAYERS)  # of this rank
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -89,14 +89,18 @@ class LeadRunner:
         self._runner.move(moves)
 
     def launch(self, requests: Sequence[Request], after: After | None = None) -> Tokens | None:
-        """Never asked."""
-        return None
+        """Followers are told of the step by the host, and of tokens that it does not know by this rank's device."""
+        if not self._runner.can_launch(requests):
+            return None
+        step = self._runner.step_of(requests, after)
+        self._begin(step, is_ahead=after is not None, by_layers=False)
+        tokens = self._runner.launch_step(step, requests, after)
+        self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
+        return tokens
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> torch.Tensor:
         step = step_input(chunks, self._runner.pool.layout.block_size)
-        self._tell(to.Step(step.rows.tobytes(), step.input_ids.tobytes(), step.blocks.tobytes()))
-        num_steps = self.progress.num_steps + 1
-        self.progress = to.Reached(num_steps, 0)
+        num_steps = self._begin(step, is_ahead=False, by_layers=on_layer is not None)
 
         def advance(num_layers: int) -> None:
             self.progress = to.Reached(num_steps, num_layers)
@@ -106,6 +110,12 @@ class LeadRunner:
         logits = self._runner.compute(step, advance if on_layer is not None else None)
         self.progress = to.Reached(num_steps, ALL_LAYERS)
         return logits
+
+    def _begin(self, step: StepInput, is_ahead: bool, by_layers: bool) -> int:
+        """Tells the followers; returns the step's number."""
+        self._tell(to.Step(step.rows.tobytes(), step.input_ids.tobytes(), step.blocks.tobytes(), is_ahead, by_layers))
+        self.progress = to.Reached(self.progress.num_steps + 1, 0)
+        return self.progress.num_steps
 
     def _tell(self, message: to.Message) -> None:
         data = encode(message)

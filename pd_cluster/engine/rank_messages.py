@@ -23,11 +23,17 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(Message, frozen=True):
-    """A StepInput of model/batch.py: int64 numbers, little endian."""
+    """A StepInput of model/batch.py: int64 numbers, little endian.
+
+    `is_ahead`: rank 0's device hands out the input ids, which no host knows yet. `by_layers`: rank 0 follows the step
+    layer by layer, and so does everybody.
+    """
 
     rows: bytes
     input_ids: bytes
     blocks: bytes
+    is_ahead: bool
+    by_layers: bool
 
 
 class Moves(Message, frozen=True):

@@ -70,12 +70,16 @@ class ModelRunner:
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
         self.window = prove(self.model, self.pool)
         self._graphs = self._make_graphs(config)
-        self.goes_ahead = device.is_accelerator and self.group.size == 1  # where the device is the host, why should it
+        self.goes_ahead = device.is_accelerator  # where the device is the host, why should it
         self.group.loaded()
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
-        """Only for fused layers, which are known to launch the same again and never to ask the device."""
-        if not self.device.is_accelerator or self.group.size > 1:
+        """Only for fused layers, which are known to launch the same again and never to ask the device.
+
+        Ranks that share a model capture and replay the same steps, their sums among what is captured: which graph
+        serves a step follows from its numbers, and those are the same on all ranks.
+        """
+        if not self.device.is_accelerator:
             return None
         if config.enforce_eager:
             why = "--enforce-eager"
@@ -83,6 +87,8 @@ class ModelRunner:
             why = "its layers are not fused"
         elif (rope := rope_type(self.model.config)) in ASKING_ROPES:
             why = f"rope_type {rope} asks the device for positions"
+        elif self.group.size > 1 and self.device.kind == "npu":
+            why = "how many streams HCCL's sums take in a graph is not known here"
         elif self.model.ops.attention == "SDPA":
             why = "SDPA asks the device for lengths"
         else:
@@ -94,24 +100,39 @@ class ModelRunner:
         """See `compute`."""
         return self.compute(step_input(chunks, self.pool.layout.block_size), on_layer)
 
-    def compute(self, step: StepInput, on_layer: OnLayer | None = None) -> torch.Tensor:
+    def compute(self, step: StepInput, on_layer: OnLayer | None = None, is_ahead: bool = False) -> torch.Tensor:
         """Computes the chunks into the pool; returns logits [num_samples, vocab_size] float32 of the rows wanted.
 
         `on_layer` is told after each layer how many layers of the chunks' keys and values are in the pool; on an
-        accelerator, that what writes them was launched.
+        accelerator, that what writes them was launched. `is_ahead`, on ranks other than 0 only: rank 0 has launched
+        the step from tokens that its device has.
         """
-        return self._logits(step, None, on_layer).float()
+        input_ids = None
+        if is_ahead:
+            empty = torch.zeros(len(step.rows), dtype=torch.int64, device=self.device.torch_name)
+            input_ids = self.group.spread(empty)
+        return self._logits(step, input_ids, on_layer).float()
+
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        return can_choose(requests, self.device)
+
+    def step_of(self, requests: Sequence[Request], after: After | None) -> StepInput:
+        """One token of each."""
+        block_size = self.pool.layout.block_size
+        if after is not None:
+            return step_ahead(requests, block_size)
+        return step_input([(request, 1) for request in requests], block_size)
 
     def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens | None:
         """See engine/ahead.py; for runners that go ahead."""
-        if not can_choose(requests, self.device):
+        if not self.can_launch(requests):
             return None
-        block_size = self.pool.layout.block_size
-        if after is None:
-            step, input_ids = step_input([(request, 1) for request in requests], block_size), None
-        else:
-            step, input_ids = step_ahead(requests, block_size), after.tokens.rows(after.rows)
+        return self.launch_step(self.step_of(requests, after), requests, after)
+
+    def launch_step(self, step: StepInput, requests: Sequence[Request], after: After | None) -> DeviceTokens:
+        """On rank 0: the others `compute` it."""
         with torch.inference_mode():
+            input_ids = None if after is None else self.group.spread(after.tokens.rows(after.rows))
             logits = self._logits(step, input_ids)
             token_ids = choose(logits, requests, input_ids, self.eos_token_ids, self.device)
             return DeviceTokens(token_ids, self.device, tell(logits, token_ids, requests, self.device))

@@ -33,6 +33,12 @@ class Adding(FakeGroup):
             output.copy_(inputs[0] if rank == self.rank else torch.ones_like(output))
         return self
 
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Adding:
+        assert options.rootRank == 0
+        if self.rank:
+            tensors[0].fill_(1)
+        return self
+
     def wait(self) -> None: ...
 
     def _set_default_timeout(self, limit: timedelta) -> None:
@@ -57,6 +63,7 @@ def test_ranks_sum_and_gather_over_their_devices(groups: tuple[DeviceKind, list[
     assert first.sum(torch.tensor([3.0])).tolist() == [4.0]
     assert first.gather(torch.tensor([3.0])).tolist() == [3.0, 1.0]
     assert second.gather(torch.tensor([3.0])).tolist() == [3.0]
+    assert [group.spread(torch.tensor([3])).tolist() for group in (first, second)] == [[3], [1]]
 
 
 def test_a_group_is_told_what_its_backend_needs(groups: tuple[DeviceKind, list[DeviceGroup]]) -> None:

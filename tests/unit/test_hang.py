@@ -36,6 +36,14 @@ def test_the_process_ends_and_tells_where_it_was() -> None:
     assert "came back" not in ended.stdout
 
 
+def test_who_waits_for_a_lost_rank_ends() -> None:
+    """Also where nobody limits a step."""
+    script = HANGS.format(limit_s=0, sleep_us=(DEADLINE_S - 1) * 1_000_000)
+    script = script.replace("def a_step", "from pd_cluster.engine.hang import end_within\nend_within(0.2)\ndef a_step")
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stdout) == (1, "")
+
+
 @pytest.mark.parametrize("limit_s", [0.0, 3600.0])
 def test_a_step_that_comes_back_in_time_is_left_alone(limit_s: float) -> None:
     ended = run(limit_s, sleep_us=10_000)

@@ -48,7 +48,7 @@ def test_messages_arrive_whole_and_in_order() -> None:
     with channel_pair() as (lead, follower):
         heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         follower.start("test", heard.put, lambda: heard.put("end"))
-        sent = [to.Step(bytes(size), b"", b"x" * (size % 7)) for size in (0, 1, 70_000, 3)]
+        sent = [to.Step(bytes(size), b"", b"x" * (size % 7), size > 0, size > 1) for size in (0, 1, 70_000, 3)]
         for message in sent:
             lead.send(message)
         assert [heard.get(timeout=WAIT_S) for _ in sent] == sent

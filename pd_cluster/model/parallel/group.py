@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import (
     AllreduceOptions,
+    BroadcastOptions,
     FileStore,
     GatherOptions,
     PrefixStore,
@@ -41,6 +42,9 @@ class Group(Protocol):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 all ranks' x side by side, joined along the last dimension; elsewhere x itself."""
 
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x on every rank; elsewhere x is overwritten."""
+
     def least(self, number: int) -> int:
         """The least of every rank's number."""
 
@@ -58,6 +62,9 @@ class Alone:
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def least(self, number: int) -> int:
@@ -132,6 +139,11 @@ class GlooGroup:
         self._wait(self._group.gather([parts] if parts else [], [x], GatherOptions()))
         return torch.cat(parts, dim=-1) if parts else x
 
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        self._wait(self._group.broadcast([x], BroadcastOptions()))
+        return x
+
     def loaded(self) -> None:
         self._timeout = self._step_timeout
 
@@ -176,6 +188,11 @@ class DeviceGroup:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._group.allgather([parts], [x]).wait()
         return torch.cat(parts, dim=-1) if self.rank == 0 else x
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        self._group.broadcast([x], BroadcastOptions()).wait()
+        return x
 
     def least(self, number: int) -> int:
         return self._host.least(number)

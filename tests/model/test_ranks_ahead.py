@@ -1,0 +1,142 @@
+"""Ranks that share a model, with steps as graphs and launched ahead of the host, as on GPUs; here over gloo on CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.types import Request, SamplingParams
+from tests.support.engines import assert_same, generate, make_core, random_prompt, run
+from tests.support.ranks import ranks
+
+Checkpoints = Callable[..., Path]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+ASKING = SamplingParams(
+    max_tokens=12, temperature=0.8, top_k=20, seed=5, ignore_eos=True, frequency_penalty=0.4, logprobs=2
+)
+LENS = (1, 9, 20, 33, 5)
+SETTINGS = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "max_model_len": 64, "num_blocks": 64}
+
+
+@pytest.fixture(autouse=True)
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[ModelRunner]:
+    """Those that are made, as on a device: what a graph captures is called once before, and again in each replay."""
+    made: list[ModelRunner] = []
+
+    def capture(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        launches()
+        return launches
+
+    def make_graphs(runner: ModelRunner, config: object) -> DecodeGraphs:
+        made.append(runner)
+        return DecodeGraphs(runner.model, runner.pool, 8, runner.max_model_len, capture)
+
+    plain_init = ModelRunner.__init__
+
+    def init(runner: ModelRunner, *arguments: object) -> None:
+        plain_init(runner, *arguments)  # type: ignore[arg-type]
+        runner.goes_ahead = True
+
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
+    monkeypatch.setattr(ModelRunner, "_make_graphs", make_graphs)
+    monkeypatch.setattr(ModelRunner, "__init__", init)
+    return made
+
+
+def num_captured(runners: list[ModelRunner]) -> list[int]:
+    return [runner._graphs.num_captured for runner in runners if runner._graphs is not None]
+
+
+@pytest.mark.parametrize(("architecture", "size"), [("llama", 2), ("llama", 3), ("gemma2", 2), ("mixtral", 2)])
+def test_tokens_are_those_of_transformers(
+    checkpoint: Checkpoints, runners: list[ModelRunner], architecture: str, size: int
+) -> None:
+    changes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3} if size == 3 else {}
+    folder = checkpoint(architecture, **changes)
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, length) for length in LENS]
+    with ranks(folder, size, **SETTINGS) as core:
+        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
+            assert_same(folder, prompt, output, GREEDY.max_tokens)
+        assert core.ahead.num_ahead > 0
+    assert len(runners) == size
+    assert len(set(num_captured(runners))) == 1
+    assert num_captured(runners)[0] > 0
+
+
+def test_what_is_asked_of_the_logits_is_asked_on_rank_0_only(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("llama")
+    rng = random.Random(2)
+    prompts = [random_prompt(rng, length) for length in LENS]
+
+    def requests() -> list[Request]:
+        return [Request(f"r{i}", prompt, ASKING, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+
+    expected = run(make_core(folder, **SETTINGS), requests())
+    with ranks(folder, 2, **SETTINGS) as core:
+        actual = run(core, requests())
+        assert core.ahead.num_ahead > 0
+    for name, sequences in expected.items():
+        assert [token.token_id for token in actual[name][0]] == [token.token_id for token in sequences[0]]
+
+
+def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
+    checkpoint: Checkpoints, runners: list[ModelRunner]
+) -> None:
+    """A graph is padded: ranks that differ would add up pieces of different sizes."""
+    folder = checkpoint("llama")
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, length) for length in (4, 7, 9)]
+    told: list[int] = []
+    with ranks(folder, 2, **SETTINGS) as core:
+        for i, prompt in enumerate(prompts):
+            core.scheduler.add(Request(f"r{i}", prompt, GREEDY, arrival_s=float(i)))
+        found = drive(core, lambda at: told.append if at % 3 == 1 else None)
+    for i, prompt in enumerate(prompts):
+        assert_same(folder, prompt, found[f"r{i}"], GREEDY.max_tokens)
+    assert told
+    assert num_captured(runners)[0] > 0
+
+
+def drive(core: EngineCore, on_layer_of: Callable[[int], Callable[[int], None] | None]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for at in range(200):
+        if not core.scheduler.requests:
+            return found
+        # as the engine does it: what hands over is never launched ahead
+        plan = core.plan()
+        for _, token in core.run(plan, None if plan is core.ahead._plan else on_layer_of(at)).sampled:
+            found.setdefault(token.request_id, []).append(token.token_id)
+    raise AssertionError("the engine did not finish")
+
+
+def test_an_abort_while_a_step_is_under_way(checkpoint: Checkpoints) -> None:
+    """It is computed once too often, on every rank; the others' tokens stay what they are."""
+    folder = checkpoint("llama")
+    rng = random.Random(4)
+    prompts = [random_prompt(rng, length) for length in (6, 11, 3)]
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    with ranks(folder, 2, **SETTINGS) as core:
+        requests = [Request(f"r{i}", prompt, sampling, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+        for request in requests:
+            core.scheduler.add(request)
+        while not core.ahead.num_ahead:
+            core.step()
+        core.scheduler.finish(requests[1])
+        late = Request("late", prompts[1], GREEDY, arrival_s=9.0)  # takes the blocks that came home
+        core.scheduler.add(late)
+        for _ in range(100):
+            if not core.scheduler.requests:
+                break
+            core.step()
+        assert not core.scheduler.requests
+    assert_same(folder, prompts[1], late.output_token_ids, GREEDY.max_tokens)
+    (alone,) = generate(make_core(folder, **SETTINGS), [prompts[0]], sampling)
+    assert requests[0].output_token_ids == alone

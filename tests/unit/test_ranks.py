@@ -58,7 +58,7 @@ def test_messages_arrive_whole_and_in_order() -> None:
 
 def test_a_message_that_nobody_takes_is_an_error_in_time() -> None:
     with channel_pair(timeout_s=0.2) as (lead, _), pytest.raises(InstanceLost, match="another rank of this instance"):
-        lead.send(to.Step(bytes(100 << 20), b"", b""))
+        lead.send(to.Step(bytes(100 << 20), b"", b"", False, False))
 
 
 def test_what_a_message_raises_is_kept() -> None:

@@ -12,7 +12,7 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 cd "$root"
 # Nothing from the caller's surroundings decides how a test ends, and no test asks the network.
-unset GLOBAL_RANK_TABLE_FILE_PATH RANK_TABLE_FILE_PATH NODE_PORTS USE_OPENAI PYTHONPATH PYTEST_ADDOPTS MYPYPATH
+unset GLOBAL_RANK_TABLE_FILE_PATH RANK_TABLE_FILE_PATH NODE_PORTS USE_OPENAI PYTHONPATH PYTEST_ADDOPTS MYPYPATH PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE=1
 
 case "${1:-}" in
@@ -78,12 +78,12 @@ if [ -n "$given" ]; then
     end_of_mypy
     tests given "$@"
 else
-    # Those of one process run two at a time, with one compute thread each; those of clusters want both cores.
+    # Two at a time: those of one process with one compute thread each, those of clusters because they often wait.
     export OMP_NUM_THREADS=1
     tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
     unset OMP_NUM_THREADS
     end_of_mypy
-    tests clusters "$@" tests/cluster tests/api
+    tests clusters -n 2 --dist loadgroup "$@" tests/cluster tests/api
 fi
 
 "$python" - "$reports"/*.xml <<'END' || failed="$failed, the report of pytest"

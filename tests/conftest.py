@@ -14,6 +14,14 @@ for name, value in LOOKUPS.items():  # as rank processes have them, for links be
     os.environ.setdefault(name, value)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What shares clusters stays together where tests run on several processes: a file, and all of tests/api."""
+    for item in items:
+        folder, name = item.path.parent.name, item.path.name
+        item.add_marker(pytest.mark.xdist_group("api" if folder == "api" else name))
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`checkpoint("llama")` is the folder of a tiny random model of that architecture."""

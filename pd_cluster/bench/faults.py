@@ -25,9 +25,10 @@ from pd_cluster.bench.faults_report import Run, Tokens, is_right, show
 from pd_cluster.bench.faults_scripts import FAULTS, Fault, Means, Seen
 from pd_cluster.bench.faults_stage import Stage
 from pd_cluster.bench.report import Report, Result, check_writable
-from pd_cluster.bench.serve import free_port_pair, sigterm_ends_it
+from pd_cluster.bench.serve import sigterm_ends_it
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
 from pd_cluster.cluster.launcher import Cluster, Launch
+from pd_cluster.cluster.ports import free_port_pair
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
 
 NUM_PREFILL = NUM_DECODE = 2

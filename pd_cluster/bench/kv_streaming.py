@@ -21,8 +21,8 @@ from pd_cluster.bench.client import Sample, make_client, measure
 from pd_cluster.bench.engine_child import ChildFailed, make_model
 from pd_cluster.bench.engine_model import FP32_NBYTES, ModelShape
 from pd_cluster.bench.kv_goals import is_balanced, late_share
-from pd_cluster.bench.serve import free_port_pair
 from pd_cluster.cluster.launcher import Cluster, Launch
+from pd_cluster.cluster.ports import free_port_pair
 from pd_cluster.errors import PdClusterError
 
 NUM_PROMPT_TOKENS = 4096

@@ -19,10 +19,10 @@ import msgspec
 
 from pd_cluster.bench.engine_child import ChildFailed, child_environment, end_group, last_lines
 from pd_cluster.bench.router_spec import TEXT, MadeUpWorker, WorkersSpec
-from pd_cluster.bench.serve import free_port_pair
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
-from pd_cluster.cluster.launcher import Launch, free_ports, plan_cluster
+from pd_cluster.cluster.launcher import Launch, plan_cluster
 from pd_cluster.cluster.place import find_place
+from pd_cluster.cluster.ports import free_port_pair, free_ports
 from pd_cluster.cluster.timeline import MAX_REQUESTS
 from pd_cluster.text import Tokenizer
 from pd_cluster.types import Role

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import random
 import signal
-import socket
 import sys
 import time
 from collections import deque
@@ -31,7 +30,8 @@ from pd_cluster.bench.report import (
     progress,
 )
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
-from pd_cluster.cluster.launcher import Cluster, Launch, free_ports
+from pd_cluster.cluster.launcher import Cluster, Launch
+from pd_cluster.cluster.ports import free_port_pair
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
 from pd_cluster.show import Traffic, fetch_settled
 
@@ -123,16 +123,6 @@ async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
         raise
     finally:
         await cluster.stop()
-
-
-def free_port_pair() -> int:
-    """A free port whose successor, for the admin address, is free too."""
-    for _ in range(MAX_TRIES):
-        port = free_ports(1)[0]
-        with socket.socket() as neighbour, contextlib.suppress(OSError, OverflowError):
-            neighbour.bind(("127.0.0.1", port + 1))
-            return port
-    raise ConfigError(f"no two neighbouring free ports in {MAX_TRIES} tries")
 
 
 def _admin_above(url: str) -> str:

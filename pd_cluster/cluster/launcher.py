@@ -23,6 +23,7 @@ from pathlib import Path
 
 import httpx
 
+from pd_cluster.cluster.ports import free_ports
 from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, write
 from ranktable_tools.files import write_private
@@ -112,15 +113,6 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     command = _command(launch, launch.host, launch.port, f"--admin-token-file={token}")
     members.append(Member("scheduler", command, env, launch.port))
     return members
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free right now on the loopback address."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.launcher import ADMIN_TOKEN, Member, free_ports
+from pd_cluster.cluster.launcher import ADMIN_TOKEN, Member
+from pd_cluster.cluster.ports import free_ports
 from ranktable_tools import generate, write
 from tests.support.cluster import LiveCluster
 from tests.support.steady_stream import SteadyStream

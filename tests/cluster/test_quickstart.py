@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from pd_cluster.cluster.launcher import DIE_WITH_PARENT
-from tests.support.cluster import free_port_pair
+from pd_cluster.cluster.ports import free_port_pair
 
 DEADLINE_S = 100
 QUICKSTART = [sys.executable, "-m", "pd_cluster.quickstart"]

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from pd_cluster.cluster.ports import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 40.0
@@ -161,14 +163,6 @@ def generate_tables(folder: Path, devices: tuple[str, str]) -> None:
         *("--server-ip", HOST, "--device", "cpu"),
     ]
     subprocess.run(command, cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 @pytest.fixture

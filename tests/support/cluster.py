@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -18,7 +17,8 @@ from typing import Any
 
 import httpx
 
-from pd_cluster.cluster.launcher import Launch, Member, free_ports, plan_cluster
+from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
+from pd_cluster.cluster.ports import free_port_pair
 
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 40.0
@@ -213,19 +213,6 @@ class LiveCluster:
         choices = answer.json()["choices"]
         assert [choice["index"] for choice in choices] == list(range(len(choices)))
         return [choice["token_ids"] for choice in choices]
-
-
-def free_port_pair() -> int:
-    """A port p such that p and p + 1 are free right now."""
-    for _ in range(50):
-        (port,) = free_ports(1)
-        try:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port + 1))
-        except OSError:
-            continue
-        return port
-    raise AssertionError("no two free ports in a row")
 
 
 def children_of(pid: int) -> list[int]:

@@ -29,8 +29,9 @@ from pd_cluster.bench.engine_workloads import random_prompt
 from pd_cluster.bench.gpu_picture import CSV_FILE, HEADERS
 from pd_cluster.bench.gpu_spec import GpuSpec, Writer, child_main
 from pd_cluster.bench.report import percentile, spread
-from pd_cluster.bench.serve import ask_model, free_port_pair
+from pd_cluster.bench.serve import ask_model
 from pd_cluster.cluster.launcher import Cluster, Launch
+from pd_cluster.cluster.ports import free_port_pair
 from pd_cluster.errors import GenerationError, PdClusterError
 from pd_cluster.operate import is_drained
 from pd_cluster.show import Traffic, fetch_instances, fetch_settled

@@ -1,0 +1,77 @@
+"""Ports that are chosen for servers: free, and nobody else's."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.cluster import ports
+from pd_cluster.errors import ConfigError
+
+FEW = range(20_000, 20_040)
+OTHERS = """
+from pd_cluster.cluster import ports
+ports._candidates = lambda: iter(range({start}, {stop}))
+print(ports.free_ports({count}), flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_candidates", lambda: iter(FEW))
+    monkeypatch.setattr(ports, "_chosen", [])  # given back with the test
+
+
+def test_what_another_process_has_chosen_is_not_chosen(few: None) -> None:
+    script = OTHERS.format(start=FEW.start, stop=FEW.stop, count=20)
+    other = subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, text=True)
+    with other:
+        assert other.stdout is not None
+        theirs = set(map(int, other.stdout.readline().strip("[]\n").split(",")))
+        assert len(theirs) == 20
+        ours = ports.free_ports(10)
+        assert not theirs & set(ours)
+        with pytest.raises(ConfigError, match="no 11 free ports"):
+            ports.free_ports(11)
+        other.communicate("")
+    assert set(ports.free_ports(5)) <= theirs  # it has ended
+
+
+def test_what_somebody_listens_on_is_not_chosen(few: None) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", FEW[0]))
+        server.listen()
+        assert FEW[0] not in ports.free_ports(3)
+
+
+def test_a_pair_is_two_neighbours(few: None) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", FEW[1]))
+        server.listen()
+        port = ports.free_port_pair()
+        assert port >= FEW[2]
+        assert {port, port + 1}.isdisjoint(ports.free_ports(10))
+
+
+@pytest.mark.parametrize(
+    ("outgoing", "within"),
+    [
+        ("32768\t60999\n", range(10_000, 32_768)),
+        ("1024\t65535\n", range(10_000, 65_536)),
+        ("?", range(10_000, 65_536)),
+        (None, range(10_000, 65_536)),
+    ],
+)
+def test_they_lie_below_those_of_outgoing_connections(
+    outgoing: str | None, within: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if outgoing is not None:
+        (tmp_path / "range").write_text(outgoing)
+    monkeypatch.setattr(ports, "OUTGOING", tmp_path / "range")
+    found = list(ports._candidates())
+    assert (min(found), max(found)) == (within.start, within.stop - 1)

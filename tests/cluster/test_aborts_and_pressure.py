@@ -31,31 +31,42 @@ def model(checkpoint: Checkpoints) -> Path:
     return checkpoint("llama")
 
 
-@pytest.fixture(scope="module", params=["shm", "dist"])
+SHM = ["--preemption-mode=recompute", "--kv-transport=shm"]
+DIST = ["--preemption-mode=swap", "--kv-transport=dist"]
+BOTH = {"prefill-0": SHM[:1], "prefill-1": DIST[:1], "decode-0": SHM[:1], "decode-1": DIST}  # unasked it is shm
+
+
+@pytest.fixture(
+    scope="module",
+    params=["both", pytest.param("shm", marks=pytest.mark.slow), pytest.param("dist", marks=pytest.mark.slow)],
+)
 def cluster(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveCluster]:
     """Two and two, with room for only a few requests each: prefill and decode both fill up and must preempt.
 
-    One of the clusters recomputes who was preempted, the other swaps, as far as its little room goes; and has two API
-    processes.
+    Of each two one recomputes who was preempted, the other swaps, as far as its little room goes. Over shared memory
+    one API process is enough, else there are two.
     """
-    mode = {"shm": "recompute", "dist": "swap"}[request.param]
-    num_api_workers = {"shm": 1, "dist": 2}[request.param]
+    names = BOTH if request.param == "both" else dict.fromkeys(BOTH, {"shm": SHM, "dist": DIST}[request.param])
     flags = [
         "--block-size=8",
         "--num-blocks=40",
         "--max-model-len=160",
         "--max-num-batched-tokens=48",
         "--growth-tokens=8",
-        f"--kv-transport={request.param}",
-        f"--preemption-mode={mode}",
         "--swap-space=0.002",
         "--scheduling-policy=priority",
-        f"--api-workers={num_api_workers}",
+        f"--api-workers={1 if request.param == 'shm' else 2}",
     ]
     folder = tmp_path_factory.mktemp(f"pressure-{request.param}")
-    with LiveCluster(folder, model, num_prefill=2, num_decode=2, arguments=flags) as running:
+    with LiveCluster(folder, model, 2, 2, flags, member_arguments=names) as running:
+        links = [state for i in running.instances() if i["role"] == "prefill" for state in i["links"].values()]
+        assert {state.removeprefix("up ") for state in links} == {
+            "both": {"(shm)", "(dist)"},
+            "shm": {"(shm)"},
+            "dist": {"(dist)"},
+        }[request.param]
         yield running
 
 

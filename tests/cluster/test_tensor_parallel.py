@@ -79,11 +79,11 @@ def test_a_follower_s_end_is_its_instance_s(cluster: LiveCluster, model: Path) -
     """One that dies, and one that stands still while nothing is computed. One clear line, no process left behind;
     started again, the instance serves."""
     sizes = cluster.launch.tp_sizes
-    name = max(sizes, key=lambda each: sizes[each])
+    stops = "prefill-0" in sizes
+    name = (min if stops else max)(sizes, key=lambda each: sizes[each])  # the small one is started again
     size = sizes[name]
     ranks = children_of(cluster.processes[name].pid)
     assert len(ranks) == size
-    stops = "prefill-0" in sizes
     os.kill(ranks[-1], signal.SIGSTOP if stops else signal.SIGKILL)
     assert cluster.await_exit(name) == 1
     lines = cluster.log_file(name).read_text().splitlines()

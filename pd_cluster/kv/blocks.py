@@ -104,12 +104,12 @@ class BlockPool:
         for table in block_tables:
             for block in table:
                 counted[block] += 1
-        wrong = [block for block in range(self.num_blocks) if counted[block] != self._holders[block]]
-        if wrong:
+        if counted != self._holders:
+            wrong = [block for block in range(self.num_blocks) if counted[block] != self._holders[block]]
             raise AssertionError(f"holders of blocks {wrong[:8]} are wrong: requests hold {len(block_tables)} tables")
         self._index.check(self._holders)
         free = set(self._free)
         if len(free) != len(self._free) or any(self._holders[b] or self._index.knows(b) for b in free):
             raise AssertionError("the free list has a block twice, or one that is held or cached")
-        if len(free) + self.num_cached + sum(1 for holders in self._holders if holders) != self.num_blocks:
+        if len(free) + self.num_cached + self.num_blocks - counted.count(0) != self.num_blocks:
             raise AssertionError("a block is neither free nor cached nor held")

@@ -24,9 +24,10 @@ NUM_LAYERS = 3
 class Memory:
     """`slots[layer][block * block_size + offset]`; 0 before anything was written."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, blocks: BlockPool, block_size: int) -> None:
         self.block_size = block_size
-        self.slots = [[0] * (num_blocks * block_size) for _ in range(NUM_LAYERS)]
+        self.slots = [[0] * (blocks.num_blocks * block_size) for _ in range(NUM_LAYERS)]
+        self._blocks = blocks
 
     def slot(self, block_table: Sequence[int], position: int) -> int:
         return block_table[position // self.block_size] * self.block_size + position % self.block_size
@@ -38,6 +39,8 @@ class Memory:
         return [[self.slots[layer][i] for i in at] for layer in range(piece.first_layer, piece.stop_layer)]
 
     def write(self, piece: wire.KVPiece, into: Sequence[int], content: list[list[int]]) -> None:
+        """What lands, in blocks that must still be held for it."""
+        assert all(self._blocks._holders[block] for block in into), f"{into} were released and are written"
         offset = piece.first_token // self.block_size * self.block_size
         for layer, values in zip(range(piece.first_layer, piece.stop_layer), content, strict=True):
             for position, value in zip(range(piece.first_token, piece.stop_token), values, strict=True):
@@ -66,7 +69,7 @@ class Engine:
         prefix = PrefixScope("model", "float32") if caches else None
         blocks = BlockPool(num_blocks, rests=False)  # the worst case for whoever still reads or writes one
         self.scheduler = Scheduler(blocks, block_size, 6, budget, prefix)
-        self.memory = Memory(num_blocks, block_size)
+        self.memory = Memory(blocks, block_size)
         self.legs: dict[str, list[Request]] = {}
         self.plan: StepPlan | None = None  # the step that runs now
         self.num_layers_done = 0

@@ -8,9 +8,11 @@ frame that comes twice or out of order, a process that dies and is started again
 from __future__ import annotations
 
 import random
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 
 from pd_cluster import wire
 from pd_cluster.config import Timeouts
@@ -30,13 +32,14 @@ from tests.support.handoff_engine import (
     Engine,
     Memory,
     abort,
+    contents,
     decode_step,
     ends_at_once,
     first_tokens,
     make_sampling,
 )
 
-HURRY_EVENTS = 12_000
+HURRY_EVENTS = 4000
 TIMES = Timeouts(credit_timeout_s=10, transfer_timeout_s=30)
 
 
@@ -69,6 +72,8 @@ class Link:
         self.live: set[str] = set()
         self.frames: deque[wire.KVFrame | str] = deque()  # at D's thread
         self.seen: list[wire.KVFrame] = []
+        self.opened: set[int] = set()
+        self.copied: list[str] = []  # transfers, once for each of their copies that are not made yet
         self.payloads: dict[int, list[list[int]]] = {}  # two-sided: what was in the blocks when it was sent
         self.works = True
         self.copies = LateCopies()
@@ -96,24 +101,32 @@ class Link:
         payload = None if self.one_sided else self.payloads.pop(sequence)
         if into is None:
             return
-        self.copies.add(partial(self._copy, chunk.piece, into, payload))
+        self.copied.append(chunk.transfer_id)
+        self.copies.add(partial(self._copy, chunk, into, payload))
         if not self._is_late:
             self.copies.settle()
 
-    def _copy(self, piece: wire.KVPiece, into: list[int], payload: list[list[int]] | None) -> None:
-        self.target.write(piece, into, self.source.read(piece) if payload is None else payload)
+    def _copy(self, chunk: wire.KVChunk, into: list[int], payload: list[list[int]] | None) -> None:
+        self.copied.remove(chunk.transfer_id)
+        self.target.write(chunk.piece, into, self.source.read(chunk.piece) if payload is None else payload)
 
     def land(self) -> Landed | LandFault | Drained | str | None:
         """D's thread takes its next item; a string says why the link fails."""
         item = self.frames.popleft()
         if isinstance(item, str):
-            return self.lander.forget(item)
+            drained = self.lander.forget(item)
+            assert drained is None or item not in self.copied, f"{item} is written after its end"
+            return drained
         if not self.works:
             return None
         try:
             header = self.opener.open(item)
             assert not isinstance(header, wire.KVProbe)
-            return self.lander.land(item.sequence, header) if header is not None else None
+            if header is None:
+                return None
+            assert item.sequence not in self.opened, f"frame {item.sequence} was opened twice"
+            self.opened.add(item.sequence)
+            return self.lander.land(item.sequence, header)
         except LinkError as error:
             self.works = False
             return str(error)
@@ -133,6 +146,7 @@ class World:
         self.max_payload_nbytes = rng.choice([1, 4, 100])
         self.batch_share = random.Random(f"{seed} batch").choice([0.0, 0.8, 1.0, 1.0])
         self.p_ends, self.d_ends = Ends(), Ends()
+        self.taken: set[str] = set()  # transfers that P's mailbox has told D it may go on with
         self.p_life = self.d_life = 0
         self.links: list[Link] = []
         self.start_p()
@@ -163,9 +177,11 @@ class World:
             *self.troubles,
         ]
         # Each seed has its own slow and fast parts: that is what makes rare orders common.
-        self.weights: list[float] = [rng.choice([0.4, 2.0, 8.0]) for _ in self.events[: -len(self.troubles)]]
+        weights: list[float] = [rng.choice([0.4, 2.0, 8.0]) for _ in self.events[: -len(self.troubles)]]
         rates = [rng.choice([0.02, 0.1, 0.4]) for _ in self.troubles[:5]] + [rng.choice([0.004, 0.015])] * 2
-        self.weights += [rate if rng.random() < 0.4 else 0.0 for rate in rates]
+        self.num_quiet = len(weights)  # the events that are no trouble come first
+        weights += [rate if rng.random() < 0.4 else 0.0 for rate in rates]
+        self.weights = list(accumulate(weights))
 
     def clock(self) -> float:
         return self.now_s
@@ -243,13 +259,15 @@ class World:
         assert not len(self.exports.held), "a transfer is held that is none"
 
     def _one_event(self) -> None:
-        events = self.events if self.trouble else self.events[: -len(self.troubles)]
-        weights = self.weights if self.trouble else self.weights[: len(events)]
+        """Drawn from the sums of weights up to each event."""
+        num_kinds = len(self.events) if self.trouble else self.num_quiet
+        drawn = self.rng.random()
         if self.num_events > HURRY_EVENTS:  # nobody is slow for ever
-            weights = [1.0] * len(events)
-        event = self.rng.choices(events, weights)[0]
-        self.num_troubles += event in self.troubles
-        event()
+            at = int(drawn * num_kinds)
+        else:
+            at = bisect(self.weights, drawn * self.weights[num_kinds - 1], 0, num_kinds - 1)
+        self.num_troubles += at >= self.num_quiet
+        self.events[at]()
         self.num_events += 1
         if self.num_events % 16 == 0:
             self.p.scheduler.check()
@@ -326,6 +344,8 @@ class World:
         if self.patience.waits:
             self.num_waits += 1
             return
+        if not (self.d.scheduler.running or self.d.scheduler.waiting):
+            return
         for request in decode_step(self.d):
             sequences = self.d.legs[request.request_id]
             sequences.remove(request)
@@ -352,6 +372,7 @@ class World:
             return
         if isinstance(body, wire.Confirm):
             held = self.exports.held.take(conn, body.transfer_id)
+            self.taken |= {body.transfer_id} if held else set()
             self.replies.append((conn, wire.Confirmed(body.transfer_id, held)))
             return
         if isinstance(body, wire.Credit):
@@ -519,14 +540,23 @@ class World:
         return ShipLimits(self.d_size, self.max_payload_nbytes)
 
     def send(self, conn: str, body: wire.Body) -> None:
+        is_late = isinstance(body, wire.Revoke) and body.transfer_id in self.taken
+        assert not is_late, "P takes its word back"
         if conn == self.p_conn:
             self.to_d.append((conn, body))
 
     def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+        self._check_shipped(transfer_id, piece)
         link = self.link(conn)
         link.live.add(transfer_id)
         chunk = wire.KVChunk(transfer_id, index, piece, 1, 0)
         link.jobs.append(lambda: chunk if transfer_id in link.live else None)
+
+    def _check_shipped(self, transfer_id: str, piece: wire.KVPiece) -> None:
+        """It has been computed."""
+        request = self.p.legs[transfer_id.removeprefix("t")][0]
+        expected = contents(request, piece.first_token, piece.stop_token)
+        assert all(layer == expected for layer in self.p.memory.read(piece)), f"{request.key} is shipped too early"
 
     def ship_end(self, conn: str, end: wire.KVEnd) -> None:
         link = self.link(conn)
@@ -546,6 +576,7 @@ class World:
             (self.p_ends if engine is self.p else self.d_ends).add(request.request_id, outcome)
 
     def _export_ended(self, request: Request, error: str | None) -> None:
+        assert error is None or request.transfer_id not in self.taken, f"P gives {request.key} up after its word"
         self._end(self.p, request, error or "handed over")
         self.p.scheduler.finish(request)
 
@@ -554,6 +585,7 @@ class World:
 
     def _joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
         """The heart of it: what D commits is this request's prompt, whole, and P's tokens."""
+        assert request.transfer_id in self.taken, f"{request.key} goes on without P's word"
         assert tokens == first_tokens(request)
         self.patience.landed()
         going_on = [t for t in tokens if t.finish_reason is None]

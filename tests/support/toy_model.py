@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from pd_cluster.device import CPU
@@ -17,6 +18,7 @@ from pd_cluster.model.sampler import Row, Sampler
 from pd_cluster.model.tokens import After, DeviceTokens
 from pd_cluster.types import Logprobs, Request, SamplingParams
 from tests.support.reference_beams import search_everything
+from tests.support.reference_sampler import adjusted, reference
 
 VOCAB_SIZE = 40
 EOS = frozenset({3})
@@ -88,22 +90,19 @@ class ToyRunner:
 
 
 def generate_alone(prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
-    """The n outputs, one token at a time, without any engine."""
-    sampler = Sampler(VOCAB_SIZE, EOS)
+    """The n outputs, one token at a time, without any engine and by the slow sampler."""
     if sampling.beam_width:
-        return search_everything(
-            lambda tokens: logprobs_after(sampler, prompt, tokens, sampling), sampling, ends_of(sampling)
-        )
+        return search_everything(lambda tokens: logprobs_after(prompt, tokens, sampling), sampling, ends_of(sampling))
     outputs = []
     for index in range(sampling.n):
         request = Request("alone", prompt, sampling, index=index)
         while True:
-            logits = logits_after(request.token_ids(0, request.num_tokens))[None].clone()
-            (chosen,) = sampler.sample(logits, [Row(request, index, len(request.output_token_ids))])
-            request.output_token_ids.append(chosen.token_id)
-            if request.finish_reason_after(chosen.token_id, len(request.output_token_ids), EOS) is not None:
+            output = request.output_token_ids
+            logits = logits_after(request.token_ids(0, request.num_tokens)).numpy()
+            output.append(reference(logits, Row(request, index, len(output)), EOS))
+            if request.finish_reason_after(output[-1], len(output), EOS) is not None:
                 break
-        outputs.append(request.output_token_ids)
+        outputs.append(output)
     return outputs
 
 
@@ -115,14 +114,13 @@ def told_alone(prompt: list[int], output: list[int], sampling: SamplingParams) -
     return [*Sampler(VOCAB_SIZE, EOS).prompt_logprobs(logits, output, sampling.logprobs)]
 
 
-def logprobs_after(
-    sampler: Sampler, prompt: list[int], tokens: tuple[int, ...], sampling: SamplingParams
-) -> list[float]:
+def logprobs_after(prompt: list[int], tokens: tuple[int, ...], sampling: SamplingParams) -> list[float]:
     """Of every token that may follow, after masks and penalties."""
     request = Request("alone", prompt, sampling, output_token_ids=list(tokens))
-    logits = logits_after(request.token_ids(0, request.num_tokens))[None].clone()
-    sampler._adjust(logits, [Row(request, 0, len(tokens))])
-    values: list[float] = logits[0].double().log_softmax(-1).tolist()
+    logits = logits_after(request.token_ids(0, request.num_tokens)).numpy()
+    left = adjusted(logits, Row(request, 0, len(tokens)), EOS).astype(np.float64)
+    left -= left.max()
+    values: list[float] = (left - np.log(np.exp(left).sum())).tolist()
     return values
 
 

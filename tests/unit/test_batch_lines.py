@@ -116,7 +116,8 @@ def test_the_answers_of_another_program_count_too() -> None:
     assert answered_in(io.BytesIO(other), "out") == ({Entry(9, "a").key}, len(other))
 
 
-ids = st.one_of(st.none(), st.text(min_size=1, max_size=8).filter(lambda text: text.isprintable()))
+PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")  # as str.isprintable() has it
+ids = st.one_of(st.none(), st.text(PRINTABLE, min_size=1, max_size=8))
 
 
 @st.composite

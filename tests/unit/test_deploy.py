@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.core
-import typer.main
 import yaml
 
-from pd_cluster import cli
 from pd_cluster.flags import judge, normalize
 from ranktable_tools import check, load_global, load_local, locate, parse_node_ports
 from ranktable_tools import cli as ranktable_cli
+from tests.support.serve_command import serve_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -49,9 +47,7 @@ SERVICES: dict[str, dict[str, Any]] = compose()["services"]
 
 def parse_serve(argv: list[str]) -> dict[str, Any]:
     """What `pd-cluster serve` makes of a command line. Fails on a warning and on a flag that it doesn't honour."""
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, typer.core.TyperGroup)
-    command = group.commands["serve"]
+    command = serve_command()
     context = command.make_context("serve", normalize(["serve", *argv])[1:])
     assert judge(context.args, [name for parameter in command.params for name in parameter.opts]) == []
     return dict(context.params)

@@ -22,7 +22,7 @@ from pd_cluster.types import Logprobs, PromptOutput, Request, SamplingParams, St
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, told_alone
 
 LONGEST = 40
-SEEDS = range(35)
+SEEDS = range(20)  # most of them notice each fault below
 
 
 def random_sampling(rng: random.Random, num_prompt: int) -> SamplingParams:
@@ -203,7 +203,7 @@ def test_random_traffic_gives_the_tokens_of_each_request_alone() -> None:
 
 def test_a_step_ahead_of_the_host_changes_no_token() -> None:
     """Whatever stops, is aborted, arrives or gives way meanwhile."""
-    seen = explore(range(300, 340), launches=True)
+    seen = explore(range(300, 330), launches=True)
     for what, least in (("ahead", 200), ("preemptions", 20), ("hits", 20)):
         assert seen[what] > least, f"{what} was hardly seen: {seen}"
 

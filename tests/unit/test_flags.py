@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import typer.core
-import typer.main
 
-from pd_cluster import cli, flags
+from pd_cluster import flags
 from pd_cluster.errors import ConfigError
 from pd_cluster.flags import ALIASES, MANY_VALUES, NO_EFFECT, REFUSED, REFUSED_UNLESS, judge, normalize, split_keys
+from tests.support.serve_command import serve_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "flags.md"
@@ -29,14 +29,6 @@ Every instance takes every flag, so that one command line serves prefill, decode
 
 `--flag=value` and `--flag value` mean the same, and so do `--max_model_len` and `--max-model-len`.
 """
-
-
-def serve_command() -> typer.core.TyperCommand:
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, typer.core.TyperGroup)
-    command = group.commands["serve"]
-    assert isinstance(command, typer.core.TyperCommand)
-    return command
 
 
 def options() -> list[typer.core.TyperOption]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
+from pd_cluster.api.children import MAX_SLOW
 from pd_cluster.api.guide_check import GuideCheck
 from pd_cluster.api.guide_fields import BACKENDS, MAX_SCHEMA_DEPTH, guide_of
 from pd_cluster.api.parse import parse
@@ -198,12 +199,14 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
         tasks = [asyncio.create_task(verdict(check, each)) for each in endless]
         await asyncio.sleep(0)
         assert await verdict(check, Guide("choice", '["yes", "no"]')) == ""
-        assert not any(task.done() and not task.exception() for task in tasks)
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(outcome, Unavailable) for outcome in outcomes) == 4
-        assert sum("not ready" in str(outcome) for outcome in outcomes) == 2
+        going_on = {*tasks}
+        while len(going_on) > MAX_SLOW:  # those have a place until their time is over
+            done, going_on = await asyncio.wait(going_on, timeout=30.0, return_when=asyncio.FIRST_COMPLETED)
+            assert done, "more go on than there are places for"
+            assert all(isinstance(task.exception(), Unavailable) for task in done)
+        assert check.children._num_slow == len(going_on) == MAX_SLOW
 
-    with_check(use, timeout_s=8.0)
+    with_check(use)
 
 
 def test_a_child_that_broke_is_replaced_and_nobody_blamed() -> None:

@@ -7,19 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer.main
 
-from pd_cluster import cli
 from pd_cluster.cluster.launcher import KEYS_VARIABLE, Launch, plan_cluster
 from pd_cluster.config import ChatConfig, HttpConfig
 from pd_cluster.errors import ConfigError
 from pd_cluster.flags import normalize
 from pd_cluster.options import ServeOptions
+from tests.support.serve_command import serve_command
 
 
 def options(*argv: str) -> ServeOptions:
-    command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
-    context = command.make_context(
+    context = serve_command().make_context(
         "serve", normalize(["serve", *argv])[1:], auto_envvar_prefix="PD_CLUSTER_SERVE", resilient_parsing=False
     )
     return ServeOptions(**{name: value for name, value in context.params.items() if name != "context"})

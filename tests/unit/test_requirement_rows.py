@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import typer.core
-import typer.main
 
-from pd_cluster import cli
 from pd_cluster.cluster.place import find_place
 from pd_cluster.engine.build import build_core
 from pd_cluster.errors import ConfigError
@@ -29,6 +26,7 @@ from ranktable_tools import cli as ranktable_cli
 from ranktable_tools.schema import RankTableError, parse_global, parse_local
 from tests.support.engines import assert_same, make_core
 from tests.support.engines import generate as run_engine
+from tests.support.serve_command import serve_command
 
 ROOT = Path(__file__).resolve().parents[2]
 GEN = "--mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server"
@@ -203,9 +201,7 @@ def test_every_role_needs_both_variables(tmp_path: Path, missing: str) -> None:
 
 def options_of(*argv: str) -> ServeOptions:
     """What `pd-cluster serve` makes of its flags."""
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, typer.core.TyperGroup)
-    context = group.commands["serve"].make_context("serve", normalize(["serve", *argv])[1:])
+    context = serve_command().make_context("serve", normalize(["serve", *argv])[1:])
     return ServeOptions(**{name: value for name, value in context.params.items() if name != "context"})
 
 

@@ -7,62 +7,15 @@ import random
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from pd_cluster.model import passes
-from pd_cluster.model.sampler import Row, Sampler, uniform
+from pd_cluster.model.sampler import Row, Sampler
 from pd_cluster.types import Request, SamplingParams
+from tests.support.reference_sampler import reference
 
 EOS = frozenset({1, 3})
-
-
-def reference(logits: np.ndarray[Any, Any], row: Row) -> int:
-    """The token of one row: plain loops, a full stable sort, double precision after the penalties."""
-    p = row.request.sampling
-    output = row.request.output_token_ids
-    tokens = row.request.prompt_token_ids + output
-    x = logits.astype(np.float32).copy()
-    for token in range(len(x)):
-        if p.allowed_token_ids and token not in p.allowed_token_ids:
-            x[token] = -math.inf
-    for words in p.bad_words:
-        if len(words) == 1 or tokens[-(len(words) - 1) :] == list(words[:-1]):
-            x[words[-1]] = -math.inf
-    if row.position < p.min_tokens:
-        for token in EOS.union(p.stop_token_ids):
-            x[token] = -math.inf
-    for token, bias in p.logit_bias:
-        x[token] += np.float32(bias)
-    for token in set(tokens):
-        repetition = np.float32(p.repetition_penalty)
-        x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
-    for token in set(output):
-        x[token] -= np.float32(p.frequency_penalty) * np.float32(output.count(token))
-        x[token] -= np.float32(p.presence_penalty)
-    if (x == -math.inf).all():
-        return max(p.allowed_token_ids or range(len(x)), key=lambda token: (logits[token], -token))
-    order = sorted(range(len(x)), key=lambda token: (-x[token], token))
-    if p.temperature == 0:
-        return order[0]
-    weights = {token: math.exp((float(x[token]) - float(x[order[0]])) / p.temperature) for token in order}
-    kept = [token for token in order if weights[token] >= p.min_p]
-    if p.top_k > 0:
-        kept = kept[: p.top_k]
-    total = math.fsum(weights[token] for token in kept)
-    nucleus: list[int] = []
-    for token in kept:
-        if p.top_p < 1 and nucleus and math.fsum(weights[t] for t in nucleus) >= p.top_p * total:
-            break
-        nucleus.append(token)
-    target = uniform(p.seed, row.index, row.position) * math.fsum(weights[token] for token in nucleus)
-    cumulative = 0.0
-    for token in sorted(nucleus):
-        cumulative += weights[token]
-        if cumulative > target:
-            return token
-    return max(nucleus)
 
 
 def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
@@ -122,7 +75,7 @@ def test_equals_the_reference_alone_and_in_a_batch(vocab_size: int, num_cases: i
     sampler = Sampler(vocab_size, EOS)
     rows = [random_row(rng, vocab_size) for _ in range(num_cases)]
     logits = torch.stack([random_logits(rng, vocab_size) for _ in rows])
-    expected = [reference(line.numpy(), row) for line, row in zip(logits, rows, strict=True)]
+    expected = [reference(line.numpy(), row, EOS) for line, row in zip(logits, rows, strict=True)]
     together: list[int] = []
     while len(together) < num_cases:
         part = slice(len(together), len(together) + rng.randint(1, 16))
@@ -152,7 +105,7 @@ def test_every_path_equals_the_reference() -> None:
     ]
     for params in cases:
         rows = [Row(Request("r", [], SamplingParams(seed=seed, **params)), 0, 0) for seed in range(4)]
-        expected = [reference(line.numpy(), row) for line, row in zip(logits, rows, strict=True)]
+        expected = [reference(line.numpy(), row, EOS) for line, row in zip(logits, rows, strict=True)]
         assert [s.token_id for s in sampler.sample(logits.clone(), rows)] == expected
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema.validators
 import numpy as np
 import pytest
+from jsonschema.protocols import Validator
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pd_cluster.errors import GuideError, RequestError
@@ -66,15 +69,16 @@ class World:
         self.tokenizer.save(str(folder / "tokenizer.json"))
         self.eos_id = self.tokenizer.token_to_id("<eos>")
         self.compiler = Compiler(folder / "tokenizer.json", self.tokenizer.get_vocab_size(), [self.eos_id])
+        self.free, self.closing = {*self.ids("aZ~")}, self.ids('"}]<')
+        self._words = np.zeros(self.compiler.num_words, dtype=np.uint32)
 
     def ids(self, text: str) -> list[int]:
         found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
     def allowed(self, matcher: Matcher) -> list[int]:
-        words = np.zeros(self.compiler.num_words, dtype=np.uint32)
-        matcher.write_mask(words)
-        return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+        matcher.write_mask(self._words)
+        return np.flatnonzero(np.unpackbits(self._words.view(np.uint8), bitorder="little")).tolist()
 
     def verdict(self, guide: Guide | None, text: str) -> str:
         """Of a text: whole, begun, or what comes before the first token that is refused."""
@@ -96,12 +100,13 @@ class World:
             if self.eos_id in allowed and (len(allowed) == 1 or rng.random() < 0.1):
                 return str(self.tokenizer.decode(output, skip_special_tokens=False))
             allowed = [token_id for token_id in allowed if token_id != self.eos_id]
-            is_free = len(self.ids("aZ~")) == len({*self.ids("aZ~")} & {*allowed})
+            may_follow = {*allowed}
+            is_free = self.free <= may_follow
             if is_free and rng.random() < 0.2 and self._take(matcher, goal := self.ids(rng.choice(goals))):
                 output += goal
                 continue
-            closing = [token_id for token_id in self.ids('"}]<') if token_id in allowed]
-            longer = [token_id for token_id in allowed if token_id >= 256]
+            closing = [token_id for token_id in self.closing if token_id in may_follow]
+            longer = allowed[bisect_left(allowed, 256) :]
             (token_id,) = rng.choices(
                 [rng.choice(allowed), rng.choice(closing or allowed), rng.choice(longer or allowed)]
             )
@@ -145,7 +150,16 @@ def must_fit(calls: list[tuple[str, Any]], tools: list[Tool]) -> None:
     schemas = {tool.name: tool.parameters for tool in tools}
     for name, arguments in calls:
         assert isinstance(arguments, dict)
-        jsonschema.validate(arguments, schemas[name])
+        validator_of(json.dumps(schemas[name])).validate(arguments)
+
+
+@functools.cache
+def validator_of(schema_text: str) -> Validator:
+    """jsonschema.validate() checks the schema each time."""
+    schema = json.loads(schema_text)
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema)
 
 
 # ---- walks
@@ -210,7 +224,7 @@ def test_an_answer_or_calls(world: World, parser: str) -> None:
         assert bool(calls) != bool(content), text
         must_fit([call for call in calls if call[0] == "add"], TOOLS)
         if content:
-            jsonschema.validate(json.loads(content), json.loads(ANSWER.text))
+            validator_of(ANSWER.text).validate(json.loads(content))
         kinds.add("calls" if calls else "content")
     assert kinds == {"calls", "content"}
 

@@ -299,7 +299,7 @@ def test_dist_ends_with_its_peer() -> None:
 # ---- both threads of a link
 
 
-def make_config(transport: str, secret: bytes = b"s") -> WorkerConfig:
+def make_config(transport: str, secret: bytes = b"s", connect_timeout_s: float = 5.0) -> WorkerConfig:
     return WorkerConfig(
         name="prefill-0",
         role="prefill",
@@ -312,7 +312,7 @@ def make_config(transport: str, secret: bytes = b"s") -> WorkerConfig:
         kv_transport=transport,  # type: ignore[arg-type]
         kv_port_range=PortRange(),
         engine=EngineConfig(model="m"),
-        timeouts=Timeouts(connect_timeout_s=5.0),
+        timeouts=Timeouts(connect_timeout_s=connect_timeout_s),
     )
 
 
@@ -329,6 +329,7 @@ class Link:
         probe_seed: int | None = None,
         devices: tuple[int | None, int | None] = (None, None),
         kind: DeviceKind = "cuda",
+        connect_timeout_s: float = 5.0,
     ) -> None:
         """`devices`: those of that kind that P's and D's pools are on."""
         self.source, self.target = random_pool(1), random_pool(2)
@@ -338,7 +339,7 @@ class Link:
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
         self._tamper = tamper
-        config = make_config(transport)
+        config = make_config(transport, connect_timeout_s=connect_timeout_s)
         memory = MemfdMemory()
         p, d = Transports(config, self.source, memory), Transports(config, self.target, memory)
         self._keep = (p, d)
@@ -436,11 +437,11 @@ def test_what_lands_leaves_the_own_probe_alone() -> None:
 
 
 def test_a_link_without_a_probe_is_refused() -> None:
-    link = Link("shm", tamper=lambda frame: [])
+    link = Link("shm", tamper=lambda frame: [], connect_timeout_s=0.5)
     assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
     refused = link.answers.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
-    assert "no probe" in refused.reason
+    assert "no probe came within 0.5 s" in refused.reason
     link.close()
 
 

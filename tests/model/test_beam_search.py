@@ -15,7 +15,7 @@ from pd_cluster.engine.plan import Move
 from pd_cluster.types import Request, SamplingParams, TokenOutput
 from tests.support.checkpoints import CONFIGS, EOS_ID, reference_model
 from tests.support.engines import make_core, random_prompt, run
-from tests.support.reference_beams import assert_same_beams, generate_beams, one_thread
+from tests.support.reference_beams import assert_all_same_beams, assert_same_beams, generate_beams, one_thread
 
 Checkpoints = Callable[..., Path]
 MANY_ENDS = tuple(range(1, 256, 4))  # so that hypotheses end at every length
@@ -48,14 +48,17 @@ def check(core: EngineCore, folder: Path, prompt: list[int], sampling: SamplingP
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
-    """One token, a block, a block and one, more than a step takes; often with an end in sight."""
+    """One token, a block, a block and one, more than a step takes: together, often with an end in sight, and alone."""
     folder = checkpoint(architecture)
-    core = make_core(folder, block_size=16, max_num_batched_tokens=40, num_blocks=128, max_model_len=128)
+    core = make_core(folder, block_size=16, max_num_batched_tokens=40, num_blocks=256, max_model_len=128)
     rng = random.Random(architecture)
-    for length in (1, 16, 17, 41, 100):
-        width = rng.randrange(2, 6)
-        check(core, folder, random_prompt(rng, length), beams(width, stop_token_ids=MANY_ENDS))
-        check(core, folder, random_prompt(rng, length), beams(width, n=1))
+    prompts = [random_prompt(rng, length) for length in (1, 16, 17, 41, 100)]
+    sampling = beams(rng.randrange(2, 6), stop_token_ids=MANY_ENDS)
+    tokens = run(core, [Request(f"r{at}", prompt, sampling) for at, prompt in enumerate(prompts)])
+    assert_all_same_beams(folder, prompts, [ids_of(each, sampling) for each in tokens.values()], sampling)
+    sampling = beams(rng.randrange(2, 6), n=1)
+    alone = [ids_of(run(core, [Request("r", prompt, sampling)])["r"], sampling) for prompt in prompts]
+    assert_all_same_beams(folder, prompts, alone, sampling)
 
 
 def test_penalties_and_ways_to_stop(checkpoint: Checkpoints) -> None:

@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from pd_cluster.bench import commands, engine_child, gpu, gpu_parts
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """What each part does in a child of its own is done here: every child imports torch and transformers for seconds.
+
+    Children as such: test_quick_runs_our_engine_and_generate, test_quick_measures_the_machine_and_its_handover_on_cpu.
+    """
+
+    def run_here(command: Sequence[str], log: Path, deadline_s: float, num_threads: int) -> None:
+        python, is_module, module, *arguments = command
+        assert (python, is_module) == (sys.executable, "-m")
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        runpy.run_module(module, run_name="__main__")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a part may change
+    for each in (engine_child, gpu_parts):
+        monkeypatch.setattr(each, "run_child", run_here)
 
 
 def test_quick_runs_our_engine_and_generate(tmp_path: Path) -> None:
@@ -41,13 +64,15 @@ def test_quick_hands_over_between_two_processes(tmp_path: Path) -> None:
     assert written["goals"] == []
 
 
-def test_quick_runs_the_engine_by_itself_in_the_service_and_split(tmp_path: Path) -> None:
-    """`bench offline --quick`: each in processes of its own, with the same tokens."""
+@pytest.mark.usefixtures("in_this_process")
+def test_quick_runs_the_engine_by_itself_in_the_service_and_split(
+    checkpoint: Callable[[], Path], tmp_path: Path
+) -> None:
+    """`bench offline --quick`: the same tokens from all three."""
     file = tmp_path / "offline.json"
-    command = [sys.executable, "-m", "pd_cluster.cli", "bench", "offline", "--quick", "--threads", "1"]
-    command += ["--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr
+    options = ["--quick", "--threads", "1", "--model", str(checkpoint()), "--num-requests", "6", "--json", str(file)]
+    done = CliRunner().invoke(commands.app, ["offline", *options])
+    assert done.exit_code == 0, done.output
     found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
     for name in ("one process", "split"):
         assert found[name]["value"] > 0
@@ -62,14 +87,29 @@ def run_gpu(parts: str, out: Path) -> tuple[dict[str, float], dict[str, object]]
     command += ["--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=dict(os.environ))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    return figures_in(out)
+
+
+def figures_in(out: Path) -> tuple[dict[str, float], dict[str, object]]:
     report = json.loads((out / "report.json").read_text())
     assert {part["state"] for part in report["parts"]} == {"done"}
     return {each["name"]: each["value"] for each in report["results"] if each["value"] is not None}, report
 
 
-def test_quick_measures_an_engine_and_its_handover_on_cpu(tmp_path: Path) -> None:
-    """`bench gpu` without a GPU: both models, every section, profiles, the handover with and without checksums."""
-    figures, report = run_gpu("ceilings,engine,handover,small,attention", tmp_path)
+def test_quick_measures_the_machine_and_its_handover_on_cpu(tmp_path: Path) -> None:
+    """`bench gpu` without a GPU: parts in processes of their own, the handover with and without checksums."""
+    figures, report = run_gpu("ceilings,handover", tmp_path)
+    assert figures["handover over shm, share of the copy"] > 0
+    assert figures["handover over shm, without checksums"] > 0
+    assert report["device"] == "CPU"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_quick_measures_an_engine_on_cpu(tmp_path: Path) -> None:
+    """Both models, every section, profiles."""
+    parts = "ceilings,engine,small,attention"  # a share is one of the ceilings
+    assert gpu.run(gpu.make_bench(parts, "cpu", True, 110, str(tmp_path), ""))
+    figures, report = figures_in(tmp_path)
     for model in ("8B", "0.6B"):
         for name in ("decode 1, share of the floor", "decode 3, host overhead", "start-up from page cache"):
             assert figures[f"{model}: {name}"] > 0
@@ -80,8 +120,6 @@ def test_quick_measures_an_engine_and_its_handover_on_cpu(tmp_path: Path) -> Non
             first, *rows = (tmp_path / f"profile-{model}-{step}.txt").read_text().splitlines()
             assert first.split() == ["ms", "share", "calls", "kernel"]
             assert len(rows) == 15
-    assert figures["handover over shm, share of the copy"] > 0
-    assert figures["handover over shm, without checksums"] > 0
     assert {f"attention, {what}, {who}" for what in ("decode 3", "prefill") for who in ("ours", "SDPA")} <= set(figures)
     assert report["device"] == "CPU"
 

@@ -13,7 +13,7 @@ from pd_cluster.engine.core import EngineCore
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Request, SamplingParams
-from tests.support.engines import assert_same, generate, make_core, random_prompt, run
+from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 from tests.support.ranks import ranks
 
 Checkpoints = Callable[..., Path]
@@ -63,8 +63,7 @@ def test_tokens_are_those_of_transformers(
     rng = random.Random(1)
     prompts = [random_prompt(rng, length) for length in LENS]
     with ranks(folder, size, **SETTINGS) as core:
-        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
-            assert_same(folder, prompt, output, GREEDY.max_tokens)
+        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
         assert core.ahead.num_ahead > 0
     assert len(runners) == size
     assert len(set(num_captured(runners))) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from fastapi import FastAPI
 
 from pd_cluster.api.http import install_error_handlers
 from pd_cluster.api.openai import openai_routes
+from pd_cluster.cli import main
 from pd_cluster.config import EngineConfig
 from pd_cluster.errors import InstanceLost, Unavailable
 from pd_cluster.offline import batch as batch_module
@@ -336,15 +338,28 @@ def test_pipes_and_worker_processes(checkpoint: Callable[..., Path]) -> None:
         ("twice", "out", "lines 1 and 2 have the same custom_id, 'a'"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(tmp_path: Path, source: str, target: str, words: str) -> None:
+def test_what_cannot_be_done_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    target: str,
+    words: str,
+) -> None:
     """Before a model is looked for, and with every file as it was."""
     files = {"in": request("a", CHAT_URL, CHAT), "notes": b"mine", "twice": 2 * request("a", CHAT_URL, CHAT)}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     source, target = (name if "/" in name else str(tmp_path / name) for name in (source, target))
-    done = run(command(Path("/no/such/model"), source, target))
-    assert done.returncode == 1
-    assert done.stdout == b""
-    (line,) = done.stderr.decode().splitlines()
+    monkeypatch.setattr(sys, "argv", command(Path("/no/such/model"), source, target)[2:])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        logging.captureWarnings(False)
+    assert ended.value.code == 1
+    written = capsys.readouterr()
+    assert written.out == ""
+    (line,) = written.err.splitlines()
     assert words in line
     assert {name: (tmp_path / name).read_bytes() for name in files} == files

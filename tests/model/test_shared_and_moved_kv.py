@@ -13,7 +13,7 @@ from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.plan import Move
 from pd_cluster.types import Request, SamplingParams
 from tests.support.checkpoints import CONFIGS, reference_model
-from tests.support.engines import assert_same, generate, make_core, random_prompt, run
+from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 
 Checkpoints = Callable[..., Path]
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
@@ -27,6 +27,7 @@ def test_a_cached_prefix_gives_the_same_tokens(checkpoint: Checkpoints, architec
     core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=40, num_blocks=64)
     prompt = random_prompt(random.Random(7), 70)
     (answer,) = generate(core, [prompt], GREEDY)
+    prompts, outputs = [], []
     for again, num_cached in (
         (prompt, 64),
         (prompt[:64], 56),  # the last token is always computed
@@ -36,7 +37,9 @@ def test_a_cached_prefix_gives_the_same_tokens(checkpoint: Checkpoints, architec
         request = Request("again", again, GREEDY)
         tokens = run(core, [request])["again"][0]
         assert request.num_cached_tokens == num_cached
-        assert_same(folder, again, [token.token_id for token in tokens], GREEDY.max_tokens)
+        prompts.append(again)
+        outputs.append([token.token_id for token in tokens])
+    assert_all_same(folder, prompts, outputs, GREEDY.max_tokens)
 
 
 def test_salts_and_a_cache_that_is_off_share_nothing(checkpoint: Checkpoints) -> None:
@@ -85,8 +88,7 @@ def test_constant_preemption(checkpoint: Checkpoints, architecture: str, setting
     rng = random.Random(3)
     prompts = [random_prompt(rng, rng.randrange(1, 40)) for _ in range(16)]
     long = SamplingParams(max_tokens=48, temperature=0.0)
-    for prompt, output in zip(prompts, generate(core, prompts, long), strict=True):
-        assert_same(folder, prompt, output, long.max_tokens)
+    assert_all_same(folder, prompts, generate(core, prompts, long), long.max_tokens)
     assert core.scheduler.num_preemptions > 2
     kinds = {each.kind for each in moves}
     assert kinds == ({"out", "in"} if settings["preemption_mode"] == "swap" else set())

@@ -12,7 +12,7 @@ import torch
 from pd_cluster.errors import ModelError
 from pd_cluster.types import Request, SamplingParams
 from tests.support.checkpoints import CONFIGS
-from tests.support.engines import assert_same, generate, make_core, random_prompt, run
+from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 from tests.support.ranks import ranks
 
 Checkpoints = Callable[..., Path]
@@ -28,8 +28,7 @@ def test_two_ranks_generate_the_same_tokens(checkpoint: Checkpoints, architectur
     rng = random.Random(1)
     prompts = [random_prompt(rng, n) for n in (1, 16, 41, 70)]
     with ranks(folder, 2, max_num_batched_tokens=40, num_blocks=64) as core:
-        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
-            assert_same(folder, prompt, output, GREEDY.max_tokens)
+        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
 
 
 @pytest.mark.parametrize(("architecture", "num_kv_heads"), [("llama", 2), ("llama", 1), ("gemma2", 4), ("mixtral", 2)])
@@ -38,8 +37,7 @@ def test_four_ranks_with_replicated_heads(checkpoint: Checkpoints, architecture:
     rng = random.Random(2)
     prompts = [random_prompt(rng, n) for n in (3, 17, 60)]
     with ranks(folder, 4, block_size=8, num_blocks=64) as core:
-        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
-            assert_same(folder, prompt, output, GREEDY.max_tokens)
+        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
 
 
 def test_three_ranks(checkpoint: Checkpoints) -> None:
@@ -47,8 +45,7 @@ def test_three_ranks(checkpoint: Checkpoints) -> None:
     folder = checkpoint("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     prompts = [random_prompt(random.Random(6), n) for n in (1, 20)]
     with ranks(folder, 3, num_blocks=64) as core:
-        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
-            assert_same(folder, prompt, output, GREEDY.max_tokens)
+        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
 
 
 def test_norms_that_span_replicated_heads(checkpoint: Checkpoints) -> None:
@@ -56,8 +53,7 @@ def test_norms_that_span_replicated_heads(checkpoint: Checkpoints) -> None:
     folder = checkpoint("olmo2", num_key_value_heads=2)
     prompts = [random_prompt(random.Random(3), n) for n in (5, 33)]
     with ranks(folder, 4, num_blocks=64) as core:
-        for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
-            assert_same(folder, prompt, output, GREEDY.max_tokens)
+        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
 
 
 def test_a_vocabulary_that_does_not_divide(checkpoint: Checkpoints) -> None:

@@ -10,7 +10,7 @@ from pd_cluster.config import EngineConfig
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.types import Request, SamplingParams, TokenOutput
-from tests.support.checkpoints import margin, reference_greedy
+from tests.support.checkpoints import margin, reference_greedy, reference_greedy_together
 
 MAX_STEPS = 5000
 DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "auto")
@@ -70,3 +70,11 @@ def assert_same(folder: Path, prompt: list[int], output: list[int], max_tokens: 
         f"prompt of {len(prompt)} tokens differs at output {at} where the margin is {distance:.2e}: "
         f"{output[at : at + 4]} instead of {expected[at : at + 4]}"
     )
+
+
+def assert_all_same(folder: Path, prompts: list[list[int]], outputs: list[list[int]], max_tokens: int) -> None:
+    """`assert_same` of many: what the reference says otherwise with all of them in a batch, it is asked for alone."""
+    together = reference_greedy_together(folder, prompts, max_tokens)
+    for prompt, output, expected in zip(prompts, outputs, together, strict=True):
+        if output != expected:
+            assert_same(folder, prompt, output, max_tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +138,9 @@ def fused_infer_attention_score(
     assert width == num_key_value_heads * query.shape[-1]
     assert min(actual_seq_lengths_kv) > 0
     assert bool(((block_table >= 0) & (block_table < num_blocks)).all())
+    if atten_mask is not None:
+        assert atten_mask.dtype == torch.int8
+        assert torch.equal(atten_mask, _later_keys())
     out = torch.empty_like(query)
     for i, seen, queries, results in _sequences(query, out, input_layout, actual_seq_lengths, actual_seq_lengths_kv):
         assert seen <= block_table.shape[1] * size
@@ -179,13 +183,16 @@ def _mask(
         assert given is None
         return keys >= 0
     assert given is not None
-    assert given.shape == (2048, 2048)
-    assert given.dtype == torch.int8
-    assert torch.equal(given, torch.ones_like(given).triu(1))
     if mode == 3:
         return keys <= at
     assert mode == 4
     return (keys >= at - before) & (keys <= at + after)
+
+
+@cache
+def _later_keys() -> torch.Tensor:
+    """[2048, 2048] int8: 1 where a key comes after the query. The operators take no other mask in modes 3 and 4."""
+    return torch.ones(2048, 2048, dtype=torch.int8).triu(1)
 
 
 def _attended(

@@ -9,19 +9,23 @@ from pathlib import Path
 import torch
 
 from pd_cluster.types import SamplingParams
-from tests.support.checkpoints import reference_model
+from tests.support.checkpoints import padded_left, reference_model, until_end
 
 TOLERANCE = 1e-4  # of a hypothesis' score: floating point may order two that are closer otherwise
 
 
 def generate_beams(folder: Path, prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
     """The best hypotheses of transformers, each up to and with the token that ends it."""
-    model = reference_model(folder)
+    return generate_beams_together(folder, [prompt], sampling)[0]
+
+
+def generate_beams_together(folder: Path, prompts: list[list[int]], sampling: SamplingParams) -> list[list[list[int]]]:
+    """The same of each prompt, in one generate(): they are padded on the left, which may change the last bits."""
+    model, padded = reference_model(folder), padded_left(prompts)
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_of(folder))}
     with one_thread(), torch.inference_mode():
         output = model.generate(
-            input_ids=torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            **padded,
             max_new_tokens=sampling.max_tokens,
             do_sample=False,
             num_beams=sampling.beam_width,
@@ -30,8 +34,9 @@ def generate_beams(folder: Path, prompt: list[int], sampling: SamplingParams) ->
             early_stopping=sampling.early_stopping,
             eos_token_id=sorted(ends) or [-1],
             pad_token_id=0,
-        )
-    return [until_end(row, ends) for row in output[:, len(prompt) :].tolist()]
+        )  # [num_prompts * n, longest + max_tokens]
+    rows = [until_end(row, ends) for row in output[:, padded["input_ids"].shape[1] :].tolist()]
+    return [rows[at : at + sampling.n] for at in range(0, len(rows), sampling.n)]
 
 
 @contextlib.contextmanager
@@ -50,11 +55,6 @@ def eos_of(folder: Path) -> set[int]:
     return set(ids) if isinstance(ids, list) else {ids}
 
 
-def until_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
-    at = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
-    return list(tokens[: at + 1])
-
-
 def assert_same_beams(folder: Path, prompt: list[int], found: list[list[int]], sampling: SamplingParams) -> None:
     """Hypothesis for hypothesis as the reference, except where scores are too close to tell which is better."""
     expected = generate_beams(folder, prompt, sampling)
@@ -66,6 +66,16 @@ def assert_same_beams(folder: Path, prompt: list[int], found: list[list[int]], s
                 f"hypothesis {at} of {sampling} after {len(prompt)} tokens is {ours} ({scores[0]:.5f}) instead of "
                 f"{theirs} ({scores[1]:.5f})"
             )
+
+
+def assert_all_same_beams(
+    folder: Path, prompts: list[list[int]], found: list[list[list[int]]], sampling: SamplingParams
+) -> None:
+    """`assert_same_beams` of many: where the reference says otherwise of all together, it is asked for one alone."""
+    together = generate_beams_together(folder, prompts, sampling)
+    for prompt, ours, theirs in zip(prompts, found, together, strict=True):
+        if ours != theirs:
+            assert_same_beams(folder, prompt, ours, sampling)
 
 
 def score_of(folder: Path, prompt: list[int], tokens: list[int], length_penalty: float) -> float:

@@ -42,8 +42,12 @@ def make_pair(store: Any, name: str, rank: int, timeout_s: float, device: Device
 
 
 def make_ranks(store: Any, rank: int, size: int, timeout_s: float, device: Device) -> Any:
-    """Of the ranks of one instance. What goes wrong in it, or takes longer than the timeout, ends the process."""
-    return _make(store, "ranks", rank, size, timeout_s, device, GROUP_BUFFER_MB)
+    """Of the ranks of one instance. What goes wrong in it, or takes longer than the timeout, ends the process.
+
+    NCCL's sums are captured with the steps that they are part of, so their stream, too, must be of a priority that no
+    copy has; see streams.py.
+    """
+    return _make(store, "ranks", rank, size, timeout_s, device, GROUP_BUFFER_MB, is_captured=True)
 
 
 def finish(work: Any, device: Device) -> None:
@@ -53,7 +57,16 @@ def finish(work: Any, device: Device) -> None:
         raise RuntimeError("HCCL reports an error; its own log says which")
 
 
-def _make(store: Any, name: str, rank: int, size: int, timeout_s: float, device: Device, buffer_mb: int) -> Any:
+def _make(
+    store: Any,
+    name: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    device: Device,
+    buffer_mb: int,
+    is_captured: bool = False,
+) -> Any:
     """Its communicator comes up with the first call."""
     devices.use(device)
     group_type = devices.process_group(device)
@@ -64,6 +77,8 @@ def _make(store: Any, name: str, rank: int, size: int, timeout_s: float, device:
         options.group_id = name  # HCCL knows communicators by it, and takes no two of one name
         # A group without this is torch-npu's global one: of all that RANK_TABLE_FILE lists, if that is set.
         options.global_ranks_in_group = list(range(size))
+    elif is_captured:
+        options.is_high_priority_stream = True
     return group_type(store, rank, size, options)
 
 

@@ -17,7 +17,8 @@ HostValues = Mapping[str, list[int]]  # what launches were given by the host, by
 Replay = Callable[..., Any]  # launches all again; given HostValues, with these in place of what the host gave before
 
 # torch hands out the 32 streams of a priority in turn, again and again. What another thread launched on the one that is
-# captured would go into the graph and not be done: so no other may be of that priority.
+# captured would go into the graph and not be done: so no copy may be of that priority, nor of that of the ranks' sums,
+# which join the capture on a stream of their own (device_group.py: the highest).
 CAPTURE_PRIORITY = -1  # a high one
 
 _current = threading.local()  # on NPUs, where asking for the current stream is slow

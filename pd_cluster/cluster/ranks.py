@@ -64,7 +64,7 @@ class Ranks:
         first = self._first_to_blame()
         which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
         lost = f"{which} (pid {first.pid}) ended with code {first.exit_code}"
-        if first.exit_code == EXIT_OTHER_RANK_LOST:  # it knows of one that still is there
+        if first.rank == 0 or first.exit_code == EXIT_OTHER_RANK_LOST:  # it may know of one that still is there
             lost = self._lost or lost
         error = self._error or lost
         self.info = msgspec.structs.replace(self.info, state="failed", error=error)

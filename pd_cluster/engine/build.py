@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from pd_cluster import wire
 from pd_cluster.checkpoint import resolve_model
@@ -141,8 +142,13 @@ class _Handler:
         return self.worker.load if self.worker is not None else None
 
 
-def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple[Worker, Mailbox, RankReport]:
-    """A worker that is bound and loaded; the caller starts the mailbox and runs the worker."""
+def build_worker(
+    config: WorkerConfig, inbox: queue.SimpleQueue[Event], tell_lost: Callable[[str], None]
+) -> tuple[Worker, Mailbox, RankReport]:
+    """A worker that is bound and loaded; the caller starts the mailbox and runs the worker.
+
+    `tell_lost` is told on another thread which rank is lost, and why: this process may end before it can.
+    """
     wait_s = config.timeouts.collective_timeout_s
     followers = [Channel(fd, to.FromFollower, wait_s) for fd in config.ranks.fds]
     device = device_of(config)
@@ -154,7 +160,7 @@ def build_worker(config: WorkerConfig, inbox: queue.SimpleQueue[Event]) -> tuple
     local = LocalLanes(side, Transports(config, runner.pool), mailbox.send)
     lanes: LaneEnds = local
     if isinstance(core.runner, LeadRunner):  # there are followers
-        lanes = _lead(config, core.runner, followers, local, mailbox, inbox)
+        lanes = _lead(config, core.runner, followers, local, mailbox, inbox, tell_lost)
     limits = Limits(runner.vocab_size, runner.max_model_len)
     worker = Worker(config, core, side, limits, mailbox, lanes, inbox, shares_cores=not runner.device.is_accelerator)
     handler.worker, handler.mailbox = worker, mailbox
@@ -176,19 +182,24 @@ def _lead(
     local: LocalLanes,
     mailbox: Mailbox,
     inbox: queue.SimpleQueue[Event],
+    tell_lost: Callable[[str], None],
 ) -> RankLanes:
-    """Listens to the followers; the loss of one ends the engine's loop, or the process if the loop waits for it.
-
-    Nothing else does: what watches over NCCL's calls does not know of those that a graph makes again.
-    """
+    """Listens to the followers, and to whether they are still there."""
     lanes = RankLanes(local, followers, lambda: runner.progress, mailbox.send, inbox.put)
     wait_s = config.timeouts.collective_timeout_s
-
-    def lost(rank: int, why: str) -> None:
-        error = InstanceLost(f"rank {rank} of {config.ranks.size} {why}")
-        log.error("%s", error)
-        inbox.put(Stop(error))
-        end_within(2 * wait_s)
-
+    lost = partial(a_rank_is_lost, config.ranks.size, wait_s, inbox, tell_lost)
     Watch(followers, lanes.hear, lost, wait_s).start()
     return lanes
+
+
+def a_rank_is_lost(
+    size: int, wait_s: float, inbox: queue.SimpleQueue[Event], tell_lost: Callable[[str], None], rank: int, why: str
+) -> None:
+    """Ends the engine's loop, or the process if the loop waits for that rank and does not come round.
+
+    Nothing else would: what watches over NCCL's calls does not know of those that a graph makes again.
+    """
+    error = InstanceLost(f"rank {rank} of {size} {why}")
+    inbox.put(Stop(error))
+    end_within(2 * wait_s)
+    tell_lost(str(error))

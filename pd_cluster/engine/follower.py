@@ -61,13 +61,13 @@ class Gate:
 
 
 class LaneHost:
-    """This rank's ends of lanes. `send` tells rank 0."""
+    """This rank's ends of lanes. `send` tells rank 0. Sending and receiving wait for steps, each in its own order."""
 
-    def __init__(self, lanes: LocalLanes, layout: KVLayout, send: Callable[[to.Message], None], gate: Gate) -> None:
+    def __init__(self, lanes: LocalLanes, layout: KVLayout, send: Callable[[to.Message], None]) -> None:
         self._lanes = lanes
         self._layout = layout
         self._send = send
-        self._gate = gate
+        self._sending, self._receiving = Gate(), Gate()
         self._sends: dict[At, SendThread] = {}
         self._receives: dict[At, ReceiveThread] = {}
         self._counted: dict[At, tuple[int, int]] = {}
@@ -84,19 +84,25 @@ class LaneHost:
                 thread = self._sends.get(at)
                 if thread is not None:
                     after = message.after if isinstance(message, (to.Ship, to.ShipEnd)) else to.Reached()
-                    self._gate.add(after, partial(self._do_send, thread, message))
+                    self._sending.add(after, partial(self._do_send, thread, message))
                 if isinstance(message, to.CloseSend):
                     self._sends.pop(at, None)
                     self._counted.pop(at, None)
             case to.StartReceive() | to.Frame() | to.Begin() | to.Forget() | to.CloseReceive():
                 receive = self._receives.get(at)
+                after = message.after if isinstance(message, to.Begin) else to.Reached()
                 if receive is not None:
-                    self._do_receive(receive, message)
+                    self._receiving.add(after, partial(self._do_receive, receive, message))
                 elif isinstance(message, to.Forget):
-                    self._report(at, Drained(message.transfer_id))
+                    self._receiving.add(after, partial(self._report, at, Drained(message.transfer_id)))
                 if isinstance(message, to.CloseReceive):
                     self._receives.pop(at, None)
                     self._counted.pop(at, None)
+
+    def reached(self, progress: to.Reached) -> None:
+        """On the thread that computes."""
+        self._sending.reached(progress)
+        self._receiving.reached(progress)
 
     def count(self) -> None:
         """Tells what has moved since the last time."""
@@ -183,10 +189,9 @@ class Follower:
     def __init__(self, runner: ModelRunner, channel: Channel, lanes: LocalLanes | None) -> None:
         self._runner = runner
         self._channel = channel
-        self._gate = Gate()
         self._host = None
         if lanes is not None:
-            self._host = LaneHost(lanes, runner.pool.layout, channel.send, self._gate)
+            self._host = LaneHost(lanes, runner.pool.layout, channel.send)
         self._steps: queue.SimpleQueue[to.Step | to.Moves | None] = queue.SimpleQueue()
         self._num_steps = 0
         self._next_count_s = 0.0
@@ -224,7 +229,8 @@ class Follower:
         self._advance(ALL_LAYERS)
 
     def _advance(self, num_layers: int) -> None:
-        self._gate.reached(to.Reached(self._num_steps, num_layers))
+        if self._host is not None:
+            self._host.reached(to.Reached(self._num_steps, num_layers))
 
     def _count(self) -> None:
         now_s = time.monotonic()

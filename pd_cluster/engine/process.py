@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -54,7 +55,7 @@ def main(fd: int) -> int:
         else:
             _serve(config, channel, inbox)
     except InstanceLost as error:  # what became of the other rank, the parent can tell
-        _tell(channel, RankReport(state="failed", lost=str(error)))
+        _tell_lost(channel, str(error))
         return EXIT_OTHER_RANK_LOST
     except PdClusterError as error:
         _tell(channel, RankReport(state="failed", error=str(error)))
@@ -92,7 +93,8 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
     from pd_cluster.engine.build import build_worker
     from pd_cluster.engine.hang import ends_when_hung
 
-    worker, mailbox, report = build_worker(config, inbox)
+    tell_lost = partial(_tell_lost, channel)
+    worker, mailbox, report = build_worker(config, inbox, tell_lost)
     mailbox.start()
     log.info(
         "ready after %.1f s: %d blocks of %d tokens, control port %d",
@@ -108,6 +110,10 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
 
 def _tell(channel: socket.socket, report: RankReport) -> None:
     channel.sendall(msgspec.json.encode(report) + b"\n")
+
+
+def _tell_lost(channel: socket.socket, error: str) -> None:
+    _tell(channel, RankReport(state="failed", lost=error))
 
 
 def _watch_parent(lines: socket.SocketIO, inbox: queue.SimpleQueue[Event]) -> None:

@@ -133,12 +133,15 @@ class Frame(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
+    """Once this rank has launched what rank 0 had: that may still write what its last owner left to these blocks."""
+
     conn: str
     lane: int
     transfer_id: str
     block_ids: list[int]
     first_token: int
     num_tokens: int
+    after: Reached
 
 
 class Forget(Message, frozen=True):

@@ -77,9 +77,17 @@ class RemoteReceive:
 
     precision = ""  # that of the lane which is here
 
-    def __init__(self, conn: str, index: int, channel: Channel, done: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        conn: str,
+        index: int,
+        channel: Channel,
+        progress: Callable[[], to.Reached],
+        done: Callable[[], None],
+    ) -> None:
         self._at = (conn, index)
         self._channel = channel
+        self._progress = progress
         self._done = done
         self._lock = threading.Lock()
         self._num_draining = 0
@@ -101,7 +109,7 @@ class RemoteReceive:
         self._channel.send(to.Frame(*self._at, frame))
 
     def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        self._channel.send(to.Begin(*self._at, transfer_id, block_ids, first_token, num_tokens))
+        self._channel.send(to.Begin(*self._at, transfer_id, block_ids, first_token, num_tokens, self._progress()))
 
     def forget(self, transfer_id: str) -> None:
         self._change(num_draining=1)
@@ -155,7 +163,7 @@ class RankLanes:
         if rank == 0:
             return self._local.receive_end(conn, peer, host, opened, index, report, note)
         channel = self._followers[rank - 1]
-        end = RemoteReceive(conn, index, channel, partial(self._forget, conn, index))
+        end = RemoteReceive(conn, index, channel, self._progress, partial(self._forget, conn, index))
         self._ends[conn, index] = end, report
         channel.send(to.OpenReceive(conn, index, peer, host, opened))
         return end

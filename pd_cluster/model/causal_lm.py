@@ -28,8 +28,8 @@ class CausalLM(Protocol):
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [num_samples, vocab_size] of `batch.sample_rows`; writes the batch's keys and values to its pool.
 
-        When it returns on rank 0, every rank has written. On ranks other than 0 the logits are of this rank's part of
-        the vocabulary.
+        When it returns on rank 0, every rank has written; on accelerators, when rank 0's device has come so far. On
+        ranks other than 0 the logits are of this rank's part of the vocabulary.
         """
 
 

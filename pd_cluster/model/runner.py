@@ -70,7 +70,8 @@ class ModelRunner:
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
         self.window = prove(self.model, self.pool)
         self._graphs = self._make_graphs(config)
-        self.goes_ahead = device.is_accelerator  # where the device is the host, why should it
+        # Where the device is the host, why should it; and HCCL's broadcast of tokens has never been tried.
+        self.goes_ahead = device.is_accelerator and (self.group.size == 1 or device.kind != "npu")
         self.group.loaded()
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:

@@ -70,7 +70,7 @@ def test_tokens_are_those_of_transformers(
     assert num_captured(runners)[0] > 0
 
 
-def test_what_is_asked_of_the_logits_is_asked_on_rank_0_only(checkpoint: Checkpoints) -> None:
+def test_what_is_asked_of_the_logits_is_what_one_rank_gives(checkpoint: Checkpoints) -> None:
     folder = checkpoint("llama")
     rng = random.Random(2)
     prompts = [random_prompt(rng, length) for length in LENS]
@@ -83,7 +83,12 @@ def test_what_is_asked_of_the_logits_is_asked_on_rank_0_only(checkpoint: Checkpo
         actual = run(core, requests())
         assert core.ahead.num_ahead > 0
     for name, sequences in expected.items():
-        assert [token.token_id for token in actual[name][0]] == [token.token_id for token in sequences[0]]
+        for ours, theirs in zip(actual[name][0], sequences[0], strict=True):
+            assert ours.token_id == theirs.token_id
+            assert ours.logprobs is not None
+            assert theirs.logprobs is not None
+            assert [token_id for token_id, _ in ours.logprobs.top] == [token_id for token_id, _ in theirs.logprobs.top]
+            assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-4)
 
 
 def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(

@@ -248,6 +248,7 @@ class FakeGroup:
 
     class Options:
         _timeout: object = None
+        is_high_priority_stream = False
         hccl_config: dict[str, int] = {}  # noqa: RUF012
         group_id = ""
         global_ranks_in_group: list[int] = []  # noqa: RUF012

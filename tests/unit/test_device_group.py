@@ -75,5 +75,6 @@ def test_a_group_is_told_what_its_backend_needs(groups: tuple[DeviceKind, list[D
             assert options.hccl_config == {"hccl_buffer_size": GROUP_BUFFER_MB}
             assert options.global_ranks_in_group == [0, 1]
             assert options.group_id == "ranks"
+        assert options.is_high_priority_stream == (kind == "cuda")  # it is captured, and copies have the others
         group.loaded()
         assert group._group.limit == timedelta(seconds=3)

@@ -78,12 +78,11 @@ if [ -n "$given" ]; then
     end_of_mypy
     tests given "$@"
 else
-    # Two at a time: those of one process with one compute thread each, those of clusters because they often wait.
+    # Two at a time, with one compute thread each: two would only wait for each other, as long as two others compute.
     export OMP_NUM_THREADS=1
     tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
-    unset OMP_NUM_THREADS
     end_of_mypy
-    tests clusters -n 2 --dist loadgroup "$@" tests/cluster tests/api
+    tests clusters -n 2 --dist loadgroup "$@" tests/api tests/cluster
 fi
 
 "$python" - "$reports"/*.xml <<'END' || failed="$failed, the report of pytest"

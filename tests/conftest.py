@@ -15,9 +15,9 @@ for name, value in LOOKUPS.items():  # as rank processes have them, for links be
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What shares clusters stays together where tests run on several processes: a file, and all of tests/api."""
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("xdist") else []:
         folder, name = item.path.parent.name, item.path.name
         item.add_marker(pytest.mark.xdist_group("api" if folder == "api" else name))
 

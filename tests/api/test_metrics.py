@@ -37,6 +37,7 @@ def test_what_dashboards_query_of_instances_moves(cluster: LiveCluster) -> None:
     def sample(name: str, instance_id: str) -> float:
         return told(cluster)[name, instance_id]
 
+    cluster.assert_home()
     before = sample("vllm:prefix_cache_hits_total", "prefill-0")
     finished = sample("pd_cluster:handovers_finished_total", "prefill-0")
     prompt = [17] * 100

@@ -17,7 +17,7 @@ from pd_cluster.model.cpu.memory import keep_what_is_freed
 
 print(keep_what_is_freed())
 for step in range(10):
-    if step == 2:  # by then the heap is as large as it gets
+    if step == 5:  # by then the heap is as large as it gets
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     parts = [torch.empty(6 << 20).fill_(1.0) for _ in range(6)]  # 24 MiB each
     del parts

@@ -82,7 +82,7 @@ else
     export OMP_NUM_THREADS=1
     tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
     end_of_mypy
-    tests clusters -n 2 --dist loadgroup "$@" tests/api tests/cluster
+    tests clusters -n 2 --dist loadfile "$@" tests/api tests/cluster
 fi
 
 "$python" - "$reports"/*.xml <<'END' || failed="$failed, the report of pytest"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,18 @@ for name, value in LOOKUPS.items():  # as rank processes have them, for links be
     os.environ.setdefault(name, value)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What shares clusters stays together where tests run on several processes: a file, and all of tests/api."""
-    for item in items if config.pluginmanager.hasplugin("xdist") else []:
-        folder, name = item.path.parent.name, item.path.name
-        item.add_marker(pytest.mark.xdist_group("api" if folder == "api" else name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile what shares clusters stays together: a file's tests, and all of tests/api."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByClusters(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "api" if nodeid.startswith("tests/api/") else str(super()._split_scope(nodeid))
+
+    return ByClusters(config, log)
 
 
 @pytest.fixture(scope="session")

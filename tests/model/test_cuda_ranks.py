@@ -1,4 +1,7 @@
-"""A model on two GPUs: sums over NCCL, in graphs too, and steps that are launched ahead. On CPU the same over gloo."""
+"""A model on two GPUs: sums over NCCL, in graphs too, steps that are launched ahead, and KV cache from rank to rank.
+
+On CPU it goes the same way over gloo.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,8 @@ def test_two_ranks_generate_what_transformers_does(
     with LLM(
         model=str(folder),
         tensor_parallel_size=2,
+        prefill=1,  # on the same two GPUs
+        decode=1,
         dtype="float32",
         max_model_len=256,
         num_blocks=128,

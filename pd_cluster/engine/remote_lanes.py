@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from pd_cluster import wire
 from pd_cluster.engine import rank_messages as to
@@ -20,21 +21,20 @@ from pd_cluster.transport.events import Drained, LinkEvent, Report
 from pd_cluster.types import Note
 
 
+class _Place(NamedTuple):
+    """Where an end is that rank 0 has on another rank."""
+
+    at: tuple[str, int]  # connection and lane
+    channel: Channel  # to that rank
+    progress: Callable[[], to.Reached]  # how far this rank's engine is
+    done: Callable[[], None]  # called when nothing more will be heard of it
+
+
 class RemoteSend:
     """P's end of a lane on another rank. See links.SendEnd."""
 
-    def __init__(
-        self,
-        conn: str,
-        index: int,
-        channel: Channel,
-        progress: Callable[[], to.Reached],
-        done: Callable[[], None],
-    ) -> None:
-        self._at = (conn, index)
-        self._channel = channel
-        self._progress = progress
-        self._done = done
+    def __init__(self, place: _Place) -> None:
+        self._at, self._channel, self._progress, self._done = place
         self._max_payloads: dict[wire.TransportName, int] = {}
         self.offers: list[wire.TransportOffer] | None = None
         self.probe_seed = 0
@@ -73,22 +73,12 @@ class RemoteSend:
 
 
 class RemoteReceive:
-    """D's end of a lane on another rank. See links.ReceiveEnd. `done` when nothing more will be reported."""
+    """D's end of a lane on another rank. See links.ReceiveEnd."""
 
     precision = ""  # that of the lane which is here
 
-    def __init__(
-        self,
-        conn: str,
-        index: int,
-        channel: Channel,
-        progress: Callable[[], to.Reached],
-        done: Callable[[], None],
-    ) -> None:
-        self._at = (conn, index)
-        self._channel = channel
-        self._progress = progress
-        self._done = done
+    def __init__(self, place: _Place) -> None:
+        self._at, self._channel, self._progress, self._done = place
         self._lock = threading.Lock()
         self._num_draining = 0
         self._is_closed = False
@@ -151,7 +141,7 @@ class RankLanes:
         if lane.source_rank == 0:
             return self._local.send_end(conn, link_id, peer, index, lane, report, note)
         channel = self._followers[lane.source_rank - 1]
-        end = RemoteSend(conn, index, channel, self._progress, partial(self._forget, conn, index))
+        end = RemoteSend(self._place(conn, index, channel))
         self._ends[conn, index] = end, report
         channel.send(to.OpenSend(conn, index, link_id, peer, lane))
         return end
@@ -163,10 +153,13 @@ class RankLanes:
         if rank == 0:
             return self._local.receive_end(conn, peer, host, opened, index, report, note)
         channel = self._followers[rank - 1]
-        end = RemoteReceive(conn, index, channel, self._progress, partial(self._forget, conn, index))
+        end = RemoteReceive(self._place(conn, index, channel))
         self._ends[conn, index] = end, report
         channel.send(to.OpenReceive(conn, index, peer, host, opened))
         return end
+
+    def _place(self, conn: str, index: int, channel: Channel) -> _Place:
+        return _Place((conn, index), channel, self._progress, partial(self._forget, conn, index))
 
     def _forget(self, conn: str, index: int) -> None:
         self._ends.pop((conn, index), None)

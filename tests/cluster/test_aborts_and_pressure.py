@@ -17,7 +17,7 @@ import pytest
 from pd_cluster.cluster.launcher import ADMIN_TOKEN
 from pd_cluster.types import SamplingParams
 from tests.support.cluster import LiveCluster, children_of, in_parallel
-from tests.support.engines import assert_same, random_prompt
+from tests.support.engines import assert_all_same, assert_same, random_prompt
 from tests.support.metrics import counts_of, told
 from tests.support.reference_beams import assert_same_beams
 from tests.support.steady_stream import SteadyStream
@@ -88,6 +88,7 @@ def leave_early(cluster: LiveCluster, prompt: list[int], after_s: float, stream:
 def test_a_third_of_200_requests_is_aborted_at_random_moments(cluster: LiveCluster, model: Path) -> None:
     rng = random.Random(21)
     jobs: list[Callable[[], None]] = []
+    stayed: list[tuple[list[int], list[int], int]] = []  # prompt, output and max_tokens
     for at in range(NUM_REQUESTS):
         prompt = random_prompt(rng, rng.randrange(1, 100))
         if at % 3 == 0:
@@ -95,10 +96,13 @@ def test_a_third_of_200_requests_is_aborted_at_random_moments(cluster: LiveClust
             jobs.append(lambda p=prompt, a=after_s, s=stream: leave_early(cluster, p, a, s))  # type: ignore[misc]
         else:
             num, first = rng.randrange(1, 40), rng.choice([-1, 0, 0, 0, 3])
-            jobs.append(lambda p=prompt, n=num, f=first: assert_same(model, p, cluster.complete(p, n, priority=f), n))  # type: ignore[misc]
+            jobs.append(lambda p=prompt, n=num, f=first: stayed.append((p, cluster.complete(p, n, priority=f), n)))  # type: ignore[misc]
     errors = in_parallel(jobs, CONCURRENCY)
     assert not errors, f"{len(errors)} errors, the first: {errors[0]}\n{cluster.logs()}"
     cluster.assert_home()
+    prompts, outputs, limits = (list(each) for each in zip(*stayed, strict=True))
+    assert len(prompts) == NUM_REQUESTS - len(range(0, NUM_REQUESTS, 3))
+    assert_all_same(model, prompts, outputs, limits)
     for instance in cluster.instances():
         assert instance["num_steps"] > 0, f"{instance['instance_id']} did nothing"
 

@@ -12,7 +12,7 @@ from pd_cluster.cluster.policy import POLICIES
 from pd_cluster.types import Request, SamplingParams
 from tests.support.checkpoints import CONFIGS
 from tests.support.cluster import SAME_HOST, LiveCluster, in_parallel
-from tests.support.engines import assert_same, make_core, random_prompt, run
+from tests.support.engines import assert_all_same, assert_same, make_core, random_prompt, run
 from tests.support.reference_beams import assert_same_beams
 
 BLOCK_SIZE = 16
@@ -48,11 +48,14 @@ def complete_all(cluster: LiveCluster, model: Path, prompts: list[list[int]]) ->
     """All at once; each is compared with the reference, and both decode instances must have received KV cache."""
     before = [cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1")]
 
-    def job(prompt: list[int]) -> Callable[[], None]:
-        return lambda: assert_same(model, prompt, cluster.complete(prompt, MAX_TOKENS), MAX_TOKENS)
+    outputs: dict[int, list[int]] = {}
 
-    errors = in_parallel([job(prompt) for prompt in prompts], concurrency=len(prompts))
+    def job(at: int) -> Callable[[], None]:
+        return lambda: outputs.update({at: cluster.complete(prompts[at], MAX_TOKENS)})
+
+    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
     assert not errors, errors[0]
+    assert_all_same(model, prompts, [outputs[at] for at in range(len(prompts))], MAX_TOKENS)
     for name, nbytes in zip(("decode-0", "decode-1"), before, strict=True):
         cluster.wait_until(
             f"KV cache came to {name}", lambda n=name, b=nbytes: cluster.instance(n)["kv_received_nbytes"] > b

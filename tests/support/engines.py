@@ -72,9 +72,15 @@ def assert_same(folder: Path, prompt: list[int], output: list[int], max_tokens: 
     )
 
 
-def assert_all_same(folder: Path, prompts: list[list[int]], outputs: list[list[int]], max_tokens: int) -> None:
-    """`assert_same` of many: what the reference says otherwise with all of them in a batch, it is asked for alone."""
-    together = reference_greedy_together(folder, prompts, max_tokens)
-    for prompt, output, expected in zip(prompts, outputs, together, strict=True):
-        if output != expected:
-            assert_same(folder, prompt, output, max_tokens)
+def assert_all_same(
+    folder: Path, prompts: list[list[int]], outputs: list[list[int]], max_tokens: int | list[int]
+) -> None:
+    """`assert_same` of many: what the reference says otherwise with all of them in a batch, it is asked for alone.
+
+    `max_tokens`: of all, or of each.
+    """
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    together = reference_greedy_together(folder, prompts, max(limits))
+    for prompt, output, expected, limit in zip(prompts, outputs, together, limits, strict=True):
+        if output != expected[:limit]:
+            assert_same(folder, prompt, output, limit)

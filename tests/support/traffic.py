@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.checkpoints import reference_greedy
+from tests.support.checkpoints import reference_greedy_together
 from tests.support.engines import assert_same, random_prompt
 
 INSTANCE = re.compile(r"\b(?:prefill|decode)-\d+\b")
@@ -205,7 +205,8 @@ class Judge:
         longest: dict[tuple[int, ...], int] = {}
         for ask in asks:
             longest[ask.prompt] = max(longest.get(ask.prompt, 0), ask.max_tokens)
-        self._expected = {prompt: reference_greedy(model, list(prompt), most) for prompt, most in longest.items()}
+        together = reference_greedy_together(model, [list(prompt) for prompt in longest], max(longest.values()))
+        self._expected = dict(zip(longest, together, strict=True))  # what differs is looked at alone
 
     def check(self, outcomes: Sequence[Outcome]) -> Counter[str]:
         """Every one is right or ends with a named error in time. Returns how many ended how."""

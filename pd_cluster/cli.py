@@ -6,6 +6,7 @@ Imports nothing heavy at the top: `--help` and errors come at once, torch only i
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -66,6 +67,10 @@ def serve(
         str, ENGINE(help="auto, cpu, cuda or npu; auto is the accelerator that the machine has, else cpu.")
     ] = "auto",
     enforce_eager: Annotated[bool, ENGINE(help="Capture no graphs, where the device could.")] = False,
+    spawn: Annotated[
+        bool,
+        ENGINE("--spawn", help="Start each rank process by command line, though it could be forked from a preloader."),
+    ] = False,
     attention_backend: Annotated[
         str,
         ENGINE(
@@ -186,6 +191,7 @@ def serve(
     Any instance takes every flag, so that one command line serves all roles. vLLM's other flags: docs/flags.md.
     A flag may be a variable, too: --max-num-seqs is PD_CLUSTER_SERVE_MAX_NUM_SEQS.
     """
+    gc.disable()  # until all is imported: modules stay, and looking through them takes a tenth of the time
     from pd_cluster.options import ServeOptions
     from pd_cluster.serve import run
 
@@ -207,13 +213,14 @@ def up(
     ] = None,
     decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
     restart: Annotated[str, typer.Option(help="on-failure or no: what becomes of a worker that dies.")] = "on-failure",
+    spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line; fork none.")] = False,
     arguments: Annotated[list[str] | None, typer.Argument(help="After --: flags for every instance.")] = None,
 ) -> None:
     """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
 
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
     """
-    from pd_cluster.cluster.launcher import Launch, run_until_signal
+    from pd_cluster.cluster.launcher import SPAWN, Launch, run_until_signal
     from pd_cluster.cluster.place import use_openai
     from pd_cluster.flags import normalize, split_keys
 
@@ -229,7 +236,7 @@ def up(
         | {f"decode-{i}": decode_tensor_parallel_size or tensor_parallel_size for i in range(decode)},
         openai=use_openai(os.environ),
         restart=restart,
-        arguments=flags,
+        arguments=[*flags, *(SPAWN for _ in range(spawn))],
         api_keys=keys,
     )
     raise typer.Exit(asyncio.run(run_until_signal(launch)))

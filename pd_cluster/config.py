@@ -190,6 +190,10 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     response_role: str = "assistant"
 
 
+KEY_VARIABLE = "VLLM_API_KEY"
+KEYS_VARIABLE = "PD_CLUSTER_SERVE_API_KEY"  # --api-key's, as typer calls it: everybody can read a command line
+
+
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What is in front of the API's routes. `root_path`: what a proxy cuts off of every path.
 

@@ -14,13 +14,12 @@ import msgspec
 
 from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.checkpoint import SHIPPED_MODEL
-from pd_cluster.config import ChatConfig, EngineConfig, HttpConfig, RoutingConfig, Timeouts
+from pd_cluster.config import KEY_VARIABLE, ChatConfig, EngineConfig, HttpConfig, RoutingConfig, Timeouts
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.parsers.reply import ReplyFormat
 
 MOST_GUIDED_TIMEOUT_S = 60.0
 SCHEDULING_POLICIES = ("fcfs", "priority")
-KEY_VARIABLE = "VLLM_API_KEY"
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it: no path, no slash at its end
 HEADER_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -44,6 +43,7 @@ class ServeOptions:
     max_logprobs: int
     device: str
     enforce_eager: bool
+    spawn: bool
     attention_backend: str
     num_blocks: int | None
     kv_cache_memory: float | None

@@ -23,6 +23,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_ids: list[str]
     epoch: int
     pid: int
+    rank_pids: list[int] = []  # in the order of the ranks, as far as they are started
     control_port: int = 0
     model_identity: str = ""
     max_model_len: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -14,11 +15,12 @@ import msgspec
 
 from pd_cluster import hccl
 from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.auto_role import AutoRole
-from pd_cluster.cluster.elastic import Tables
-from pd_cluster.cluster.launcher import DIE_WITH_PARENT, KEYS_VARIABLE
+from pd_cluster.cluster.launcher import DIE_WITH_PARENT
 from pd_cluster.cluster.place import Place, admin_token, find_place, node_ports, read_admin_token, use_openai
+from pd_cluster.cluster.rank_process import environment_of
 from pd_cluster.config import (
+    KEY_VARIABLE,
+    KEYS_VARIABLE,
     ApiConfig,
     EngineConfig,
     KVTransportChoice,
@@ -29,9 +31,10 @@ from pd_cluster.config import (
     WorkerConfig,
 )
 from pd_cluster.device import check_name, num_threads_for
+from pd_cluster.engine.preloader import Preloader, forks_are_safe
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
-from pd_cluster.options import KEY_VARIABLE, ServeOptions
+from pd_cluster.options import ServeOptions
 from pd_cluster.wire import KVOptions
 from ranktable_tools.hosts import is_loopback
 
@@ -102,6 +105,8 @@ def _run_scheduler(
     from pd_cluster.api.interpreter import tune
     from pd_cluster.api.scheduler_app import Scheduler
     from pd_cluster.api.server import bind, bind_several
+    from pd_cluster.cluster.auto_role import AutoRole
+    from pd_cluster.cluster.elastic import Tables
 
     http, chat = options.http(env), options.chat()
     if http.allow_credentials and "*" in http.allowed_origins:
@@ -148,6 +153,7 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
     # What can be known without torch is an error at once.
     check_name(engine.device)
     Checkpoint.open(engine.model).max_model_len(engine.max_model_len)
+    from pd_cluster.api.interpreter import tune
     from pd_cluster.api.server import bind
     from pd_cluster.api.worker_app import run_worker
 
@@ -174,7 +180,22 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         environment=_hccl_environment(engine.device, place, timeouts, options.kv_port_range),
         log_level=options.log_level.upper(),
     )
-    asyncio.run(run_worker(config, bind(options.host, options.port), place.cluster_tag))
+    with contextlib.ExitStack() as ending:
+        preloader = _preloader_of(options, config)
+        if preloader is not None:
+            ending.callback(preloader.close)
+        tune()
+        asyncio.run(run_worker(config, bind(options.host, options.port), place.cluster_tag, preloader))
+
+
+def _preloader_of(options: ServeOptions, config: WorkerConfig) -> Preloader | None:
+    """That of whoever started this process; where there is none, several ranks get one of their own."""
+    if options.spawn or not forks_are_safe(config.engine.device):
+        return None
+    inherited = Preloader.inherited(os.environ)
+    if inherited is not None or config.ranks.size == 1:
+        return inherited
+    return Preloader.start(environment_of(config, os.environ), config.engine.model)
 
 
 def _hccl_environment(device: str, place: Place, timeouts: Timeouts, kv_port_range: str) -> dict[str, str]:

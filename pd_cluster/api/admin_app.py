@@ -13,7 +13,8 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 
 from pd_cluster import __version__
-from pd_cluster.api.http import install_error_handlers, read_body
+from pd_cluster.api.error_answers import install_error_handlers
+from pd_cluster.api.http import read_body
 from pd_cluster.api.timelines import TimelineSource, timeline_routes
 from pd_cluster.cluster.elastic import Elastic
 from pd_cluster.cluster.instance import Instance
@@ -147,6 +148,7 @@ def describe(instance: Instance) -> dict[str, Any]:
         "state": instance.shown_state,
         "reason": instance.reason or None,
         "pid": info.pid if info is not None else None,
+        "rank_pids": info.rank_pids if info is not None else [],
         "host": instance.host,
         "port": instance.port,
         "epoch": f"{instance.epoch:x}",

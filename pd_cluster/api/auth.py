@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pd_cluster.api.http import LOOKING, error_response
+from pd_cluster.api.error_answers import error_response
+from pd_cluster.api.http import LOOKING
 from pd_cluster.errors import Unauthorized
 
 OPEN_PATHS = ("/health", "/ping", "/metrics")  # for probes and Prometheus, and only to look at

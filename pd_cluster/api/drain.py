@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pd_cluster.api.http import MAX_BODY_NBYTES, error_response
+from pd_cluster.api.error_answers import error_response
+from pd_cluster.api.http import MAX_BODY_NBYTES
 from pd_cluster.errors import Unavailable
 
 LAST_WORDS_S = 2.0  # for in-band errors to leave, once what runs was told to end

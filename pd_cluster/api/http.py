@@ -1,24 +1,18 @@
-"""What every HTTP server of the project shares: bodies with a limit, errors in OpenAI's shape, streams that close."""
+"""What the public and the admin port share: bodies with a limit, streams that close."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pd_cluster.api.status import status_of
-from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, PdClusterError, RequestError, Unavailable
-
-log = logging.getLogger(__name__)
+from pd_cluster.errors import RequestError
 
 MAX_BODY_NBYTES = 32 << 20
 MAX_LENGTH_NUM_DIGITS = 18  # of a body's declared length; more are too many, whatever they are
@@ -56,49 +50,6 @@ async def read_body(request: Request) -> bytes:
 def session_of(request: Request) -> str:
     """What a client calls the session that its request belongs to; "" where it does not say."""
     return request.headers.get("x-session-id", "")
-
-
-def error_body(error: Exception) -> dict[str, Any]:
-    """{"error": {message, type, param, code}}; nothing of ours leaks from an unexpected exception."""
-    kind, param, code = "internal_error", None, None
-    message = "internal error; the server's log has the details"
-    if isinstance(error, RequestError):
-        kind, param, code = "invalid_request_error", error.param, error.code
-    elif isinstance(error, Unavailable):
-        kind, code = "service_unavailable", "no_instance"
-    elif isinstance(error, Overloaded):
-        kind, code = "rate_limit_error", "overloaded"
-    elif isinstance(error, DeadlineExceeded):
-        kind, code = "timeout_error", "deadline_exceeded"
-    elif isinstance(error, GenerationError):
-        kind, code = "server_error", "generation_failed"
-    if isinstance(error, PdClusterError):
-        message = str(error)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_response(error: Exception) -> JSONResponse:
-    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable | Overloaded) else {}
-    return JSONResponse(error_body(error), status_of(error), headers)
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    async def known(request: Request, error: Exception) -> Response:
-        return error_response(error)
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
-        body = error_body(RequestError(f"{request.method} {request.url.path}: {error.detail}", code=code))
-        return JSONResponse(body, error.status_code, error.headers)
-
-    async def unexpected(request: Request, error: Exception) -> Response:
-        log.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
-        return error_response(error)
-
-    app.add_exception_handler(PdClusterError, known)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)
 
 
 class PlainRoute(APIRoute):

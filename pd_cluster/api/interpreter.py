@@ -19,6 +19,7 @@ def tune() -> None:
     """Once everything is imported."""
     gc.freeze()  # modules live as long as the process
     gc.set_threshold(*GC_THRESHOLDS)
+    gc.enable()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 

@@ -12,12 +12,12 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from pd_cluster.api.error_answers import error_body
 from pd_cluster.api.generation import Generation
 from pd_cluster.api.http import (
     CLIENT_CLOSED_REQUEST,
     EventStream,
     PlainRoute,
-    error_body,
     json_response,
     read_body,
     session_of,

@@ -13,13 +13,13 @@ from pd_cluster.api.answers import Answer
 from pd_cluster.api.chat_answer import ChatAnswer
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.completion_answer import CompletionAnswer
+from pd_cluster.api.error_answers import error_body
 from pd_cluster.api.generation import Generation
 from pd_cluster.api.http import (
     CLIENT_CLOSED_REQUEST,
     DONE,
     EventStream,
     PlainRoute,
-    error_body,
     event,
     json_response,
     read_body,

@@ -13,7 +13,8 @@ from pd_cluster.api.auth import ApiKeys
 from pd_cluster.api.cors import EXPOSED_HEADERS, Cors
 from pd_cluster.api.document import document
 from pd_cluster.api.drain import Drain, DrainGate
-from pd_cluster.api.http import LOOKING, PlainRoute, install_error_handlers
+from pd_cluster.api.error_answers import install_error_handlers
+from pd_cluster.api.http import LOOKING, PlainRoute
 from pd_cluster.api.legacy import legacy_routes
 from pd_cluster.api.metrics import Totals, metrics_routes
 from pd_cluster.api.model_routes import model_routes

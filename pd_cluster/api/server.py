@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from pd_cluster.errors import ConfigError
 
@@ -74,7 +74,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(app: FastAPI) -> uvicorn.Server:
+def make_server(app: ASGIApp) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         loop="none",  # whoever serves has chosen it

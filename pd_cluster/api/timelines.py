@@ -15,7 +15,7 @@ from urllib.parse import quote
 import httpx
 from fastapi import APIRouter, FastAPI
 
-from pd_cluster.api.http import install_error_handlers
+from pd_cluster.api.error_answers import install_error_handlers
 from pd_cluster.cluster.timeline import MAX_REQUESTS, Timelines
 from pd_cluster.errors import RequestError, RequestNotFound
 

@@ -1,6 +1,7 @@
 """What `bench faults` does to the cluster that it started itself, and how it sees what follows.
 
-Signals go to processes of that cluster only: an instance's parent, which the launcher knows, and its children.
+Signals go to processes of that cluster only: an instance's parent, which the launcher knows, and its ranks, which it
+tells.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,6 +38,7 @@ class Stage:
         self._client = client
         self._num_replays: dict[str, int] = {}  # of each request since the last `take_replays`
         self._taken: set[str] = set()
+        self._rank_pids: dict[str, list[int]] = {}  # as the workers told them last
 
     # ---- what is done to it
 
@@ -47,7 +48,7 @@ class Stage:
 
     def kill_ranks(self, name: str, number: signal.Signals = signal.SIGKILL) -> float:
         """A signal for the processes that compute. When it was sent. Raises PdClusterError: there is none."""
-        return _send(number, name, children_of(self._cluster.pid_of(name)))
+        return _send(number, name, self._rank_pids.get(name, []))
 
     def stop(self, name: str) -> float:
         """All processes of an instance stand still. Since when."""
@@ -75,6 +76,7 @@ class Stage:
             found: Entries = answer.json()["instances"]
         except httpx.HTTPError:
             return []
+        self._rank_pids |= {entry["instance_id"]: entry["rank_pids"] for entry in found}
         return found
 
     async def lost(self, *names: str) -> float:
@@ -158,13 +160,6 @@ def is_whole(entries: Entries) -> bool:
     num_decode = sum(e["role"] == "decode" for e in entries)
     linked = [sum(state.startswith("up") for state in e["links"].values()) for e in entries if e["role"] == "prefill"]
     return bool(entries) and all(e["state"] == "ready" for e in entries) and set(linked) == {num_decode}
-
-
-def children_of(pid: int) -> list[int]:
-    """Empty when the process is gone."""
-    with contextlib.suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
 
 
 def _send(number: signal.Signals, name: str, pids: list[int]) -> float:

@@ -21,19 +21,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
+from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.cluster.ports import free_ports
+from pd_cluster.cluster.rank_process import environment
+from pd_cluster.config import KEY_VARIABLE, KEYS_VARIABLE
+from pd_cluster.device import num_threads_for
+from pd_cluster.engine.preloader import VARIABLE, Preloader, forks_are_safe
 from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, write
 from ranktable_tools.files import write_private
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
-READY_POLL_S = 0.1
+READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
 ADMIN_TOKEN = "admin-token"  # a file in the cluster's own folder
-KEYS_VARIABLE = "PD_CLUSTER_SERVE_API_KEY"  # --api-key's, as typer calls it: everybody can read a command line
+SPAWN = "--spawn"  # a flag of `pd-cluster serve`
 DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends when that process does
 
 
@@ -57,6 +60,20 @@ class Launch:
     def worker_names(self) -> list[str]:
         """In the order of the rank table."""
         return [f"prefill-{i}" for i in range(self.num_prefill)] + [f"decode-{i}" for i in range(self.num_decode)]
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.tp_sizes.get(name, 1) for name in self.worker_names)
+
+    @property
+    def forks(self) -> bool:
+        """Whether rank processes are forked, by what the flags say."""
+        device = "auto"
+        for flag, following in itertools.zip_longest(self.arguments, self.arguments[1:], fillvalue=""):
+            name, equals, value = flag.partition("=")
+            if name == "--device":
+                device = value if equals else following
+        return SPAWN not in self.arguments and forks_are_safe(device)
 
     @property
     def url(self) -> str:
@@ -122,6 +139,51 @@ def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:
     return [sys.executable, "-m", "pd_cluster.cli", "serve", *flags]
 
 
+class LaunchPreloader:
+    """The preloader of one launch's workers, where its flags allow for one.
+
+    It is started again when a worker is started after its death; workers that lack it start their ranks by themselves.
+    """
+
+    def __init__(self, launch: Launch, given: Preloader | None = None) -> None:
+        """`given` stays its giver's."""
+        self._launch = launch
+        self._given = given if launch.forks else None
+        self._own: Preloader | None = None
+        self._start()
+
+    def for_worker(self) -> tuple[dict[str, str], tuple[int, ...]]:
+        """What a worker gets: variables, and a file to pass on."""
+        self._start()
+        preloader = self._given or self._own
+        if preloader is None:
+            return {}, ()
+        return {VARIABLE: str(preloader.fileno())}, (preloader.fileno(),)
+
+    @property
+    def pid(self) -> int:
+        """0 where it is none of this process's."""
+        return self._own.pid if self._own is not None else 0
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+    def _start(self) -> None:
+        if self._given is not None or not self._launch.forks:
+            return
+        if self._own is not None:
+            if self._own.is_alive:
+                return
+            self._own.close()
+        num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(self._launch.num_ranks)
+        env = {**environment(num_threads, os.environ), DIE_WITH_PARENT: str(os.getpid())}
+        for name in (KEY_VARIABLE, KEYS_VARIABLE):
+            env.pop(name, None)
+        self._own = Preloader.start(env, self._launch.model or str(SHIPPED_MODEL))
+
+
 class Cluster:
     """The processes of one launch, on an event loop. `say` gets lines for the user."""
 
@@ -132,6 +194,7 @@ class Cluster:
         self._say = say
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
         self.admin_token_file = self._folder / ADMIN_TOKEN
+        self._preloader: LaunchPreloader | None = None
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -141,12 +204,15 @@ class Cluster:
         """Starts every process. Raises ConfigError when a port is taken."""
         for port in (self.launch.port, self.launch.port + 1):
             _check_free(self.launch.host, port)
+        self._preloader = LaunchPreloader(self.launch)
         for member in plan_cluster(self.launch, self._folder):
             process = await self._spawn(member)
             self._tasks.append(asyncio.create_task(self._supervise(member, process)))
 
     async def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Until the scheduler answers /health with 200. Raises ConfigError when a process ends first."""
+        import httpx  # which each process that this one starts would import for nothing
+
         deadline_s = time.monotonic() + timeout_s
         async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
             while time.monotonic() < deadline_s:
@@ -157,6 +223,11 @@ class Cluster:
                         return
                 await asyncio.sleep(READY_POLL_S)
         raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
+
+    @property
+    def preloader_pid(self) -> int:
+        """0 where no preloader is this process's."""
+        return self._preloader.pid if self._preloader is not None else 0
 
     def pid_of(self, name: str) -> int:
         """Of the process that was started last under this name."""
@@ -181,12 +252,17 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._preloader is not None:
+            self._preloader.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _spawn(self, member: Member) -> asyncio.subprocess.Process:
+        assert self._preloader is not None
+        env, files = self._preloader.for_worker() if member.name != "scheduler" else ({}, ())
         process = await asyncio.create_subprocess_exec(
             *member.command,
-            env={**os.environ, **member.env},
+            env={**os.environ, **member.env, **env},
+            pass_fds=files,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -27,7 +27,8 @@ from ranktable_tools.hosts import host_key, is_ip
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.25
+POLL_S = 0.1
+LOADING_S = 0.5  # of an instance that loads: how long it may keep its answer until it has loaded
 SLOW_POLL_S = 2.0
 FAREWELL_S = 1.0  # between the last message to an instance and the end of its connection
 
@@ -120,7 +121,8 @@ class Membership(Roster):
             return
         host = f"[{instance.host}]" if ":" in instance.host else instance.host
         try:
-            answer = await client.get(f"http://{host}:{instance.port}/instance")
+            # One that loads answers when it has loaded.
+            answer = await client.get(f"http://{host}:{instance.port}/instance", params=self._until(instance))
             info = msgspec.json.decode(answer.content, type=InstanceInfo)
         except httpx.HTTPError:
             self.set_state(instance, "unreachable", f"nobody answers at {host}:{instance.port}")
@@ -139,6 +141,11 @@ class Membership(Roster):
             self.connect(instance, info)
         else:
             self.set_state(instance, "loading" if info.state == "loading" else "failed", info.error)
+
+    def _until(self, instance: Instance) -> dict[str, str]:
+        if instance.state != "loading":
+            return {}
+        return {"unless": "loading", "for_s": str(min(LOADING_S, self._timeouts.connect_timeout_s / 2))}
 
     async def _find(self, instance: Instance) -> str:
         """Asks for its name's address again: a pod comes back with another one. Returns why there is none, or ""."""

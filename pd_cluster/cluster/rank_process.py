@@ -1,9 +1,14 @@
-"""One rank process of a worker: starts it, listens to what it reports, ends it. Never imports torch."""
+"""One rank process of a worker: starts it, listens to what it reports, ends it. Never imports torch.
+
+It is forked by the preloader that this process was told of, or, where there is none or it cannot, started by command
+line. Both compute the same, and both are killed by the kernel when this process ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -12,26 +17,34 @@ from collections.abc import Mapping
 import msgspec
 
 from pd_cluster.config import WorkerConfig
+from pd_cluster.engine.preloader import FORK_TIMEOUT_S, VARIABLE, Fork, NotForked, Preloader
 from pd_cluster.reports import RankReport
+
+log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 # torch's stores look up the name of every address, for their logs, and wait for a name server that is silent.
 LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
 # Else `import torch` imports torch_npu, wherever it is installed, and fails where its driver is not.
-DEFAULTS = {**LOOKUPS, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+DEFAULTS = {**LOOKUPS, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OPENBLAS_NUM_THREADS": "1"}  # numpy's threads idle here
 
 
 def environment_of(config: WorkerConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    threads = str(config.num_threads)
-    taken_away = [name for name, value in config.environment.items() if not value]
-    env = {**DEFAULTS, **inherited, **config.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    return {name: value for name, value in env.items() if name not in taken_away}
+    return environment(config.num_threads, {**inherited, **config.environment}, config.environment)
+
+
+def environment(num_threads: int, inherited: Mapping[str, str], own: Mapping[str, str] = {}) -> dict[str, str]:
+    """Of a rank process, and of the preloader that forks it; an empty value in `own` takes a variable away."""
+    threads = str(num_threads)
+    env = {**DEFAULTS, **inherited, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    return {name: value for name, value in env.items() if name != VARIABLE and own.get(name) != ""}
 
 
 class RankProcess:
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, preloader: Preloader | None = None) -> None:
         self._config = config
-        self._process: asyncio.subprocess.Process | None = None
+        self._preloader = preloader
+        self._process: _Spawned | _Forked | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -41,30 +54,34 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        """0 before it is there."""
+        return self._process.pid if self._process is not None else 0
 
     @property
     def exit_code(self) -> int | None:
-        """Negative: the signal that ended it. None while it runs."""
-        return self._process.returncode if self._process is not None else None
+        """Negative: the signal that ended it. None while it runs, and when nobody can tell."""
+        return self._process.exit_code if self._process is not None else None
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "pd_cluster.engine.process",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno(), *self._config.ranks.fds],
-                stdin=asyncio.subprocess.DEVNULL,
-                env=environment_of(self._config, os.environ),
-            )
+            files = [theirs.fileno(), *self._config.ranks.fds]
+            env = environment_of(self._config, os.environ)
+            self._process = await self._forked(env, files) or await _Spawned.start(env, files)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(msgspec.json.encode(self._config) + b"\n")
         with contextlib.suppress(ConnectionError):  # it died at once: `wait` says so
             await self._writer.drain()
+
+    async def _forked(self, env: dict[str, str], files: list[int]) -> _Forked | None:
+        """None where it must be spawned."""
+        if self._preloader is None:
+            return None
+        try:
+            return await _Forked.start(self._preloader, env, files)
+        except NotForked as error:
+            log.warning("rank %d is started without the preloader: %s", self.rank, error)
+            return None
 
     async def read_report(self) -> RankReport | None:
         """None when the rank has ended, also in the middle of a line."""
@@ -75,27 +92,116 @@ class RankProcess:
         except (ConnectionError, msgspec.DecodeError):
             return None
 
-    async def wait(self) -> int:
-        assert self._process is not None
-        return await self._process.wait()
+    async def wait(self) -> None:
+        """Until it has ended; not at all where it was never started."""
+        if self._process is not None:
+            await self._process.wait()
 
     def ask(self, what: str) -> None:
-        if self._writer is not None and self.exit_code is None:
+        if self._writer is not None and self.is_running:
             self._writer.write(f"{what}\n".encode())
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and not self._process.has_ended
 
     async def stop(self) -> None:
         """Asks it to stop after its step; kills it when it does not."""
-        if self._process is None or self._process.returncode is not None:
+        if not self.is_running:
             return
         self.ask("stop")
         try:
-            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+            await asyncio.wait_for(self.wait(), STOP_TIMEOUT_S)
         except TimeoutError:
             await self.kill()
 
     async def kill(self) -> None:
         """Also one that was never started, or has ended."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process is not None and self.is_running:
+            self._process.kill()
             await self._process.wait()
+
+
+class _Spawned:
+    """Started by command line, as a child of this process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    @classmethod
+    async def start(cls, env: dict[str, str], files: list[int]) -> _Spawned:
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "pd_cluster.engine.process", str(files[0])),
+                pass_fds=files,
+                stdin=asyncio.subprocess.DEVNULL,
+                env=env,
+            )
+        )
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def wait(self) -> None:
+        await self._process.wait()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+
+class _Forked:
+    """Forked by the preloader, whose child it is."""
+
+    def __init__(self, fork: Fork) -> None:
+        self._fork = fork
+        self.pid = fork.pid
+
+    @classmethod
+    async def start(cls, preloader: Preloader, env: dict[str, str], files: list[int]) -> _Forked:
+        """Raises NotForked."""
+        fork = preloader.ask(env, files)
+        try:
+            await asyncio.wait_for(_readable(fork.fileno()), FORK_TIMEOUT_S)
+            fork.accept()
+        except TimeoutError:
+            raise NotForked(f"the preloader has not answered for {FORK_TIMEOUT_S:g} s") from None
+        finally:
+            if not fork.pid:  # cancelled, too
+                fork.close()
+        return cls(fork)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._fork.exit_code
+
+    @property
+    def has_ended(self) -> bool:
+        return self._fork.has_ended
+
+    async def wait(self) -> None:
+        if not self._fork.has_ended:
+            await _readable(self._fork.fileno())
+            self._fork.reap()
+
+    def kill(self) -> None:
+        self._fork.kill()
+
+
+async def _readable(fd: int) -> None:
+    """For any number of tasks that wait for the same."""
+    watched = os.dup(fd)
+    ready = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(watched, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)

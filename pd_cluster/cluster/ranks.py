@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -13,6 +14,7 @@ import msgspec
 
 from pd_cluster.cluster.rank_process import RankProcess
 from pd_cluster.config import RankPlace, WorkerConfig
+from pd_cluster.engine.preloader import Preloader
 from pd_cluster.engine.process import EXIT_OTHER_RANK_LOST
 from pd_cluster.errors import ConfigError, InstanceLost
 from pd_cluster.reports import InstanceInfo, RankReport
@@ -24,14 +26,15 @@ BLAME_S = 0.5  # ranks that end within this time of each other ended for the sam
 class Ranks:
     """One rank process a device of the instance. `info` is what `/instance` answers: what rank 0 reports."""
 
-    def __init__(self, config: WorkerConfig, cluster_tag: str) -> None:
+    def __init__(self, config: WorkerConfig, cluster_tag: str, preloader: Preloader | None = None) -> None:
         self._config = config
         several = config.ranks.size > 1
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-ranks-")) if several else None  # mode 0700
         self._sockets = [socket.socketpair() for _ in range(config.ranks.size - 1)]  # rank 0's end first
-        self._processes = [RankProcess(self._config_of(rank)) for rank in range(config.ranks.size)]
+        self._processes = [RankProcess(self._config_of(rank), preloader) for rank in range(config.ranks.size)]
         self._error = self._lost = ""
         self._ended: list[RankProcess] = []  # in this order
+        self._changed = asyncio.Event()  # another one after each change
         self.info = InstanceInfo(
             name=config.name,
             role=config.role,
@@ -44,15 +47,32 @@ class Ranks:
             table_digest=cluster_tag,
         )
 
-    async def start(self) -> None:
+    async def no_more(self, state: str, timeout_s: float) -> None:
+        """Until `info.state` is another one, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.info.state == state:
+                    await self._changed.wait()
+
+    def _tell(self, **changes: object) -> None:
+        self.info = msgspec.structs.replace(self.info, **changes)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Starts all, and watches until one ends. Raises ConfigError with its own words, or InstanceLost."""
+        await self._start()
+        await self._watch()
+
+    async def _start(self) -> None:
         for process in self._processes:
             await process.start()
+            self._tell(rank_pids=[each.pid for each in self._processes if each.pid])
         for pair in self._sockets:  # each end is in the one process that it is for
             for end in pair:
                 end.close()
 
-    async def watch(self) -> None:
-        """Until a rank ends. Raises ConfigError with its own words, or InstanceLost with its exit code."""
+    async def _watch(self) -> None:
         watching = [asyncio.ensure_future(self._follow(process)) for process in self._processes]
         try:
             await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
@@ -63,11 +83,12 @@ class Ranks:
             await asyncio.gather(*watching, return_exceptions=True)
         first = self._first_to_blame()
         which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
-        lost = f"{which} (pid {first.pid}) ended with code {first.exit_code}"
+        how = f"with code {first.exit_code}" if first.exit_code is not None else "while the preloader could not say how"
+        lost = f"{which} (pid {first.pid}) ended {how}"
         if first.rank == 0 or first.exit_code == EXIT_OTHER_RANK_LOST:  # it may know of one that still is there
             lost = self._lost or lost
         error = self._error or lost
-        self.info = msgspec.structs.replace(self.info, state="failed", error=error)
+        self._tell(state="failed", error=error)
         if self._error:
             raise ConfigError(self._error)
         raise InstanceLost(f"{self._config.name}: {lost}")
@@ -92,8 +113,7 @@ class Ranks:
         while (report := await process.read_report()) is not None:
             self._error, self._lost = self._error or report.error, self._lost or report.lost
             if process.rank == 0:
-                known = {name: getattr(report, name) for name in INFO_OF_RANK}
-                self.info = msgspec.structs.replace(self.info, **known)
+                self._tell(**{name: getattr(report, name) for name in INFO_OF_RANK})
         await process.wait()
         self._ended.append(process)
 

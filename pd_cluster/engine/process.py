@@ -7,6 +7,7 @@ process. Rank 0 runs the worker; the others compute their share of its steps.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -41,7 +42,13 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def main(fd: int) -> int:
+    """Started by command line."""
     die_with_parent()
+    return run(fd)
+
+
+def run(fd: int) -> int:
+    """A rank whose parent has the other end of `fd`. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     channel = socket.socket(fileno=fd)
     lines = channel.makefile("rb")
@@ -63,17 +70,24 @@ def main(fd: int) -> int:
     return 0
 
 
-def _prepare(config: WorkerConfig) -> None:
-    """Imports what is slow to import, without the collector: modules live as long as the process, and looking through
-    them again and again is a quarter of its start.
-    """
-    gc.disable()
-    import torch
+def import_engine() -> None:
+    """What is slow to import."""
+    from pd_cluster.model.light_transformers import make_light
 
+    make_light()
     import pd_cluster.engine.build  # noqa: F401
 
+
+def _prepare(config: WorkerConfig) -> None:
+    """Imports without the collector: modules live as long as the process, and looking through them again and again is
+    a quarter of its start.
+    """
+    gc.disable()
+    import_engine()
     gc.freeze()
     gc.enable()
+    import torch
+
     torch.set_num_threads(config.num_threads)
     torch.set_grad_enabled(False)
 
@@ -132,9 +146,14 @@ def _watch_parent(lines: socket.SocketIO, inbox: queue.SimpleQueue[Event]) -> No
     os._exit(0)
 
 
+def end(code: int) -> NoReturn:
+    """torch's process groups do not survive an interpreter that takes itself down."""
+    with contextlib.suppress(OSError, ValueError):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]))
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # torch's process groups do not survive an interpreter that takes itself down
+    end(main(int(sys.argv[1])))

@@ -12,7 +12,9 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ from pd_cluster.api.answers import Answer
 from pd_cluster.api.chat_answer import ChatAnswer
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.completion_answer import CompletionAnswer
-from pd_cluster.api.http import error_response
+from pd_cluster.api.error_answers import error_response
 from pd_cluster.api.parse import parse
 from pd_cluster.api.protocol import CompletionRequest, GenerationRequest
 from pd_cluster.api.service import TextService

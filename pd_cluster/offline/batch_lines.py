@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from pd_cluster.api.http import MAX_BODY_NBYTES, BodyTooLarge, error_body
+from pd_cluster.api.error_answers import error_body
+from pd_cluster.api.http import MAX_BODY_NBYTES, BodyTooLarge
 from pd_cluster.errors import ConfigError, PdClusterError, RequestError
 
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from pd_cluster.api.edge import Edge
-from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
+from pd_cluster.cluster.launcher import Launch, LaunchPreloader, Member, plan_cluster
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import find_place, node_ports
 from pd_cluster.cluster.policy import linked_pairs, why_unavailable
@@ -40,11 +40,13 @@ class SplitCluster:
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._preloader: LaunchPreloader | None = None
         self.edge: Edge
         self.membership: Membership
 
     async def start(self) -> None:
         """Until a request can be handed over. Raises ConfigError when a process ends before that."""
+        self._preloader = LaunchPreloader(self._launch)
         *workers, scheduler = plan_cluster(self._launch, self._folder)
         for member in workers:
             self._spawn(member)
@@ -74,6 +76,8 @@ class SplitCluster:
             for process in self._running:
                 process.kill()
                 process.wait()
+            if self._preloader is not None:
+                self._preloader.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -108,10 +112,13 @@ class SplitCluster:
         return self._folder / f"{name}.log"
 
     def _spawn(self, member: Member) -> None:
+        assert self._preloader is not None
+        env, files = self._preloader.for_worker()
         with self._log_file(member.name).open("wb") as lines:
             self._processes[member.name] = subprocess.Popen(
                 member.command,
-                env={**os.environ, **member.env},
+                env={**os.environ, **member.env, **env},
+                pass_fds=files,
                 stdin=subprocess.DEVNULL,
                 stdout=lines,
                 stderr=subprocess.STDOUT,

@@ -151,7 +151,7 @@ def test_keys_are_written_nowhere(guarded: LiveCluster) -> None:
     started = children_of(scheduler)
     assert len(started) >= 2
     for name in ("prefill-0", "decode-0"):
-        started += children_of(guarded.processes[name].pid)
+        started += guarded.rank_pids(name)
     for pid in (*started, scheduler):
         assert b"sk-first" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     for pid in started:

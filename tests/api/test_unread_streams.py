@@ -12,7 +12,8 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from pd_cluster.api import server
-from pd_cluster.api.http import EventStream, event, install_error_handlers
+from pd_cluster.api.error_answers import install_error_handlers
+from pd_cluster.api.http import EventStream, event
 from pd_cluster.errors import RequestError
 
 WAIT_S = 20.0

@@ -100,7 +100,7 @@ def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 1, done.stderr
     pids = [int(pid) for pid in lines[0].split()]
-    assert len(pids) == 4  # two parents, a rank process each
+    assert len(pids) == 5  # a preloader, two parents, a rank process each
     expected = {"exception": 1, "kill": -signal.SIGKILL, "interrupt": -signal.SIGINT}.get(how, 0)
     assert done.returncode in (expected, 130 if how == "interrupt" else expected), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how == "interrupt")
@@ -113,7 +113,10 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
     made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
     assert isinstance(made._parts.backend, SplitCluster)
     folder, processes = made._parts.backend._folder, list(made._parts.backend._processes.values())
-    pids = [pid for each in processes for pid in (each.pid, *children_of(each.pid))]
+    assert made._parts.backend._preloader is not None
+    preloader = made._parts.backend._preloader.pid
+    pids = [preloader, *children_of(preloader), *(each.pid for each in processes)]
+    assert len(pids) == 5
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.types import Request, SamplingParams
-from tests.support.cluster import LiveCluster, children_of, in_parallel
+from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_same, make_core, random_prompt, run
 
 Checkpoints = Callable[..., Path]
@@ -82,7 +82,7 @@ def test_a_follower_s_end_is_its_instance_s(cluster: LiveCluster, model: Path) -
     stops = "prefill-0" in sizes
     name = (min if stops else max)(sizes, key=lambda each: sizes[each])  # the small one is started again
     size = sizes[name]
-    ranks = children_of(cluster.processes[name].pid)
+    ranks = cluster.rank_pids(name)
     assert len(ranks) == size
     os.kill(ranks[-1], signal.SIGSTOP if stops else signal.SIGKILL)
     assert cluster.await_exit(name) == 1

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from pd_cluster.api.http import install_error_handlers
+from pd_cluster.api.error_answers import install_error_handlers
 from pd_cluster.api.openai import openai_routes
 from pd_cluster.cli import main
 from pd_cluster.config import EngineConfig

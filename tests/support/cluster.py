@@ -6,6 +6,7 @@ deadline and fails with the processes' last words.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -17,14 +18,23 @@ from typing import Any
 
 import httpx
 
-from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
+from pd_cluster.cluster.launcher import Launch, LaunchPreloader, Member, plan_cluster
 from pd_cluster.cluster.ports import free_port_pair
+from pd_cluster.cluster.rank_process import environment
+from pd_cluster.engine.preloader import Preloader
 
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 40.0
 POLL_S = 0.05
 DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "")  # of --device, for every worker
 SAME_HOST = "ipc" if DEVICE == "cuda" else "shm"  # how two instances of one host exchange KV cache
+
+
+@functools.cache
+def shared_preloader() -> Preloader:
+    """One for all clusters of this test process, and for ranks that have a core each; others get their own."""
+    num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or 1
+    return Preloader.start(environment(num_threads, os.environ), "")
 
 
 class LiveCluster:
@@ -41,7 +51,9 @@ class LiveCluster:
         served_model_names: Sequence[str] = ("tiny",),
         member_arguments: Mapping[str, Sequence[str]] | None = None,
         tp_sizes: Mapping[str, int] | None = None,
+        preloader: Preloader | None = None,
     ) -> None:
+        """`preloader`: other than the one that all share."""
         port = free_port_pair()
         self.folder = folder
         self.launch = Launch(
@@ -55,6 +67,7 @@ class LiveCluster:
             openai=openai,
         )
         self.url, self.admin_url = self.launch.url, self.launch.admin_url
+        self.preloader = LaunchPreloader(self.launch, preloader or shared_preloader())
         self.member_arguments = member_arguments or {}
         self.members: dict[str, Member] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -84,10 +97,12 @@ class LiveCluster:
 
     def start_member(self, name: str) -> None:
         member = self.members[name]
+        env, files = self.preloader.for_worker() if name != "scheduler" else ({}, ())
         with self.log_file(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*member.command, *self.member_arguments.get(name, ())],
-                env={**os.environ, **member.env},
+                env={**os.environ, **member.env, **env},
+                pass_fds=files,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -97,9 +112,16 @@ class LiveCluster:
         self.processes[name].send_signal(number)
 
     def kill_rank(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Only the process that computes, not its parent."""
-        for pid in children_of(self.processes[name].pid):
+        """Only the processes that compute, not their parent."""
+        for pid in self.rank_pids(name):
             os.kill(pid, number)
+
+    def rank_pids(self, name: str) -> list[int]:
+        """In the order of the ranks; the worker's parent must answer."""
+        answer = self.client.get(f"http://127.0.0.1:{self.members[name].port}/instance")
+        found: list[int] = answer.json()["rank_pids"]
+        assert found
+        return found
 
     def await_exit(self, name: str, timeout_s: float = 20.0) -> int:
         return self.processes[name].wait(timeout_s)

@@ -24,8 +24,8 @@ async def answer(max_tokens: int) -> str:
 
 
 text = offline.run(answer(4))
-parents = children_of(os.getpid())
-print(*parents, *(pid for parent in parents for pid in children_of(parent)), flush=True)
+started = children_of(os.getpid())  # the preloader and two workers' parents
+print(*started, *(pid for each in started for pid in children_of(each)), flush=True)
 if how == "exception":
     raise ValueError("of the user's own")
 if how == "interrupt":

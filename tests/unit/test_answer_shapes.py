@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from pd_cluster.api.http import install_error_handlers
+from pd_cluster.api.error_answers import install_error_handlers
 from pd_cluster.api.legacy import legacy_routes
 from pd_cluster.api.openai import openai_routes
 from pd_cluster.api.service import TextService

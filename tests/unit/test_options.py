@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.launcher import KEYS_VARIABLE, Launch, plan_cluster
-from pd_cluster.config import ChatConfig, HttpConfig
+from pd_cluster.cluster.launcher import Launch, plan_cluster
+from pd_cluster.config import KEYS_VARIABLE, ChatConfig, HttpConfig
 from pd_cluster.errors import ConfigError
 from pd_cluster.flags import normalize
 from pd_cluster.options import ServeOptions

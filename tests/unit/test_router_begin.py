@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.api.http import error_response
+from pd_cluster.api.error_answers import error_response
 from pd_cluster.cluster.predict import Goals
 from pd_cluster.cluster.stream import Stream
 from pd_cluster.errors import GenerationError, Overloaded, Unavailable

@@ -10,7 +10,7 @@ import time
 
 from pd_cluster.bench.engine_spec import PeerResult, Spec, child_main
 from pd_cluster.bench.offline_service import engine_config, run
-from pd_cluster.bench.router_processes import cpu_s, family
+from pd_cluster.bench.router_processes import cpu_s
 from pd_cluster.offline.session import Offline, OfflineConfig
 
 
@@ -25,9 +25,9 @@ def measure(spec: Spec) -> PeerResult:
 
 
 def _busy_s(offline: Offline) -> dict[str, float]:
-    """Of each role's rank processes: what the workers' parents started."""
+    """Of each role's rank processes."""
     infos = [each.info for each in offline.service.router.membership.instances if each.info is not None]
-    return {info.role: sum(cpu_s(rank) for rank in family(info.pid)[1:]) for info in infos}
+    return {info.role: sum(map(cpu_s, info.rank_pids)) for info in infos}
 
 
 if __name__ == "__main__":

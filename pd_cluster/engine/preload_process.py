@@ -1,0 +1,208 @@
+"""The preloader: `python -m pd_cluster.engine.preload_process FD MODEL`. Imports what ranks need, then forks them.
+
+One thread, no model, no device: what a rank is, its parent tells it, as a rank that was started by command line. Ends
+when FD's other ends are all closed, and with the process that started it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+import msgspec
+
+from pd_cluster.checkpoint import read_json, resolve_model
+from pd_cluster.engine.preloader import (
+    MAX_NBYTES,
+    Answer,
+    Ended,
+    ForkRequest,
+    Refused,
+    Started,
+    die_with_lifeline,
+    essential,
+)
+from pd_cluster.engine.process import die_with_parent, end, import_engine, run
+from pd_cluster.errors import ConfigError
+
+MOST_FILES = 64
+ANSWERS, LIFELINE, STDOUT, STDERR = range(4)  # where these are among a request's files; what follows is numbered there
+READAHEAD_NBYTES = 4 << 30
+
+
+def main(fd: int, model: str) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    environment = dict(os.environ)  # imports add to it
+    compiling = _compile_kernels()
+    _read_ahead(model)
+    gc.disable()
+    import_engine()
+    _import_model(model)
+    gc.freeze()  # what was imported stays where it is, in memory that all ranks share
+    if compiling:
+        os.waitpid(compiling, 0)
+    _Forks(socket.socket(fileno=fd), environment).run()
+
+
+def _compile_kernels() -> int:
+    """In a child, beside the imports. Its pid; 0 where no kernels are wanted. What goes wrong, the ranks will say."""
+    from pd_cluster.model.cpu import build
+
+    if not build.are_wanted():
+        return 0
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(build.KernelsUnavailable, OSError):
+            build.build(build.FLAGS)
+        os._exit(0)
+    return pid
+
+
+def _read_ahead(model: str) -> None:
+    """Asks the kernel for the weights; it reads them while Python imports."""
+    left = READAHEAD_NBYTES
+    with contextlib.suppress(OSError, ConfigError):
+        for file in sorted(resolve_model(model).glob("*.safetensors")):
+            with file.open("rb") as weights:
+                size = min(os.fstat(weights.fileno()).st_size, left)
+                os.posix_fadvise(weights.fileno(), 0, size, os.POSIX_FADV_WILLNEED)
+                left -= size
+
+
+def _import_model(model: str) -> None:
+    """The modules of its architecture. A folder that cannot be read is for the ranks to tell of."""
+    from pd_cluster.model.light_transformers import import_architecture
+
+    with contextlib.suppress(OSError, ConfigError):
+        import_architecture(str(read_json(resolve_model(model) / "config.json").get("model_type", "")))
+
+
+class _Forks:
+    """Answers on each request's own socket: that the rank runs, and later how it ended."""
+
+    def __init__(self, channel: socket.socket, environment: dict[str, str]) -> None:
+        self._channel = channel
+        self._environment = essential(environment)
+        self._added = {k: v for k, v in os.environ.items() if k not in environment}
+        self._answers: dict[int, socket.socket] = {}  # pid -> of those that run
+        self._woken, wake = socket.socketpair()
+        wake.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wake = wake
+
+    def run(self) -> None:
+        """Until nobody holds the channel's other end."""
+        poll = select.poll()
+        for each in (self._channel, self._woken):
+            poll.register(each, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._woken.fileno():
+                    self._woken.recv(4096)
+                    self._reap()
+                elif not self._serve():
+                    return
+
+    def _serve(self) -> bool:
+        """One request. False at the end of file."""
+        data, files, _, _ = socket.recv_fds(self._channel, MAX_NBYTES, MOST_FILES)
+        if not data:
+            return False
+        answers = socket.socket(fileno=files[ANSWERS])
+        try:
+            request = msgspec.json.decode(data, type=ForkRequest)
+            if reason := self._reason_against(request, files):
+                _tell(answers, Refused(reason))
+                answers.close()
+            else:
+                self._fork(request, files, answers)
+        except (msgspec.DecodeError, OSError) as error:
+            _tell(answers, Refused(f"the preloader could not fork: {error}"))
+            answers.close()
+        finally:
+            for file in files[ANSWERS + 1 :]:
+                os.close(file)
+        return True
+
+    def _reason_against(self, request: ForkRequest, files: list[int]) -> str:
+        wanted = essential(request.env)
+        names = {k for k, v in wanted.items() ^ self._environment.items()}
+        if names:
+            return f"its environment is not the preloader's: {', '.join(sorted(names)[:5])}"
+        if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
+            return f"the preloader has {num_threads} threads"
+        if len(files) != STDERR + 1 + len(request.numbers) or not request.numbers:
+            return f"{len(files)} files came with {len(request.numbers)} numbers"
+        return ""
+
+    def _fork(self, request: ForkRequest, files: list[int], answers: socket.socket) -> None:
+        pid = os.fork()
+        if not pid:
+            _be_a_rank(request, files, self._added)
+        pidfd = os.pidfd_open(pid)  # nobody has waited for it: the number is its own
+        try:
+            _tell(answers, Started(pid), pidfd)
+            self._answers[pid] = answers
+        finally:
+            os.close(pidfd)
+
+    def _reap(self) -> None:
+        while self._answers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            with self._answers.pop(pid) as answers:
+                _tell(answers, Ended(os.waitstatus_to_exitcode(status)))
+
+
+def _tell(answers: socket.socket, answer: Answer, *files: int) -> None:
+    """Whoever asked may be gone."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+    with contextlib.suppress(OSError):
+        answers.sendmsg([msgspec.json.encode(answer)], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+
+def _be_a_rank(request: ForkRequest, files: list[int], added: dict[str, str]) -> NoReturn:
+    """In the fork. `added`: what imports have added to the environment."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_lifeline(_take_files(request.numbers, files))
+        os.sched_setaffinity(0, request.cpus)
+        os.chdir(request.folder)
+        os.environ.clear()
+        os.environ.update(added | request.env)
+        code = run(request.numbers[0])
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        end(code)
+
+
+def _take_files(numbers: list[int], files: list[int]) -> int:
+    """Puts each file where the request has it, closes all others. Returns the lifeline's number."""
+    wanted = {1: files[STDOUT], 2: files[STDERR], **dict(zip(numbers, files[STDERR + 1 :], strict=True))}
+    lifeline = max([*numbers, *files, 2]) + 1
+    wanted[lifeline] = files[LIFELINE]
+    beyond = lifeline + 1
+    moved = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, beyond) for number, file in wanted.items()}
+    os.closerange(3, beyond)
+    for number, file in moved.items():
+        os.dup2(file, number, inheritable=number <= 2)
+    os.closerange(beyond, os.sysconf("SC_OPEN_MAX"))
+    return lifeline
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,232 @@
+"""Asks the preloader for rank processes. Never imports torch.
+
+A preloader is a process that has imported what rank processes need (`engine/preload_process.py`) and forks them: a rank
+is there within milliseconds, and ranks share the memory of what was imported. Whoever starts one hands its socket on
+to the worker processes that it starts; any of them may ask. docs/protocol.md says who ends when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from pd_cluster.errors import PdClusterError
+
+VARIABLE = "PD_CLUSTER_PRELOADER"  # the socket's number, in the processes that may ask
+DEVICE_FILES = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/davinci0", "/dev/kfd")  # their drivers' own
+MAX_NBYTES = 1 << 17  # of a message: an environment, mostly
+FORK_TIMEOUT_S = 120.0  # the first imports from a cold disk may take a minute
+CODE_TIMEOUT_S = 1.0  # for the exit code, once the process has ended
+END_TIMEOUT_S = 5.0
+# What may differ between the environments of a preloader and of a rank: nobody reads it while Python or torch starts.
+OWN_PREFIXES = ("PD_CLUSTER_",)
+OWN_NAMES = {
+    *("RANK_TABLE_FILE_PATH", "GLOBAL_RANK_TABLE_FILE_PATH", "NODE_PORTS", "NODE_PORTS_FILE", "USE_OPENAI"),
+    *("VLLM_API_KEY", "PYTHONUNBUFFERED", "RES_OPTIONS", "PWD", "OLDPWD", "_", "SHLVL", "PYTEST_CURRENT_TEST"),
+}
+
+
+class NotForked(PdClusterError):
+    """The preloader is gone, or cannot fork this rank as it would have been spawned: start it by command line."""
+
+
+class ForkRequest(msgspec.Struct, frozen=True):
+    """With it travel, in this order: the answers' socket, the lifeline, stdout, stderr and what `numbers` are for."""
+
+    env: dict[str, str]
+    folder: str  # the working directory
+    cpus: list[int]  # that it may run on
+    numbers: list[int]  # which its files have in the rank; the first is its parent's channel
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """Its pidfd travels with it."""
+
+    pid: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """Negative: the signal that ended it."""
+
+    code: int
+
+
+Answer = Started | Refused | Ended
+
+
+def forks_are_safe(device: str) -> bool:
+    """Whether a rank of `--device` may be forked: drivers of accelerators forbid it, so `auto` only without any.
+
+    Needs pidfd_open, which Linux has since 5.3.
+    """
+    if device != "cpu" and (device != "auto" or any(map(os.path.exists, DEVICE_FILES))):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def essential(env: Mapping[str, str]) -> dict[str, str]:
+    """What a rank and its preloader must have in common to be the same as a spawned rank."""
+    return {k: v for k, v in env.items() if k not in OWN_NAMES and not k.startswith(OWN_PREFIXES)}
+
+
+class Preloader:
+    """The socket to a preloader; `start` makes one that belongs to this process, and ends with it."""
+
+    def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._channel = channel
+        self._process = process
+
+    @classmethod
+    def start(cls, env: Mapping[str, str], model: str = "") -> Preloader:
+        """`env` is a rank's. What `model`, a folder, will need is read ahead."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pd_cluster.engine.preload_process", str(theirs.fileno()), model],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=dict(env),
+                start_new_session=True,  # Ctrl-C is for whoever started this process
+            )
+        return cls(ours, process)
+
+    @classmethod
+    def inherited(cls, env: Mapping[str, str]) -> Preloader | None:
+        """The one that whoever started this process has told it of."""
+        try:
+            return cls(socket.socket(fileno=os.dup(int(env[VARIABLE]))))
+        except (KeyError, ValueError, OSError):
+            return None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Of one that belongs to this process."""
+        return self._process is not None and self._process.poll() is None
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def close(self) -> None:
+        """One that belongs to this process ends; ranks that it has forked go on."""
+        self._channel.close()
+        if self._process is None:
+            return
+        self._process.kill()  # it holds nothing that wants to be put away
+        self._process.wait()
+
+    def ask(self, env: Mapping[str, str], files: Sequence[int]) -> Fork:
+        """A rank process that has `files` under the same numbers; the first is its parent's channel.
+
+        Raises NotForked. This process must keep the Fork: when it is closed, or this process ends, so does the rank.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lifeline, held = os.pipe()
+        request = ForkRequest(dict(env), os.getcwd(), sorted(os.sched_getaffinity(0)), list(files))
+        sent = [theirs.fileno(), lifeline, 1, 2, *files]
+        try:
+            with theirs:
+                socket.send_fds(self._channel, [msgspec.json.encode(request)], sent, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            ours.close()
+            os.close(held)
+            raise NotForked(f"the preloader is gone ({error.strerror})") from error
+        finally:
+            os.close(lifeline)
+        return Fork(ours, held)
+
+
+class Fork:
+    """A rank process that was asked of a preloader. Its end is seen by a pidfd; its code is what the preloader says.
+
+    `held` is one end of a pipe. When all of its kind are closed the kernel kills the rank, even one that is stopped.
+    """
+
+    def __init__(self, answers: socket.socket, held: int) -> None:
+        self._answers = answers
+        self._held = held
+        self._pidfd = -1
+        self.pid = 0
+        self.exit_code: int | None = None  # None, too, when nobody can tell
+        self.has_ended = False
+
+    def fileno(self) -> int:
+        """What is readable when `accept` has something to read; afterwards when the process has ended."""
+        return self._answers.fileno() if self._pidfd < 0 else self._pidfd
+
+    def accept(self) -> None:
+        """Reads the preloader's answer, which is there. Raises NotForked."""
+        answer, files = self._read()
+        if not isinstance(answer, Started):
+            self.close()
+            raise NotForked(answer.reason if isinstance(answer, Refused) else "the preloader has ended")
+        (self._pidfd,), self.pid = files, answer.pid
+
+    def reap(self) -> None:
+        """Once it has ended: learns how. A preloader that is gone, or stopped, can't say it."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        self._answers.settimeout(CODE_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            answer, _ = self._read()
+            if isinstance(answer, Ended):
+                self.exit_code = answer.code
+        self.close()
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Also one that has ended."""
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until `fileno` is readable. False when it is not in time."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN)
+        return bool(poll.poll(timeout_s * 1e3))
+
+    def close(self) -> None:
+        """The process, if there is one, is killed. Once is enough."""
+        self._answers.close()
+        for fd in (self._pidfd, self._held):
+            if fd >= 0:
+                os.close(fd)
+        self._pidfd = self._held = -1
+
+    def _read(self) -> tuple[Answer | None, list[int]]:
+        """None at the end of file. Raises OSError."""
+        data, files, _, _ = socket.recv_fds(self._answers, MAX_NBYTES, 1)
+        return (msgspec.json.decode(data, type=Answer) if data else None), files
+
+
+def die_with_lifeline(lifeline: int) -> None:
+    """The kernel kills this process when nobody holds the other end of the pipe any more, even while it is stopped."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(lifeline, 0)
+    if poll.poll(0):  # before the kernel was asked
+        os._exit(1)

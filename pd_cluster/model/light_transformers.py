@@ -1,0 +1,80 @@
+"""Imports only the part of transformers that rank processes need; a user's own program keeps the whole.
+
+Three things are left out, half of the time of all imports together:
+
+- The packages `transformers` and `transformers.models` read a part of each of their thousands of files, to know which
+  module has which name. Rank processes ask for modules by their paths; packages that they put there load the list
+  when somebody asks for a name that is no module.
+- Its own ways to share a model (DTensor, FSDP) are left out as they are with a torch that was built without
+  torch.distributed: ranks are sharded by `model/parallel`.
+- torch's compiler, which transformers imports to mark functions for it. Ranks compile nothing; should somebody ask for
+  more than the marks, it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from typing import Any
+
+PACKAGES = ("transformers", "transformers.models")
+COMPILER = "torch._dynamo"
+MARKS = ("allow_in_graph", "assume_constant_result", "disable")  # decorators
+
+
+def _unmarked(function: Any = None, *_: object, **__: object) -> Any:
+    return function if callable(function) else _unmarked
+
+
+class _ByName(types.ModuleType):
+    """A package that runs its own `__init__` when it is asked for a name that is none of its modules."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__version__" and self.__name__ == "transformers":
+            return importlib.metadata.version("transformers")
+        if name in MARKS and self.__name__ == COMPILER:
+            return _unmarked
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+            importlib.import_module(self.__name__)
+        return getattr(sys.modules[self.__name__], name)
+
+
+def make_light() -> None:
+    """Before transformers is imported; afterwards nothing changes."""
+    if any(name in sys.modules for name in (*PACKAGES, COMPILER)):
+        return
+    import torch  # noqa: F401
+
+    for name in (*PACKAGES, COMPILER):
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            return  # whoever imports it will say so
+        package = importlib.util.module_from_spec(spec)
+        package.__class__ = _ByName
+        sys.modules[name] = package
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, package)
+    for name in ("transformers.utils", "transformers.utils.import_utils"):
+        module = importlib.import_module(name)
+        if hasattr(module, "is_torch_distributed_available"):
+            module.is_torch_distributed_available = lambda: False  # type: ignore[attr-defined]
+
+
+def import_architecture(model_type: str) -> None:
+    """What its models are made of. One that is not there, or cannot be imported, is for the loader to say."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    name = model_type_to_module_name(model_type)
+    with contextlib.suppress(ImportError):
+        for part in ("configuration", "modeling"):
+            importlib.import_module(f"transformers.models.{name}.{part}_{name}")

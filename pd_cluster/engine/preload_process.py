@@ -45,7 +45,7 @@ def main(fd: int, model: str) -> None:
     compiling = _compile_kernels()
     _read_ahead(model)
     gc.disable()
-    import_engine()
+    import_engine(light=True)
     _import_model(model)
     gc.freeze()  # what was imported stays where it is, in memory that all ranks share
     if compiling:

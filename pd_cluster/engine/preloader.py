@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import select
 import signal
@@ -68,17 +69,24 @@ Answer = Started | Refused | Ended
 
 
 def forks_are_safe(device: str) -> bool:
-    """Whether a rank of `--device` may be forked: drivers of accelerators forbid it, so `auto` only without any.
+    """Whether a rank of `--device` may be forked: drivers of accelerators forbid it.
 
     Needs pidfd_open, which Linux has since 5.3.
     """
-    if device != "cpu" and (device != "auto" or any(map(os.path.exists, DEVICE_FILES))):
+    if not has_no_driver(device):
         return False
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
         return False
     return True
+
+
+def has_no_driver(device: str) -> bool:
+    """Whether a rank of `--device` has no driver in it: transformers imports torch_npu wherever it is installed."""
+    if importlib.util.find_spec("torch_npu") is not None:
+        return False
+    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DEVICE_FILES)))
 
 
 def essential(env: Mapping[str, str]) -> dict[str, str]:
@@ -111,9 +119,13 @@ class Preloader:
     def inherited(cls, env: Mapping[str, str]) -> Preloader | None:
         """The one that whoever started this process has told it of."""
         try:
-            return cls(socket.socket(fileno=os.dup(int(env[VARIABLE]))))
+            channel = socket.socket(fileno=os.dup(int(env[VARIABLE])))
         except (KeyError, ValueError, OSError):
             return None
+        if (channel.family, channel.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+            return cls(channel)
+        channel.close()  # the file was not passed on, and its number is another's by now
+        return None
 
     @property
     def pid(self) -> int:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from pd_cluster.config import WorkerConfig
+from pd_cluster.engine.preloader import has_no_driver
 from pd_cluster.errors import InstanceLost, PdClusterError
 from pd_cluster.reports import RankReport
 
@@ -52,7 +53,9 @@ def run(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     channel = socket.socket(fileno=fd)
     lines = channel.makefile("rb")
-    config = msgspec.json.decode(lines.readline(), type=WorkerConfig)
+    if not (line := lines.readline()):  # the parent has ended
+        return 1
+    config = msgspec.json.decode(line, type=WorkerConfig)
     logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(message)s")
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     threading.Thread(target=_watch_parent, args=(lines, inbox), name="parent", daemon=True).start()
@@ -70,11 +73,12 @@ def run(fd: int) -> int:
     return 0
 
 
-def import_engine() -> None:
-    """What is slow to import."""
-    from pd_cluster.model.light_transformers import make_light
+def import_engine(light: bool) -> None:
+    """What is slow to import. `light`: without what ranks on a CPU never use."""
+    if light:
+        from pd_cluster.model.light_transformers import make_light
 
-    make_light()
+        make_light()
     import pd_cluster.engine.build  # noqa: F401
 
 
@@ -83,7 +87,7 @@ def _prepare(config: WorkerConfig) -> None:
     a quarter of its start.
     """
     gc.disable()
-    import_engine()
+    import_engine(light=has_no_driver(config.engine.device))
     gc.freeze()
     gc.enable()
     import torch

@@ -1,4 +1,4 @@
-"""Imports only the part of transformers that rank processes need; a user's own program keeps the whole.
+"""Imports only the part of transformers that rank processes on a CPU need; a user's own program keeps the whole.
 
 Three things are left out, half of the time of all imports together:
 

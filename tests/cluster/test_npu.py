@@ -31,7 +31,14 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
             tmp_path_factory.mktemp("npu"),
             model,
             num_decode=2,
-            arguments=["--dtype=float32", "--num-blocks=24", "--max-model-len=300", "--kv-transport=dist", *FEW_GRAPHS],
+            arguments=[
+                "--spawn",
+                "--dtype=float32",
+                "--num-blocks=24",
+                "--max-model-len=300",
+                "--kv-transport=dist",
+                *FEW_GRAPHS,
+            ],
             member_arguments={
                 "prefill-0": ["--device=npu"],
                 "decode-0": ["--device=npu"],

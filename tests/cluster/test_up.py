@@ -88,6 +88,10 @@ def ask(port: int) -> int:
     return answer.status_code
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def await_gone(pids: list[int]) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -96,12 +100,17 @@ def await_gone(pids: list[int]) -> None:
 
 
 def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[..., Up]) -> None:
+    """Also when the preloader died before it: ranks go on without one, and the next worker gets a new one."""
     port = free_port_pair()
     cluster = up(port)
     cluster.await_line(r"^ready after")
     assert ask(port) == 200
     admin = f"http://127.0.0.1:{port + 1}/instances"
     instances = httpx.get(admin).json()["instances"]
+    (preloader,) = {parent_of(pid) for entry in instances for pid in entry["rank_pids"]}
+    assert parent_of(preloader) == cluster.process.pid
+    os.kill(preloader, signal.SIGKILL)
+    assert ask(port) == 200
     victim = next(i["pid"] for i in instances if i["instance_id"] == "decode-0")
     os.kill(victim, signal.SIGKILL)
     assert cluster.await_line(r"decode-0 \(pid (\d+)\) died with exit code -9")[1] == str(victim)
@@ -111,8 +120,11 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     while ask(port) != 200:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
-    pids = cluster.descendants()
-    assert len(pids) == 5  # scheduler; two parents, two rank processes
+    instances = httpx.get(admin).json()["instances"]
+    ranks = [pid for entry in instances for pid in entry["rank_pids"]]
+    assert len({parent_of(pid) for pid in ranks} - {preloader}) == 2  # the new one, and init
+    pids = [*{*cluster.descendants(), *ranks}]
+    assert len(pids) == 6  # scheduler, preloader; two parents, two rank processes
     cluster.process.send_signal(signal.SIGINT)
     assert cluster.process.wait(WAIT_S) == 0
     await_gone(pids)

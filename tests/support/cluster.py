@@ -51,9 +51,7 @@ class LiveCluster:
         served_model_names: Sequence[str] = ("tiny",),
         member_arguments: Mapping[str, Sequence[str]] | None = None,
         tp_sizes: Mapping[str, int] | None = None,
-        preloader: Preloader | None = None,
     ) -> None:
-        """`preloader`: other than the one that all share."""
         port = free_port_pair()
         self.folder = folder
         self.launch = Launch(
@@ -67,7 +65,7 @@ class LiveCluster:
             openai=openai,
         )
         self.url, self.admin_url = self.launch.url, self.launch.admin_url
-        self.preloader = LaunchPreloader(self.launch, preloader or shared_preloader())
+        self.preloader = LaunchPreloader(self.launch, shared_preloader() if self.launch.forks else None)
         self.member_arguments = member_arguments or {}
         self.members: dict[str, Member] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

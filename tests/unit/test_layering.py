@@ -77,6 +77,29 @@ TORCH_FREE = [
 ]
 SCHEDULER = "pd_cluster.api.scheduler_app"
 HEAVY = ("torch", "transformers", "llguidance")
+# What each role's process has imported before it does anything: top-level packages that are not Python's own.
+COMMON = {"anyio", "idna", "jinja2", "markupsafe", "msgspec", "pd_cluster", "ranktable_tools", "typing_extensions"}
+COMMAND = {"annotated_doc", "click", "shellingham", "starlette", "typer", "uvicorn"}
+ROLES = {
+    "up": ("import pd_cluster.cli, pd_cluster.cluster.launcher", COMMON | COMMAND),
+    "worker's parent": ("import pd_cluster.cli, pd_cluster.serve, pd_cluster.api.worker_app", COMMON | COMMAND),
+    "scheduler": (
+        "import pd_cluster.cli, pd_cluster.serve, pd_cluster.api.scheduler_app",
+        {*COMMON, *COMMAND, "annotated_types", "fastapi", "fastapi_offline", "httpx", "opentelemetry", "pydantic"}
+        | {"prometheus_client", "pydantic_core", "pygments", "rich", "tokenizers", "typing_inspection", "zmq"},
+    ),
+    "rank process": (
+        "from pd_cluster.engine.process import import_engine; import_engine(light=True)\n"
+        "from pd_cluster.model.light_transformers import import_architecture; import_architecture('llama')\n"
+        "assert not {'sympy', 'torch._dynamo.convert_frame', 'torch.distributed.fsdp'} & {*sys.modules}",
+        {*COMMON, "filelock", "h11", "httpcore2", "httpx2", "huggingface_hub", "llguidance", "numpy", "packaging"}
+        | {"regex", "safetensors", "tokenizers", "torch", "torchgen", "tqdm", "transformers", "truststore"}
+        | {"xxhash", "yaml", "zmq"},
+    ),
+}
+# What the libraries above import where it happens to be installed.
+CHANCE = {"PIL", "accelerate", "charset_normalizer", "cython_runtime", "dill", "h11", "httpcore", "httpx", "orjson"}
+CHANCE |= {"psutil", "scipy", "sklearn", "sniffio", "triton", "zstandard", "opentelemetry"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -164,3 +187,13 @@ def test_torch_names_accelerators_in_one_file() -> None:
             text = file.read_text("utf-8")
             assert "torch.cuda" not in text, file
             assert "torch.npu" not in text, file
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_imports_no_more_than_it_needs(role: str) -> None:
+    imports, allowed = ROLES[role]
+    code = f"import sys\n{imports}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    found = {name for name in done.stdout.split() if name not in sys.stdlib_module_names and not name.startswith("_")}
+    assert found <= allowed | CHANCE
+    assert {"pd_cluster", "msgspec"} <= found

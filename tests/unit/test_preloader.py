@@ -1,0 +1,253 @@
+"""Rank processes that a preloader forks: what they have, what ends them, and what becomes of them without it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.cluster.rank_process import environment
+from pd_cluster.engine import preloader as preloading
+from pd_cluster.engine.preloader import Fork, NotForked, Preloader, forks_are_safe
+from tests.support.cluster import children_of, shared_preloader
+
+WAIT_S = 60.0  # the imports are among it
+POLL_S = 0.01
+
+pytestmark = pytest.mark.skipif(not forks_are_safe("auto"), reason="ranks are spawned on this machine")
+
+
+@pytest.fixture
+def preloader() -> Preloader:
+    return shared_preloader()
+
+
+@pytest.fixture
+def own() -> Iterator[Preloader]:
+    """One that a test may kill."""
+    made = Preloader.start(env(), "")
+    yield made
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(made.pid, signal.SIGCONT)
+    made.close()
+
+
+def env() -> dict[str, str]:
+    return environment(int(os.environ.get("OMP_NUM_THREADS", 0)) or 1, os.environ)
+
+
+class Rank:
+    """A forked rank that waits for its configuration: nobody sends one."""
+
+    def __init__(self, preloader: Preloader, *files: int, **variables: str) -> None:
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            self.number = theirs.fileno()
+            self.fork: Fork = preloader.ask({**env(), **variables}, [self.number, *files])
+        try:
+            assert self.fork.wait(WAIT_S)
+            self.fork.accept()
+            until(lambda: is_gone(self.fork.pid) or waits_for_its_configuration(self.fork.pid))
+        except BaseException:
+            self.close()
+            raise
+
+    def code(self) -> int | None:
+        assert self.fork.wait(WAIT_S)
+        self.fork.reap()
+        assert self.fork.has_ended
+        return self.fork.exit_code
+
+    def close(self) -> None:
+        self.channel.close()
+        self.fork.close()
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(POLL_S)
+
+
+def waits_for_its_configuration(pid: int) -> bool:
+    return "State:\tS" in Path(f"/proc/{pid}/status").read_text()
+
+
+def is_gone(pid: int) -> bool:
+    """Or a zombie, whose parent has not looked yet."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+# ---- what a rank has
+
+
+def test_a_rank_has_its_own_files_one_thread_and_no_other(preloader: Preloader, tmp_path: Path) -> None:
+    """Also beside another rank, whose files it could have inherited."""
+    with (tmp_path / "file").open("w") as file, Rank(preloader) as other, Rank(preloader, file.fileno()) as rank:
+        pid = rank.fork.pid
+        numbers = {int(each.name): os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        lifeline = max(numbers)
+        assert set(numbers) == {0, 1, 2, rank.number, file.fileno(), lifeline}
+        assert numbers[file.fileno()] == str(tmp_path / "file")
+        assert (numbers[0], numbers[1]) == ("/dev/null", os.readlink("/proc/self/fd/1"))
+        assert numbers[rank.number].startswith("socket:")
+        assert numbers[lifeline].startswith("pipe:")
+        assert len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
+        assert os.readlink(f"/proc/{pid}/cwd") == str(Path.cwd())
+        assert os.sched_getaffinity(pid) == os.sched_getaffinity(0)
+        assert other.fork.pid in children_of(preloader.pid)
+
+
+def test_what_it_was_asked_for_is_what_it_does(preloader: Preloader) -> None:
+    """A configuration that is none ends it with code 1, as a rank that was started by command line."""
+    with Rank(preloader) as rank:
+        rank.channel.sendall(b"no configuration\n")
+        assert rank.code() == 1
+
+
+# ---- what ends it
+
+
+def test_the_kernel_ends_a_stopped_rank_with_its_parent(preloader: Preloader) -> None:
+    with Rank(preloader) as rank:
+        os.kill(rank.fork.pid, signal.SIGSTOP)
+        os.close(rank.fork._held)  # as when this process ends
+        rank.fork._held = -1
+        assert rank.code() == -signal.SIGKILL
+    until(lambda: rank.fork.pid not in children_of(preloader.pid))  # it was reaped
+
+
+def test_how_it_ended_is_told(preloader: Preloader) -> None:
+    with Rank(preloader) as rank:
+        rank.fork.kill(signal.SIGABRT)
+        assert rank.code() == -signal.SIGABRT
+        rank.fork.kill()  # one that has ended
+    with Rank(preloader) as rank:
+        rank.channel.close()  # its parent's end: nothing can wait
+        assert rank.code() == 1
+
+
+def test_nothing_outlives_a_killed_starter() -> None:
+    code = (
+        "import os, signal\n"
+        "from tests.unit.test_preloader import Preloader, Rank, env\n"
+        "preloader = Preloader.start(env(), '')\n"
+        "rank = Rank(preloader)\n"
+        "os.kill(rank.fork.pid, signal.SIGSTOP)\n"
+        "print(preloader.pid, rank.fork.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, cwd=root)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    until(lambda: all(map(is_gone, pids)))
+
+
+# ---- what the preloader does not do
+
+
+def test_another_environment_is_refused_by_name(preloader: Preloader) -> None:
+    with pytest.raises(NotForked, match=r"its environment is not the preloader's: MALLOC_ARENA_MAX, OMP_NUM_THREADS"):
+        Rank(preloader, MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="17")
+    with Rank(preloader, PD_CLUSTER_ANYTHING="1", NODE_PORTS="1,2"):
+        pass
+
+
+def test_bad_requests_are_refused_and_disturb_nobody(preloader: Preloader) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for request in (b"{", b'{"env": {}, "folder": "", "cpus": [], "numbers": []}'):
+            socket.send_fds(preloader._channel, [request], [theirs.fileno()])
+            ours.settimeout(WAIT_S)
+            assert b"Refused" in ours.recv(preloading.MAX_NBYTES)
+    with Rank(preloader):
+        pass
+
+
+def test_one_that_nobody_waits_for_any_more_is_ended(preloader: Preloader) -> None:
+    before = {*children_of(preloader.pid)}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        preloader.ask(env(), [theirs.fileno()]).close()
+        with Rank(preloader) as rank:  # requests are served in order: it has been forked by now
+            until(lambda: {*children_of(preloader.pid)} <= before | {rank.fork.pid})
+
+
+# ---- without it
+
+
+def test_ranks_go_on_when_it_is_killed_and_others_must_be_spawned(own: Preloader) -> None:
+    with Rank(own) as rank:
+        os.kill(own.pid, signal.SIGKILL)
+        until(lambda: not own.is_alive)
+        assert not rank.fork.wait(0)
+        with pytest.raises(NotForked, match="the preloader is gone"):
+            Rank(own)
+        rank.fork.kill()
+        assert rank.code() is None  # nobody can tell
+
+
+def test_a_request_that_it_dies_of_is_not_forked(own: Preloader) -> None:
+    os.kill(own.pid, signal.SIGSTOP)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fork = own.ask(env(), [theirs.fileno()])
+        assert not fork.wait(0)
+        os.kill(own.pid, signal.SIGKILL)
+        assert fork.wait(WAIT_S)
+        with pytest.raises(NotForked, match="has ended"):
+            fork.accept()
+
+
+def test_a_stopped_one_costs_a_running_rank_only_its_code(own: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloading, "CODE_TIMEOUT_S", 0.05)
+    with Rank(own) as rank:
+        os.kill(own.pid, signal.SIGSTOP)
+        rank.fork.kill()
+        assert rank.code() is None
+
+
+# ---- where there is none
+
+
+def test_a_number_that_is_no_preloader_s_is_none() -> None:
+    with socket.socket() as other:
+        for value in ("x", "100000", str(other.fileno())):
+            assert Preloader.inherited({preloading.VARIABLE: value}) is None
+    assert Preloader.inherited({}) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "files", "is_safe"),
+    [("cpu", ["/"], True), ("auto", [], True), ("auto", ["/"], False), ("cuda", [], False), ("npu", [], False)],
+)
+def test_drivers_forbid_it(device: str, files: list[str], is_safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloading, "DEVICE_FILES", files)
+    assert forks_are_safe(device) == is_safe
+
+
+def test_old_kernels_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert not forks_are_safe("cpu")

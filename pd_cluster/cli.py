@@ -220,6 +220,7 @@ def up(
 
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
     """
+    gc.disable()  # until the cluster is ready
     from pd_cluster.cluster.launcher import SPAWN, Launch, run_until_signal
     from pd_cluster.cluster.place import use_openai
     from pd_cluster.flags import normalize, split_keys

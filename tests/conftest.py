@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "api" if nodeid.startswith("tests/api/") else str(super()._split_scope(nodeid))
 
     return ByClusters(config, log)
+
+
+class Durations:
+    """Leaves in pytest's cache how long each file took, for scripts/changed_tests.py."""
+
+    KEY = "pd_cluster/durations"
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._took_s: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._took_s[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        cache = getattr(self._config, "cache", None)  # -p no:cacheprovider
+        if cache is not None and not self._config.getoption("keyword"):
+            cache.set(self.KEY, cache.get(self.KEY, {}) | {name: round(s, 2) for name, s in self._took_s.items()})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # with xdist, only where reports come together
+        config.pluginmanager.register(Durations(config))
 
 
 @pytest.fixture(scope="session")

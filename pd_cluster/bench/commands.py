@@ -164,6 +164,17 @@ def gpu(
         raise typer.Exit(1)
 
 
+@app.command("start")
+def start(
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """How soon a cluster is ready, and a killed worker again, against `import torch`; memory; what imports cost."""
+    from pd_cluster.bench.start import run
+
+    run(rounds, json)
+
+
 @app.command("offline")
 def offline(
     model: Annotated[str, typer.Option(help="Model folder; default: one of 14 million random weights.")] = "",

@@ -76,7 +76,7 @@ class Stage:
             found: Entries = answer.json()["instances"]
         except httpx.HTTPError:
             return []
-        self._rank_pids |= {entry["instance_id"]: entry["rank_pids"] for entry in found}
+        self._rank_pids |= {entry["instance_id"]: entry.get("rank_pids", []) for entry in found}
         return found
 
     async def lost(self, *names: str) -> float:

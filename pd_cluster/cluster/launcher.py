@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import secrets
@@ -31,7 +32,8 @@ from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, write
 from ranktable_tools.files import write_private
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and before the last ones
+LONG_LIFE_S = 30.0  # after which a death is the first again
 READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
@@ -274,7 +276,7 @@ class Cluster:
 
     async def _supervise(self, member: Member, process: asyncio.subprocess.Process) -> None:
         """Prints a process's lines; when it dies, says so and starts it again."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff_s = 0.0
         while True:
             started_s = time.monotonic()
             last = await self._copy_lines(member.name, process)
@@ -288,8 +290,10 @@ class Cluster:
                 if member.name == "scheduler":
                     raise ConfigError("the scheduler died")
                 return
-            backoff_s = FIRST_BACKOFF_S if time.monotonic() - started_s > 30 else min(2 * backoff_s, LAST_BACKOFF_S)
+            if time.monotonic() - started_s > LONG_LIFE_S:
+                backoff_s = 0.0
             await asyncio.sleep(backoff_s)
+            backoff_s = min(max(FIRST_BACKOFF_S, 2 * backoff_s), LAST_BACKOFF_S)
             if self._stopping.is_set():
                 return
             process = await self._spawn(member)
@@ -350,6 +354,7 @@ async def run_until_signal(launch: Launch) -> int:
         await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
+            gc.enable()
             _announce(launch, cluster.admin_token_file, time.monotonic() - started_s)
             failing = asyncio.ensure_future(cluster.wait_failure())
             await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -76,7 +76,8 @@ class Ranks:
         watching = [asyncio.ensure_future(self._follow(process)) for process in self._processes]
         try:
             await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(watching, timeout=BLAME_S)
+            if len(watching) > 1:
+                await asyncio.wait(watching, timeout=BLAME_S)
         finally:
             for task in watching:
                 task.cancel()

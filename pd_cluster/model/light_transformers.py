@@ -5,8 +5,8 @@ Three things are left out, half of the time of all imports together:
 - The packages `transformers` and `transformers.models` read a part of each of their thousands of files, to know which
   module has which name. Rank processes ask for modules by their paths; packages that they put there load the list
   when somebody asks for a name that is no module.
-- Its own ways to share a model (DTensor, FSDP) are left out as they are with a torch that was built without
-  torch.distributed: ranks are sharded by `model/parallel`.
+- Its own ways to share a model (DTensor, FSDP) and its losses, as they are with a torch that was built without
+  torch.distributed and where there is no scipy: ranks are sharded by `model/parallel`, and train nothing.
 - torch's compiler, which transformers imports to mark functions for it. Ranks compile nothing; should somebody ask for
   more than the marks, it is imported.
 """
@@ -22,6 +22,7 @@ import types
 from typing import Any
 
 PACKAGES = ("transformers", "transformers.models")
+LEFT_OUT = ("is_torch_distributed_available", "is_scipy_available")
 COMPILER = "torch._dynamo"
 MARKS = ("allow_in_graph", "assume_constant_result", "disable")  # decorators
 
@@ -66,8 +67,9 @@ def make_light() -> None:
             setattr(sys.modules[parent], child, package)
     for name in ("transformers.utils", "transformers.utils.import_utils"):
         module = importlib.import_module(name)
-        if hasattr(module, "is_torch_distributed_available"):
-            module.is_torch_distributed_available = lambda: False  # type: ignore[attr-defined]
+        for available in LEFT_OUT:
+            if hasattr(module, available):
+                setattr(module, available, lambda: False)
 
 
 def import_architecture(model_type: str) -> None:

@@ -44,6 +44,7 @@ HONOURED = (
 )
 # what is for worker processes,
 WORKERS = (
+    "spawn",
     *("kv_transport", "kv_port_range", "kv_checksum", "kv_hmac", "kv_wire_dtype", "kv_rate_limit", "link_keepalive"),
     *("heartbeat_interval", "dead_after", "connect_timeout", "credit_timeout", "transfer_timeout"),
     *("collective_timeout", "step_timeout", "log_level"),

@@ -1,0 +1,102 @@
+"""Prints the test files that a change touches, the nearest by imports first, as many as fit into a minute or two.
+
+    python scripts/changed_tests.py [BASE]
+
+Changed is what differs from BASE (default: the last commit), files that git does not know included. A test file
+touches what it imports, and what that imports. Tests of real processes touch everything, so of these only files that
+changed themselves are printed. How long a file takes, earlier runs have left in pytest's cache.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("pd_cluster", "ranktable_tools", "tests")
+QUICK = ("tests/unit", "tests/model")
+DURATIONS = ROOT / ".pytest_cache" / "v" / "pd_cluster" / "durations"  # file -> seconds
+UNKNOWN_S, BUDGET_S = 4.0, 150.0  # of tests, two at a time
+ALWAYS = ("tests/unit/test_layering.py",)
+
+
+def changed_files(base: str) -> list[str]:
+    """Raises CalledProcessError when there is no such commit."""
+    lists = (["git", "diff", "--name-only", base], ["git", "ls-files", "--others", "--exclude-standard"])
+    found = [subprocess.run(each, cwd=ROOT, check=True, capture_output=True, text=True).stdout for each in lists]
+    return sorted({*"".join(found).split("\n")} - {""})
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path) -> set[str]:
+    """Names of modules, some of which are of something in a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def importers() -> dict[str, set[str]]:
+    """module -> those that import it."""
+    files = {module_of(file): file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))}
+    found: dict[str, set[str]] = {name: set() for name in files}
+    for name, file in files.items():
+        for imported in imports_of(file) & files.keys():
+            found[imported].add(name)
+    return found
+
+
+def distances(changed: list[str], graph: dict[str, set[str]]) -> dict[str, int]:
+    """module -> how many imports away from a change it is."""
+    start = {module_of(ROOT / name) for name in changed if name.endswith(".py")} & graph.keys()
+    found = dict.fromkeys(sorted(start), 0)
+    queue = deque(found)
+    while queue:
+        name = queue.popleft()
+        for other in sorted(graph[name]):
+            if other not in found:
+                found[other] = found[name] + 1
+                queue.append(other)
+    return found
+
+
+def choose(away: dict[str, int], durations: dict[str, float], budget_s: float = BUDGET_S) -> list[str]:
+    """Test files, the nearest first; those that changed themselves whatever they take."""
+    files = {f"{name.replace('.', '/')}.py": distance for name, distance in away.items() if ".test_" in name}
+    chosen = [name for name, distance in files.items() if not distance]
+    left_s = budget_s
+    for name, distance in sorted(files.items(), key=lambda item: (item[1], durations.get(item[0], UNKNOWN_S))):
+        took_s = durations.get(name, UNKNOWN_S)
+        if distance and name.startswith(QUICK) and took_s <= left_s:
+            chosen.append(name)
+            left_s -= took_s
+    return [*chosen, *(name for name in ALWAYS if name not in chosen)]
+
+
+def main() -> None:
+    base = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
+    try:
+        changed = changed_files(base)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"changed_tests: {base}: {error.stderr.strip()}")
+    away = distances(changed, importers())
+    durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    chosen = choose(away, durations)
+    touched = [name for name in away if ".test_" in name]
+    print(f"changed_tests: {len(changed)} files changed; {len(chosen)} of {len(touched)} test files", file=sys.stderr)
+    print("\n".join(chosen))
+
+
+if __name__ == "__main__":
+    main()

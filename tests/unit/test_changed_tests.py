@@ -1,0 +1,47 @@
+"""Which tests `scripts/test.sh --changed` runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "changed_tests.py"
+spec = importlib.util.spec_from_file_location("changed_tests", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+changed_tests = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(changed_tests)
+
+
+def chosen(*changed: str, durations: dict[str, float] | None = None, budget_s: float = 1e9) -> list[str]:
+    away = changed_tests.distances([*changed], changed_tests.importers())
+    found: list[str] = changed_tests.choose(away, durations or {}, budget_s)
+    return found
+
+
+def test_the_nearest_come_first() -> None:
+    found = chosen("pd_cluster/kv/blocks.py")
+    assert found.index("tests/unit/test_blocks.py") < found.index("tests/unit/test_engine_traffic.py")
+
+
+def test_what_is_far_is_left_out_when_time_is_short() -> None:
+    assert chosen("pd_cluster/kv/blocks.py", budget_s=0.0) == ["tests/unit/test_layering.py"]
+    times_s = {"tests/unit/test_blocks.py": 1.0}
+    assert "tests/unit/test_blocks.py" in chosen("pd_cluster/kv/blocks.py", durations=times_s, budget_s=2.0)
+
+
+def test_a_changed_test_runs_whatever_it_takes() -> None:
+    name = "tests/cluster/test_up.py"
+    assert name in chosen(name, durations={name: 1e6}, budget_s=0.0)
+
+
+def test_helpers_of_tests_count() -> None:
+    assert "tests/unit/test_routing.py" in chosen("tests/support/router_world.py")
+
+
+def test_a_commit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["changed_tests", "no-such-commit"])
+    with pytest.raises(SystemExit, match="no-such-commit"):
+        changed_tests.main()

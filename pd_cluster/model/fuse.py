@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
@@ -182,7 +181,7 @@ class Experts:
 
     def __init__(self, block: Any, ops: Ops, activation: Activation) -> None:
         self._ops, self._activation = ops, activation
-        self._router: torch.Tensor = block.gate.weight.detach().clone()  # [num_experts, hidden_size]
+        self._router = make_linear(block.gate.weight)  # to [num_rows, num_experts]
         self._top_k: int = block.gate.top_k
         gate_up, down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
         self._experts: list[tuple[Linear, Linear]] = [
@@ -191,7 +190,7 @@ class Experts:
         del block.experts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        probs = linear(x, self._router).softmax(-1)
+        probs = self._router(x).softmax(-1)
         weights, chosen = probs.topk(self._top_k, dim=-1)  # [num_rows, top_k]
         weights = weights / weights.sum(-1, keepdim=True)
         result = torch.zeros_like(x)

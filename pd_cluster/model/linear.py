@@ -17,26 +17,33 @@ Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [n
 
 MOST_PADDED = 16 << 20  # multiplications for padding, of one product: less than oneDNN needs to compile for other rows
 SIZES_PER_OCTAVE = 8
+LEAST_ROWS = 4
+MOST_INPUTS_OF_ONE_ROW = 1024  # up to here one row has the same bits alone; tests/model/test_linear.py holds it
 
 
 class PackedLinear:
     """`x @ weight.T + bias` with a weight that only oneDNN can read; nothing keeps the plain one.
 
     oneDNN compiles anew for every number of rows, a millisecond each, and keeps about a thousand results. So rows are
-    padded to a number that comes often.
+    padded to a number that comes often. Fewer than four rows of a wide input become four: for one alone, oneDNN adds in
+    another order from 1,025 inputs on (AVX-512), and four take no longer than one, while two and three do.
     """
 
-    __slots__ = ("_bias", "_most_padding", "_run", "_weight")
+    __slots__ = ("_bias", "_least_rows", "_most_padding", "_run", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self._bias = bias
         self._run = torch.ops.mkldnn._linear_pointwise.default
+        self._least_rows = LEAST_ROWS if weight.shape[1] > MOST_INPUTS_OF_ONE_ROW else 1
         self._most_padding = MOST_PADDED // max(1, weight.numel())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows = x.shape[-2]
-        padding = padded(num_rows, self._most_padding) - num_rows
+        if num_rows < self._least_rows:
+            padding = self._least_rows - num_rows if num_rows else 0
+        else:
+            padding = padded(num_rows, self._most_padding) - num_rows
         if padding:
             x = pad(x, (0, 0, 0, padding))
         result: torch.Tensor = self._run(x, self._weight, self._bias, "none", [], "")

@@ -30,6 +30,7 @@ from pd_cluster.model.cpu.build import KernelsUnavailable, are_wanted
 from pd_cluster.model.cpu.ops import CpuOps, supports
 from pd_cluster.model.fuse import can_fuse, fuse
 from pd_cluster.model.ops import Ops, TorchOps
+from pd_cluster.model.packing import pack_modules
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import Plan
@@ -77,7 +78,8 @@ def load_model(
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention)
     if not can_fuse(model):
-        log.info("model: %s", plain.kernels)
+        num_packed = pack_modules(model)
+        log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         return plain
     expected = _probe_logits(plain, layout, device)
     fused = fuse(model, choose_ops(model.config, device, attention), share)

@@ -133,13 +133,19 @@ def test_a_stop_string_ends_a_sequence_as_stop(cluster: LiveCluster) -> None:
 
 
 def test_who_leaves_counts_as_abort_and_takes_no_time(cluster: LiveCluster) -> None:
-    cluster.assert_home()
-    before = counts_of(cluster)
+    """On a slow day an answer may be complete before its client is gone: then another one leaves."""
     body = {"prompt": PROMPT, "max_tokens": 230, "temperature": 0, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
-        assert next(answer.iter_lines()).startswith("data: {")
-    cluster.wait_until("it has ended", lambda: (counts_of(cluster) - before)["request_success_abort"] == 1)
-    made = counts_of(cluster) - before
+
+    def leave() -> Counts:
+        cluster.assert_home()
+        before = counts_of(cluster)
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+            assert next(answer.iter_lines()).startswith("data: {")
+        ends = ("request_success_abort", "request_success_length")
+        cluster.wait_until("it has ended", lambda: sum((counts_of(cluster) - before)[end] for end in ends) == 1)
+        return counts_of(cluster) - before
+
+    made = next(made for made in (leave() for _ in range(10)) if made["request_success_abort"])
     assert made["prompt_tokens_total"] == 20
     assert 0 < made["generation_tokens_total"] < 230
     assert made["time_to_first_token_seconds"] == 1

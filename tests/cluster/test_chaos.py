@@ -85,7 +85,7 @@ class Trouble:
         assert num_met > 0
         self.cluster.await_exit(name)
         self.await_lost(name)
-        num_ended = len(self.traffic.outcomes) + 2 * num_met
+        num_ended = min(len(self.traffic.outcomes) + 2 * num_met, self.traffic.num_asks)
         self.traffic.more(2 * num_met)
         # A request that is on two instances that die is not tried again: the next fault waits for these to end.
         self.go_on_until("those that met the fault have ended", lambda: len(self.traffic.outcomes) >= num_ended)

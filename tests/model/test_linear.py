@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,6 +59,31 @@ def test_a_row_is_the_same_in_any_company(shape: tuple[int, int]) -> None:
     expected = layer(rows)
     for num_rows in (1, 2, 7, 8, 9, 15, 16, 17, 63, 100, 256):
         assert torch.equal(layer(rows[:num_rows].clone()), expected[:num_rows]), f"{num_rows} rows"
+
+
+WIDE = """
+import sys, torch
+from pd_cluster.model.linear import PackedLinear
+torch.manual_seed(3)
+torch.set_num_threads(1)
+for width in map(int, sys.argv[1:]):
+    for outputs in (1, 3, 64, 200):
+        layer, rows = PackedLinear(torch.randn(outputs, width), None), torch.randn(130, width)
+        expected = layer(rows)
+        for num_rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 100):
+            assert torch.equal(layer(rows[:num_rows].clone()), expected[:num_rows]), (width, outputs, num_rows)
+        assert torch.equal(layer(rows[77:78]), expected[77:78]), (width, outputs, "in another place")
+"""
+
+
+@packable
+@pytest.mark.parametrize("isa", ["", "AVX2"])
+def test_a_row_of_any_width_is_the_same_in_any_company(isa: str) -> None:
+    """Also one row alone, and on a processor that is older than this one."""
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa} if isa else None
+    widths = map(str, (512, 1000, 1024, 1025, 1536, 2048, 4096, 5120, 8192, 11008, 16384))
+    done = subprocess.run([sys.executable, "-c", WIDE, *widths], env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
 
 
 @packable

@@ -155,6 +155,10 @@ class Traffic:
             self._asks = self._asks[: self._num_started]
             self._changed.notify_all()
 
+    @property
+    def num_asks(self) -> int:
+        return len(self._asks)
+
     def more(self, number: int) -> None:
         """So many requests may be sent now."""
         with self._changed:

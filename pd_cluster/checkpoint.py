@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import struct
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pd_cluster.errors import ModelError
+from pd_cluster.weight_files import check_plain, weights_digest
+
+log = logging.getLogger(__name__)
 
 # model_type -> what transformers calls it; each is compared with generate() in tests/model
 SUPPORTED_MODEL_TYPES = (
@@ -20,9 +22,8 @@ SUPPORTED_MODEL_TYPES = (
 )
 # model_type -> positions, where config.json does not say
 DEFAULT_POSITIONS = {"gpt2": 1024}
+ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-chat"
-MAX_HEADER_NBYTES = 100 << 20
-SAMPLE_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,14 @@ class Checkpoint:
         model_type = config.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
             raise ModelError(f"{path / 'config.json'}: {_not_supported(config)}")
-        if "quantization_config" in config:
-            raise ModelError(f"{path / 'config.json'}: quantization_config: quantized weights are not supported yet")
+        check_plain(path, config)
         generation = path / "generation_config.json"
         return cls(path, config, read_json(generation) if generation.exists() else {}, _identity(path))
+
+    def warn_of_ignored_files(self) -> None:
+        """Of those that change what the model computes elsewhere, and not here."""
+        if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
+            log.warning("%s: %s: adapters are not supported; the model is served without", self.path, ", ".join(files))
 
     @property
     def max_position_embeddings(self) -> int:
@@ -146,24 +151,5 @@ def _identity(path: Path) -> str:
     if not weights:
         raise ModelError(f"{path}: no *.safetensors file; other weight formats are not loaded")
     for file in weights:
-        digest.update(_weights_digest(file))
+        digest.update(weights_digest(file))
     return digest.hexdigest()[:32]
-
-
-def _weights_digest(file: Path) -> bytes:
-    """Header and samples (start, middle, end of the data) of one safetensors file."""
-    size = os.path.getsize(file)
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_NBYTES + 1
-        if length > min(MAX_HEADER_NBYTES, size - 8):
-            raise ModelError(f"{file}: not a safetensors file (its header does not fit the file)")
-        header = stream.read(length)
-        if not header.startswith(b"{"):
-            raise ModelError(f"{file}: not a safetensors file (its header is not JSON)")
-        digest = hashlib.sha256(prefix + header)
-        data_start = 8 + length
-        for offset in (data_start, (data_start + size) // 2, max(data_start, size - SAMPLE_NBYTES)):
-            stream.seek(offset)
-            digest.update(stream.read(SAMPLE_NBYTES))
-    return digest.digest()

@@ -46,6 +46,7 @@ class Tokenizer:
         self._ids = list(range(max(vocabulary.values(), default=-1) + 1))
         config_file = path / "tokenizer_config.json"
         config = read_json(config_file) if config_file.exists() else {}
+        _check_added_tokens(path, config, vocabulary)
         source = template or _find_template(path, config)
         self.special_tokens = _special_tokens(config)
         try:
@@ -283,6 +284,25 @@ def _find_template(path: Path, config: dict[str, Any]) -> str | None:
     if isinstance(source, list):  # [{"name": "default", "template": …}, …]
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
     return source if isinstance(source, str) else None
+
+
+def _check_added_tokens(path: Path, config: Mapping[str, Any], vocabulary: Mapping[str, int]) -> None:
+    """transformers adds tokens that stand in these files only; a prompt would have other ids. Raises ModelError."""
+    added: dict[str, tuple[int, Path]] = {}
+    decoder = config.get("added_tokens_decoder")
+    for token_id, token in decoder.items() if isinstance(decoder, dict) else ():
+        if isinstance(token, dict) and token_id.isdecimal():
+            added[str(token.get("content"))] = int(token_id), path / "tokenizer_config.json"
+    file = path / "added_tokens.json"
+    for content, token_id in read_json(file).items() if file.exists() else ():
+        if isinstance(token_id, int):
+            added[content] = token_id, file
+    for content, (token_id, where) in added.items():
+        if vocabulary.get(content) != token_id:
+            raise ModelError(
+                f"{where}: the token {content!r} with id {token_id} is not in tokenizer.json; make that file anew with "
+                f"transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            )
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -66,6 +66,7 @@ class Edge:
         engine, routing, timeouts = config.engine, config.routing, config.timeouts
         self.config = config
         self.checkpoint = Checkpoint.open(engine.model)
+        self.checkpoint.warn_of_ignored_files()
         self._limit = self.checkpoint.max_model_len(engine.max_model_len)
         self._seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))
         name = "scheduler" if index is None else f"scheduler-{index}"

@@ -35,6 +35,7 @@ from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import Plan
 from pd_cluster.model.parallel.shard import read_shard
+from pd_cluster.model.proof import check_finite
 from pd_cluster.types import Request, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def load_model(
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         return plain
     expected = _probe_logits(plain, layout, device)
+    check_finite(expected, str(checkpoint.path), dtype)
     fused = fuse(model, choose_ops(model.config, device, attention), share)
     error = change_of(_probe_logits(fused, layout, device), expected, dtype)
     if not error <= PROBE_TOLERANCE[dtype]:

@@ -75,6 +75,7 @@ def prove_same_logits(model: PlainCausalLM, pool: KVPool) -> None:
         with _eager(model.model):
             expected = model.whole(model.model(input_ids=token_ids.to(actual.device), use_cache=False).logits)
     small.close()
+    check_finite(expected, _name(model), layout.dtype)
     expected, actual = _centred(expected), _centred(actual)
     errors = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).flatten().sort().values  # of each row
     error = float(errors[-1 - NUM_SPARED_ROWS[layout.dtype]])
@@ -82,6 +83,15 @@ def prove_same_logits(model: PlainCausalLM, pool: KVPool) -> None:
         raise ModelError(
             f"{_name(model)}: with paged attention the logits differ from transformers' own by {error:.1e} of their "
             f"size; this architecture cannot be served"
+        )
+
+
+def check_finite(logits: torch.Tensor, model: str, dtype: str) -> None:
+    """Raises ModelError for what no choice of kernels could mend."""
+    if not logits.isfinite().all():
+        raise ModelError(
+            f"{model}: the model's logits in {dtype} are not all numbers: its weights have NaN or infinities, or "
+            f"{dtype} is too narrow for them"
         )
 
 

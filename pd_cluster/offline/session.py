@@ -79,6 +79,7 @@ class Offline:
         weakref.finalize(self, self._parts.end).atexit = False  # for who forgets it earlier
         try:
             self.checkpoint = Checkpoint.open(config.engine.model)
+            self.checkpoint.warn_of_ignored_files()
             self._parts.service = self.run(self._open(config))
         except BaseException:
             self.close()

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.checkpoint import SAMPLE_NBYTES, SUPPORTED_MODEL_TYPES, Checkpoint
+from pd_cluster.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
 from pd_cluster.errors import ModelError
+from pd_cluster.weight_files import SAMPLE_NBYTES
 from tests.support.checkpoints import make_tokenizer
 
 DATA_NBYTES = 4 * SAMPLE_NBYTES
@@ -211,3 +212,89 @@ def test_one_more_shard_is_another_identity(folder: Path) -> None:
 
 def test_the_same_files_elsewhere_are_the_same_model(folder: Path, tmp_path: Path) -> None:
     assert Checkpoint.open(str(make_folder(tmp_path / "copy"))).identity == Checkpoint.open(str(folder)).identity
+
+
+# ---- quantized weights, cut files, adapters
+
+
+def write_weights(folder: Path, tensors: dict[str, tuple[str, int]], missing_nbytes: int = 0) -> None:
+    """name -> (dtype, bytes)."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, nbytes) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": [nbytes], "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    encoded = json.dumps(header).encode()
+    data = struct.pack("<Q", len(encoded)) + encoded + bytes(at - missing_nbytes)
+    (folder / "model.safetensors").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}'),
+        ("quant_model_description.json", '{"model_quant_type": "W8A8"}'),
+        ("quant_model_description_w8a8_dynamic.json", "{}"),
+        ("quantize_config.json", '{"bits": 4}'),
+        ("quant_config.json", '{"w_bit": 4}'),
+    ],
+)
+def test_what_a_quantizer_left_is_refused_by_name(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    assert fault(folder).startswith(f"{folder / name}: quantized weights are not supported yet; give the model in")
+
+
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str) -> None:
+    make_folder(folder, **{field: {"quant_method": "fp8"}})
+    assert fault(folder).startswith(f"{folder / 'config.json'}: {field}: quantized weights are not supported yet")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtype"),
+    [
+        ("model.layers.0.mlp.down_proj.weight", "F8_E4M3"),
+        ("model.layers.0.mlp.down_proj.weight", "I8"),
+        ("model.layers.0.mlp.down_proj.weight_scale", "F32"),
+        ("model.layers.0.mlp.down_proj.weight_scale_inv", "F32"),
+        ("model.layers.0.mlp.down_proj.input_scale", "F32"),
+        ("model.layers.0.self_attn.k_proj.k_scale", "F32"),
+        ("model.layers.0.self_attn.q_proj.qweight", "I32"),
+        ("model.layers.0.self_attn.q_proj.quant_bias", "I32"),
+    ],
+)
+def test_a_quantized_tensor_is_refused_by_name(folder: Path, tensor: str, dtype: str) -> None:
+    """Without any description: read as they are, they would be numbers without their scales."""
+    write_weights(folder, {"model.norm.weight": ("BF16", 8), tensor: (dtype, 8)})
+    assert fault(folder).startswith(f"{folder / 'model.safetensors'}: {tensor} ({dtype}): quantized weights")
+
+
+def test_buffers_of_integers_are_none(folder: Path) -> None:
+    """GPT-2's masks, which old files have."""
+    tensors = {"transformer.h.0.attn.bias": ("U8", 16), "transformer.h.0.attn.c_attn.weight": ("F32", 16)}
+    write_weights(folder, {**tensors, "logit_scale": ("F32", 4), "position_ids": ("I64", 8)})
+    assert Checkpoint.open(str(folder))
+
+
+def test_a_file_that_is_cut_short(folder: Path) -> None:
+    write_weights(folder, {"model.norm.weight": ("F32", 4096)}, missing_nbytes=1)
+    where = folder / "model.safetensors"
+    assert fault(folder) == (
+        f"{where}: cut short: its header tells of 4096 bytes of weights, and 4095 are there; copy or download it again"
+    )
+
+
+@pytest.mark.parametrize("header", [b"{}x", b"[1]", b'{"a": 1}', b'{"a": {"dtype": "F32", "data_offsets": []}}'])
+def test_a_header_that_is_none(folder: Path, header: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert "not a safetensors file" in fault(folder)
+
+
+def test_adapters_beside_the_model_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Checkpoint.open(str(folder)).warn_of_ignored_files()
+    assert not caplog.records
+    (folder / "adapter_config.json").write_text("{}")
+    Checkpoint.open(str(folder)).warn_of_ignored_files()
+    assert caplog.messages == [
+        f"{folder}: adapter_config.json: adapters are not supported; the model is served without"
+    ]

@@ -196,6 +196,22 @@ def test_a_chat_is_rendered(folder: Folders) -> None:
     assert rendered(tokenizer, messages, add_generation_prompt=False) == expected.removesuffix("<|assistant|>")
 
 
+def test_tokens_that_only_transformers_would_add_are_refused_by_name(folder: Folders) -> None:
+    """What is in tokenizer.json under the same id, as transformers saves it, is fine."""
+    known = RUST.get_vocab(with_added_tokens=True)
+    content, token_id = max(known.items(), key=lambda item: item[1])
+    path = folder({"added_tokens_decoder": {str(token_id): {"content": content, "special": True}}})
+    (path / "added_tokens.json").write_text(json.dumps({content: token_id}))
+    Tokenizer(path)
+    (path / "added_tokens.json").write_text(json.dumps({content: token_id, "<tool>": token_id + 1}))
+    with pytest.raises(ModelError, match=rf"added_tokens.json: the token '<tool>' with id {token_id + 1} is not in"):
+        Tokenizer(path)
+    (path / "added_tokens.json").unlink()
+    folder({"added_tokens_decoder": {str(token_id + 1): {"content": "<tool>", "special": True}}})
+    with pytest.raises(ModelError, match=r"tokenizer_config.json: the token '<tool>'.*make that file anew"):
+        Tokenizer(path)
+
+
 @pytest.mark.parametrize(
     "source",
     [

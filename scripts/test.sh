@@ -99,6 +99,7 @@ if [ -n "$given" ]; then
 else
     # Two at a time, with one compute thread each: two would only wait for each other, as long as two others compute.
     export OMP_NUM_THREADS=1
+    set -- --durations=10 --durations-min=1 "$@" # of each half: what to look at first, when tests become slow
     tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
     end_of_mypy
     tests clusters -n 2 --dist loadfile "$@" tests/api tests/cluster

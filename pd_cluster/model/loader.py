@@ -156,6 +156,11 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     except torch.OutOfMemoryError as error:
         raise _too_large(checkpoint, dtype, device) from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if error.args == (sdpa.NAME,):
+            raise ModelError(
+                f"{checkpoint.path}: {checkpoint.config['model_type']} has attention functions of its own instead of "
+                f"those that transformers lets others register; this architecture cannot be served"
+            ) from error
         raise ModelError(f"{checkpoint.path}: cannot load the model: {error}") from error
     wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
     if wrong:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import KVLayout
@@ -28,7 +29,7 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("BloomConfig", {}, r"bloom: layers \[\] wrote the KV pool instead of each of 3 once"),
     "mpt": ("MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 3}, "mpt cannot run with paged attention"),
     "doge": ("DogeConfig", {}, "DogeAttention attends with attention_mask, which the paged attention does not know"),
-    "gptj": ("GPTJConfig", {"rotary_dim": 8}, "cannot load the model: 'pd_cluster'"),
+    "gptj": ("GPTJConfig", {"rotary_dim": 8}, "gptj has attention functions of its own instead of those"),
     "jamba": ("JambaConfig", {}, r"layer_types \['linear_attention'\]: only full and sliding are supported"),
     "llama4_text": (
         "Llama4TextConfig",
@@ -167,3 +168,16 @@ def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
     code = code.replace("/path/to/gemma-3", str(source)).replace("/path/to/text", str(target))
     exec(compile(code, "docs/models.md", "exec"), {})
     make_core(target)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "olmo2"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path, architecture: str, value: float) -> None:
+    """In fused layers and in transformers' own."""
+    folder = checkpoints.make_checkpoint(tmp_path, architecture)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="logits in float32 are not all numbers: its weights have NaN or infinities"):
+        make_core(folder, num_blocks=64)

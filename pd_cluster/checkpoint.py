@@ -19,6 +19,11 @@ SUPPORTED_MODEL_TYPES = (
     *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"),
     *("phi3", "olmo2", "granite", "glm4", "gpt_neox", "gpt2", "opt", "starcoder2", "stablelm", "cohere2", "smollm3"),
     *("ernie4_5", "exaone4", "gpt_oss"),
+    # with slow tests only
+    *("apertus", "arcee", "cohere", "cohere2_moe", "cwm", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm"),
+    *("glm4_moe", "gpt_bigcode", "granite_swa", "granitemoe", "granitemoeshared", "hunyuan_v1_dense"),
+    *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "jais2", "minimax", "minimax_m2", "ministral"),
+    *("ministral3", "nanochat", "olmo", "olmo3", "olmoe", "phi", "phimoe", "seed_oss", "solar_open", "vaultgemma"),
 )
 # model_type -> positions, where config.json does not say
 DEFAULT_POSITIONS = {"gpt2": 1024}

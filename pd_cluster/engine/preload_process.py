@@ -29,6 +29,7 @@ from pd_cluster.engine.preloader import (
     Started,
     die_with_lifeline,
     essential,
+    surroundings,
 )
 from pd_cluster.engine.process import die_with_parent, end, import_engine, run
 from pd_cluster.errors import ConfigError
@@ -135,8 +136,10 @@ class _Forks:
         return True
 
     def _reason_against(self, request: ForkRequest, files: list[int]) -> str:
-        wanted = essential(request.env)
-        names = {k for k, v in wanted.items() ^ self._environment.items()}
+        if request.surroundings != (own := surroundings()):
+            names = {name for name, _ in request.surroundings.items() ^ own.items()}
+            return f"its {', '.join(sorted(names))} is not the preloader's"
+        names = {name for name, _ in essential(request.env).items() ^ self._environment.items()}
         if names:
             return f"its environment is not the preloader's: {', '.join(sorted(names)[:5])}"
         if (num_threads := len(os.listdir("/proc/self/task"))) != 1:

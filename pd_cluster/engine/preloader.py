@@ -11,12 +11,14 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -28,6 +30,8 @@ MAX_NBYTES = 1 << 17  # of a message: an environment, mostly
 FORK_TIMEOUT_S = 120.0  # the first imports from a cold disk may take a minute
 CODE_TIMEOUT_S = 1.0  # for the exit code, once the process has ended
 END_TIMEOUT_S = 5.0
+NAMESPACES = ("net", "mnt", "ipc", "pid", "user", "uts")
+LIMITS = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_STACK", "RLIMIT_CORE")
 # What may differ between the environments of a preloader and of a rank: nobody reads it while Python or torch starts.
 OWN_PREFIXES = ("PD_CLUSTER_",)
 OWN_NAMES = {
@@ -44,6 +48,7 @@ class ForkRequest(msgspec.Struct, frozen=True):
     """With it travel, in this order: the answers' socket, the lifeline, stdout, stderr and what `numbers` are for."""
 
     env: dict[str, str]
+    surroundings: dict[str, str]
     folder: str  # the working directory
     cpus: list[int]  # that it may run on
     numbers: list[int]  # which its files have in the rank; the first is its parent's channel
@@ -92,6 +97,16 @@ def has_no_driver(device: str) -> bool:
 def essential(env: Mapping[str, str]) -> dict[str, str]:
     """What a rank and its preloader must have in common to be the same as a spawned rank."""
     return {k: v for k, v in env.items() if k not in OWN_NAMES and not k.startswith(OWN_PREFIXES)}
+
+
+def surroundings() -> dict[str, str]:
+    """What a process has from the one that started it, besides its environment: a fork has the preloader's."""
+    found = {f"{name} namespace": os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
+    found["user"] = f"{os.getresuid()} {os.getresgid()} {sorted(os.getgroups())}"
+    found["control group"] = Path("/proc/self/cgroup").read_text()
+    found["niceness"] = str(os.getpriority(os.PRIO_PROCESS, 0))
+    found["limits"] = str([resource.getrlimit(getattr(resource, name)) for name in LIMITS])
+    return found
 
 
 class Preloader:
@@ -155,7 +170,7 @@ class Preloader:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline, held = os.pipe()
-        request = ForkRequest(dict(env), os.getcwd(), sorted(os.sched_getaffinity(0)), list(files))
+        request = ForkRequest(dict(env), surroundings(), os.getcwd(), sorted(os.sched_getaffinity(0)), list(files))
         sent = [theirs.fileno(), lifeline, 1, 2, *files]
         try:
             with theirs:

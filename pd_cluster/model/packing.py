@@ -56,18 +56,31 @@ class PackedModule(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
+        self._linear: Linear
         self.out_features, self.in_features = weight.shape
-        if self.out_features == 1:  # see forward
-            weight = torch.cat((weight.detach(), weight.new_zeros(APART - 1, self.in_features)))
-            bias = None if bias is None else torch.cat((bias.detach(), bias.new_zeros(APART - 1)))
-        self._linear = PackedLinear(weight, None if bias is None else bias.detach())
+        # For those who ask for its dtype. Who computes with it gets no numbers, and the model is refused.
+        self.weight = torch.full((), torch.nan).expand(weight.shape)
+        if self.out_features == 1:
+            self._linear = rows_apart(weight, bias)
+        else:
+            self._linear = PackedLinear(weight, None if bias is None else bias.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Results of one number a row lie apart: torch's functions compute numbers that lie together several at a time,
-        and the last few of them in another way, with other bits.
-        """
-        result = self._linear(x)
-        return result[..., :1] if self.out_features == 1 else result
+        return self._linear(x)
+
+
+def rows_apart(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """A packed linear of few outputs, whose rows begin a multiple of APART numbers apart.
+
+    torch's functions compute numbers that lie together several at a time, and the last few of them in another way, with
+    other bits: which these are must not depend on the rows before.
+    """
+    num_outputs = weight.shape[0]
+    padding = -num_outputs % APART
+    weight = torch.cat((weight.detach(), weight.new_zeros(padding, weight.shape[1])))
+    bias = None if bias is None else torch.cat((bias.detach(), bias.new_zeros(padding)))
+    packed = PackedLinear(weight, bias)
+    return lambda x: packed(x)[..., :num_outputs]
 
 
 class PackedRouter(torch.nn.Module):
@@ -76,8 +89,7 @@ class PackedRouter(torch.nn.Module):
     def __init__(self, router: Any) -> None:
         super().__init__()
         self.router = router
-        bias = getattr(router, "bias", None)
-        self._product = _Product(router.weight, PackedLinear(router.weight, None), bias)
+        self._product = _Product(router.weight, rows_apart(router.weight))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._product:
@@ -87,9 +99,9 @@ class PackedRouter(torch.nn.Module):
 class _Product(TorchFunctionMode):
     """Computes `linear(x, weight, bias)` of one weight by `packed`."""
 
-    def __init__(self, weight: torch.Tensor, packed: Linear, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, packed: Linear) -> None:
         super().__init__()
-        self._address, self._packed, self._bias = weight.data_ptr(), packed, bias
+        self._address, self._packed = weight.data_ptr(), packed
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -98,7 +110,7 @@ class _Product(TorchFunctionMode):
             x, _, *rest = args
             bias = rest[0] if rest else (kwargs or {}).get("bias")
             product = self._packed(x)
-            return product if bias is None else product + bias
+            return product if bias is None else product.add_(bias)
         return function(*args, **(kwargs or {}))
 
 

@@ -12,13 +12,14 @@ import pytest
 from pd_cluster.types import Request, SamplingParams, TokenOutput
 from tests.support.checkpoints import CONFIGS, make_checkpoint
 from tests.support.engines import make_core, random_prompt, run
+from tests.support.more_checkpoints import MORE
 
 WIDTH = 1280  # beyond 1,024 oneDNN computes one row alone in another way
 PROMPT_LENGTHS = (7, 1, 33, 16, 40, 2)
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
 QUICK = ("llama", "mixtral", "gemma", "qwen2_moe", "gpt_oss")  # each kind of layer once
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS} - {*QUICK})]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS, *MORE} - {*QUICK})]
 
 Numbers = dict[str, list[tuple[int, Any]]]
 
@@ -33,7 +34,7 @@ def wide(folder: Path, architecture: str) -> Path:
         "num_hidden_layers": 2,
         "initializer_range": 0.05,
     }
-    own = CONFIGS[architecture][1]
+    own = MORE[architecture] if architecture in MORE else CONFIGS[architecture][1]
     if own.get("num_key_value_heads", 2) is None:
         changes["num_key_value_heads"] = None
     for name in ("layer_types", "no_rope_layers"):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import CONFIG_MAPPING
 
 VOCAB_SIZE = 320
 PAD_ID = 256
@@ -149,7 +150,12 @@ FUSED = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2")  # the other
 
 def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **changes: Any) -> Path:
     """Writes config, weights, tokenizer and chat template; returns the folder."""
-    config_class, own = CONFIGS[architecture]
+    from tests.support.more_checkpoints import MORE
+
+    if architecture in MORE:
+        config_class, own = CONFIG_MAPPING[architecture].__name__, MORE[architecture]
+    else:
+        config_class, own = CONFIGS[architecture]
     settings = {**COMMON, **own, **changes}
     config = getattr(transformers, config_class)(**settings)
     torch.manual_seed(seed)

@@ -172,10 +172,19 @@ def test_another_environment_is_refused_by_name(preloader: Preloader) -> None:
         pass
 
 
+def test_other_surroundings_are_refused_by_name(preloader: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was started by a worker in a network namespace of its own must be in it."""
+    found = preloading.surroundings()
+    assert "net:" in found["net namespace"]
+    monkeypatch.setattr(preloading, "surroundings", lambda: {**found, "net namespace": "net:[1]", "niceness": "5"})
+    with pytest.raises(NotForked, match="its net namespace, niceness is not the preloader's"):
+        Rank(preloader)
+
+
 def test_bad_requests_are_refused_and_disturb_nobody(preloader: Preloader) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        for request in (b"{", b'{"env": {}, "folder": "", "cpus": [], "numbers": []}'):
+        for request in (b"{", b'{"env": {}, "surroundings": {}, "folder": "", "cpus": [], "numbers": []}'):
             socket.send_fds(preloader._channel, [request], [theirs.fileno()])
             ours.settimeout(WAIT_S)
             assert b"Refused" in ours.recv(preloading.MAX_NBYTES)

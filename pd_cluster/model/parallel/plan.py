@@ -25,7 +25,12 @@ STYLES: dict[str, Style] = {
     "replicated_with_grad_allreduce": "whole",
     "moe_tp_experts": "whole",  # says how experts compute, not how they are split
 }
-REFUSED = {"gpt_neox": "transformers derives the size of a head from the number of heads"}
+NO_FIT = "transformers' plan does not fit the shapes of its weights"
+REFUSED = {
+    "gpt_neox": "transformers derives the size of a head from the number of heads",
+    "apertus": "its activation has weights that the plan does not know",
+    **dict.fromkeys(("cohere", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "olmoe", "phimoe"), NO_FIT),
+}
 EXPERT_ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's files
 SPLIT_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(?P<path>.+)\.(?P<kind>weight|bias)$")

@@ -1,0 +1,66 @@
+"""Tiny checkpoints of architectures that run as others do: transformers' own modules around the paged attention.
+
+Their tests are slow ones; what one of each kind could break is held by those of tests/support/checkpoints.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.checkpoints import MIXED_LAYERS, NO_GROUPS, ROPE
+
+HALF_ROPE: dict[str, Any] = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+# model_type -> what differs from tests/support/checkpoints.COMMON
+MORE: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "cohere": {"logit_scale": 0.5, "use_qk_norm": True, "tie_word_embeddings": True},
+    "cohere2_moe": {**MIXED_LAYERS, **EXPERTS, "logit_scale": 2.0},
+    "cwm": {**MIXED_LAYERS},
+    "dots1": ROUTED_EXPERTS,
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 48,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "exaone_moe": {**MIXED_LAYERS, **EXPERTS, "moe_intermediate_size": 48},
+    "flex_olmo": EXPERTS,
+    "glm": HALF_ROPE,
+    "glm4_moe": {**ROUTED_EXPERTS, "use_qk_norm": True},
+    "gpt_bigcode": NO_GROUPS,
+    "granite_swa": {**MIXED_LAYERS},
+    "granitemoe": LOCAL_EXPERTS,
+    "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 64},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "hy_v3": {**EXPERTS, "moe_intermediate_size": 48},
+    "hyperclovax": {},
+    "internlm3": {},
+    "jais2": {},
+    "minimax": {**LOCAL_EXPERTS, "layer_types": ["full_attention"] * 3},
+    "minimax_m2": LOCAL_EXPERTS,
+    "ministral": {**MIXED_LAYERS},
+    "ministral3": {},
+    "nanochat": {},
+    "olmo": {"clip_qkv": None},
+    "olmo3": {**MIXED_LAYERS},
+    "olmoe": EXPERTS,
+    "phi": {**NO_GROUPS, **HALF_ROPE},
+    "phimoe": {**LOCAL_EXPERTS, "sliding_window": None},
+    "seed_oss": {"attention_bias": True},
+    "solar_open": ROUTED_EXPERTS,
+    "vaultgemma": {**MIXED_LAYERS, "query_pre_attn_scalar": 16},
+}

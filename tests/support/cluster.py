@@ -30,9 +30,13 @@ DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "")  # of --device, for every 
 SAME_HOST = "ipc" if DEVICE == "cuda" else "shm"  # how two instances of one host exchange KV cache
 
 
-@functools.cache
 def shared_preloader() -> Preloader:
-    """One for all clusters of this test process, and for ranks that have a core each; others get their own."""
+    """One for all clusters of this test process, and for ranks that have a core each."""
+    return _preloader_of(os.readlink("/proc/thread-self/ns/net"))
+
+
+@functools.cache
+def _preloader_of(namespace: str) -> Preloader:
     num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or 1
     return Preloader.start(environment(num_threads, os.environ), "")
 

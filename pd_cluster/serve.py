@@ -15,7 +15,7 @@ import msgspec
 
 from pd_cluster import hccl
 from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.launcher import DIE_WITH_PARENT
+from pd_cluster.cluster.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.cluster.place import Place, admin_token, find_place, node_ports, read_admin_token, use_openai
 from pd_cluster.cluster.rank_process import environment_of
 from pd_cluster.config import (

@@ -110,7 +110,7 @@ def faults(
     faults: Annotated[
         str,
         typer.Option(
-            help="kill-prefill,kill-decode,kill-both,stall-decode,stall-prefill,rolling,kill-scheduler,"
+            help="kill-prefill,kill-decode,kill-both,kill-preloader,stall-decode,stall-prefill,rolling,kill-scheduler,"
             "stall-scheduler; default: all."
         ),
     ] = "",

@@ -60,6 +60,17 @@ async def kill(means: Means, role: str) -> Seen:
     return Seen(detected_s)
 
 
+async def kill_preloader(means: Means) -> Seen:
+    """Ranks go on without it; an instance that dies then gets ranks from a new one."""
+    await means.stage.busy("prefill-1")
+    means.stage.kill_preloader()
+    await asyncio.sleep(BREATH_S)
+    at_s = means.stage.kill("decode-1")
+    detected_s = await means.stage.lost("decode-1") - at_s
+    await means.stage.whole()
+    return Seen([detected_s])
+
+
 async def kill_two(means: Means) -> Seen:
     """A prefill and a decode instance in the same moment: one of each is left."""
     await means.stage.busy("decode-0")
@@ -116,6 +127,7 @@ FAULTS: dict[str, Fault] = {
     "kill-prefill": Fault("kill -9 of a prefill instance", lambda means: kill(means, "prefill"), DEATH_GOAL_S),
     "kill-decode": Fault("kill -9 of a decode instance", lambda means: kill(means, "decode"), DEATH_GOAL_S),
     "kill-both": Fault("kill -9 of one of each at once", kill_two, DEATH_GOAL_S),
+    "kill-preloader": Fault("kill -9 of the preloader, then of a decode instance", kill_preloader, DEATH_GOAL_S),
     "stall-decode": Fault("SIGSTOP of a decode instance", lambda means: stall(means, "decode-1"), STALL_GOAL_S),
     "stall-prefill": Fault("SIGSTOP of a prefill instance", lambda means: stall(means, "prefill-1"), STALL_GOAL_S),
     "rolling": Fault("rolling restart of the workers", rolling_restart),

@@ -50,6 +50,11 @@ class Stage:
         """A signal for the processes that compute. When it was sent. Raises PdClusterError: there is none."""
         return _send(number, name, self._rank_pids.get(name, []))
 
+    def kill_preloader(self) -> None:
+        """Where ranks are spawned there is none, and nothing is done."""
+        if pid := self._cluster.preloader_pid:
+            _send(signal.SIGKILL, "the preloader", [pid])
+
     def stop(self, name: str) -> float:
         """All processes of an instance stand still. Since when."""
         self.kill_ranks(name, signal.SIGSTOP)

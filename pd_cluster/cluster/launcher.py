@@ -22,12 +22,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pd_cluster.checkpoint import SHIPPED_MODEL
+from pd_cluster.cluster.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
 from pd_cluster.cluster.ports import free_ports
-from pd_cluster.cluster.rank_process import environment
-from pd_cluster.config import KEY_VARIABLE, KEYS_VARIABLE
-from pd_cluster.device import num_threads_for
-from pd_cluster.engine.preloader import VARIABLE, Preloader, forks_are_safe
+from pd_cluster.config import KEYS_VARIABLE
+from pd_cluster.engine.preloader import forks_are_safe
 from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, write
 from ranktable_tools.files import write_private
@@ -39,7 +37,6 @@ STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ct
 MAX_LINE_NBYTES = 1 << 20
 ADMIN_TOKEN = "admin-token"  # a file in the cluster's own folder
 SPAWN = "--spawn"  # a flag of `pd-cluster serve`
-DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends when that process does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,51 +136,6 @@ def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:
     model = [f"--model={launch.model}"] if launch.model else []
     flags = [f"--host={host}", f"--port={port}", *own, *model, *names, *launch.arguments]
     return [sys.executable, "-m", "pd_cluster.cli", "serve", *flags]
-
-
-class LaunchPreloader:
-    """The preloader of one launch's workers, where its flags allow for one.
-
-    It is started again when a worker is started after its death; workers that lack it start their ranks by themselves.
-    """
-
-    def __init__(self, launch: Launch, given: Preloader | None = None) -> None:
-        """`given` stays its giver's."""
-        self._launch = launch
-        self._given = given if launch.forks else None
-        self._own: Preloader | None = None
-        self._start()
-
-    def for_worker(self) -> tuple[dict[str, str], tuple[int, ...]]:
-        """What a worker gets: variables, and a file to pass on."""
-        self._start()
-        preloader = self._given or self._own
-        if preloader is None:
-            return {}, ()
-        return {VARIABLE: str(preloader.fileno())}, (preloader.fileno(),)
-
-    @property
-    def pid(self) -> int:
-        """0 where it is none of this process's."""
-        return self._own.pid if self._own is not None else 0
-
-    def close(self) -> None:
-        if self._own is not None:
-            self._own.close()
-            self._own = None
-
-    def _start(self) -> None:
-        if self._given is not None or not self._launch.forks:
-            return
-        if self._own is not None:
-            if self._own.is_alive:
-                return
-            self._own.close()
-        num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(self._launch.num_ranks)
-        env = {**environment(num_threads, os.environ), DIE_WITH_PARENT: str(os.getpid())}
-        for name in (KEY_VARIABLE, KEYS_VARIABLE):
-            env.pop(name, None)
-        self._own = Preloader.start(env, self._launch.model or str(SHIPPED_MODEL))
 
 
 class Cluster:

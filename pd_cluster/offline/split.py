@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from pd_cluster.api.edge import Edge
-from pd_cluster.cluster.launcher import Launch, LaunchPreloader, Member, plan_cluster
+from pd_cluster.cluster.launch_preloader import LaunchPreloader
+from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import find_place, node_ports
 from pd_cluster.cluster.policy import linked_pairs, why_unavailable

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.cluster.launcher import DIE_WITH_PARENT
+from pd_cluster.cluster.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.cluster.ports import free_port_pair
 
 DEADLINE_S = 100

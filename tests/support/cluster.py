@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 
-from pd_cluster.cluster.launcher import Launch, LaunchPreloader, Member, plan_cluster
+from pd_cluster.cluster.launch_preloader import LaunchPreloader
+from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
 from pd_cluster.cluster.ports import free_port_pair
 from pd_cluster.cluster.rank_process import environment
 from pd_cluster.engine.preloader import Preloader

@@ -88,6 +88,15 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
     arguments = {ALIASES.get(name, name): value for name, value in given.items()}
     arguments["model"] = os.fspath(arguments["model"])
     arguments = {name: value for name, value in arguments.items() if value not in (None, DEFAULTS.get(name))}
+    num_ranks = arguments.get("tensor_parallel_size", 1)
+    if isinstance(num_ranks, int) and num_ranks > 1 and not prefill and not decode:
+        prefill = decode = 1  # several ranks are several processes
+        log.warning(
+            "tensor_parallel_size=%d: a prefill and a decode instance of %d ranks each, both with all the weights "
+            "(prefill=1, decode=1)",
+            num_ranks,
+            num_ranks,
+        )
     defaults = _serve_defaults()
     honoured, flags = {}, []
     for name, value in arguments.items():
@@ -104,11 +113,6 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
     options = defaults | honoured
     with in_python_names():
         engine, chat = _settings(options)
-    if engine.tensor_parallel_size > 1 and not prefill:
-        raise ConfigError(
-            f"tensor_parallel_size {engine.tensor_parallel_size}: an engine in this process has one device; give "
-            f"prefill=1, decode=1 as well for worker processes with {engine.tensor_parallel_size} ranks each"
-        )
     return OfflineConfig(
         engine=engine,
         chat=chat,

@@ -50,7 +50,8 @@ class LLM:
       script gives the same output; None draws new ones each time.
     - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. The folder needs its
       tokenizer.json all the same, which stop strings and guides stand on.
-    - `tokenizer` may only be the model's own, `tensor_parallel_size` above 1 needs `prefill` and `decode`.
+    - `tokenizer` may only be the model's own. `tensor_parallel_size` above 1 alone means a prefill and a decode
+      instance with that many ranks each, which one warning says.
 
     Raises ConfigError or ModelError, in one line that names the argument.
     """

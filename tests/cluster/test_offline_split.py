@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster import LLM, SamplingParams
 from pd_cluster.api.protocol import CompletionRequest
 from pd_cluster.api.sequence import Piece
 from pd_cluster.config import EngineConfig
@@ -66,6 +67,15 @@ def test_answers_of_a_batch_are_those_of_one_process(split: Offline, model: Path
     engine = EngineConfig(model=str(model), num_blocks=64, max_model_len=256)
     with Offline(OfflineConfig(engine=engine)) as one:
         assert split.run(batch_of(split)) == one.run(batch_of(one))
+
+
+def test_tensor_parallel_size_alone_is_two_ranks_each(model: Path) -> None:
+    with LLM(str(model), tensor_parallel_size=2, num_blocks=64, max_model_len=256) as llm:
+        outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=SamplingParams(temperature=0, max_tokens=8))
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        assert found == [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
+        infos = [each.info for each in llm._offline.service.router.membership.instances]
+        assert [len(info.rank_pids) for info in infos if info is not None] == [2, 2]
 
 
 def test_a_lost_worker_is_an_error_or_nothing_at_all(split: Offline, model: Path) -> None:

@@ -75,6 +75,14 @@ def test_the_defaults_are_those_of_serve_and_ask_for_nothing(make: MakeLLM, capl
     assert warnings_of(caplog) == []
 
 
+def test_several_ranks_alone_are_worker_processes(make: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
+    _, offline = make(tensor_parallel_size=2)
+    assert (offline.config.prefill, offline.config.decode) == (1, 1)
+    assert offline.config.engine.tensor_parallel_size == 2
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("tensor_parallel_size=2: a prefill and a decode instance of 2 ranks each")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "field"),
     [
@@ -184,11 +192,6 @@ def test_what_asks_for_nothing_goes_without_a_word(
             "tokenizer_revision 'main': the tokenizer comes from the model folder; leave it out",
         ),
         ({"cpu_offload_gb": 2}, "cpu_offload_gb 2: weights are not offloaded; leave it out"),
-        (
-            {"tensor_parallel_size": 2},
-            "tensor_parallel_size 2: an engine in this process has one device; give prefill=1, decode=1 as well for "
-            "worker processes with 2 ranks each",
-        ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0: must be at least 1"),
         ({"dtype": "int4"}, "dtype 'int4': expected one of auto, float32, float16, bfloat16, float, half"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: must be in 0 to 1"),

@@ -56,7 +56,7 @@ class LaunchPreloader:
                 return
             self._own.close()
         num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(self._launch.num_ranks)
-        env = {**environment(num_threads, os.environ), DIE_WITH_PARENT: str(os.getpid())}
+        env = {**environment(num_threads, os.environ), DIE_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         for name in (KEY_VARIABLE, KEYS_VARIABLE):
             env.pop(name, None)
         self._own = Preloader.start(env, self._launch.model or str(SHIPPED_MODEL))

@@ -200,14 +200,14 @@ class Cluster:
     async def stop(self, kill: bool = False) -> None:
         """Scheduler first, so that running requests can end; then the workers. Removes the rank tables."""
         self._stopping.set()
+        if self._preloader is not None:  # ranks go on without it; it may stand still with something of a worker's
+            self._preloader.close()
         order = sorted(self._processes, key=lambda name: name != "scheduler")
         for group in (order[:1], order[1:]):
             await asyncio.gather(*(self._end(self._processes[name], kill) for name in group))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._preloader is not None:
-            self._preloader.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _spawn(self, member: Member) -> asyncio.subprocess.Process:

@@ -168,9 +168,13 @@ class _Forked:
         """Raises NotForked."""
         fork = preloader.ask(env, files)
         try:
-            await asyncio.wait_for(_readable(fork.fileno()), FORK_TIMEOUT_S)
-            fork.accept()
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                while True:
+                    await _readable(fork.fileno())
+                    if fork.accept():
+                        break
         except TimeoutError:
+            preloader.is_silent = True  # the other ranks do not wait as long again
             raise NotForked(f"the preloader has not answered for {FORK_TIMEOUT_S:g} s") from None
         finally:
             if not fork.pid:  # cancelled, too

@@ -25,6 +25,7 @@ from pd_cluster.engine.preloader import (
     Answer,
     Ended,
     ForkRequest,
+    Ready,
     Refused,
     Started,
     die_with_lifeline,
@@ -35,15 +36,17 @@ from pd_cluster.engine.process import die_with_parent, end, import_engine, run
 from pd_cluster.errors import ConfigError
 
 MOST_FILES = 64
-ANSWERS, LIFELINE, STDOUT, STDERR = range(4)  # where these are among a request's files; what follows is numbered there
+LIFELINE, STDOUT, STDERR = range(3)  # where these are among a request's files; what follows is numbered there
+REQUEST_TIMEOUT_S = 5.0  # once its sender has been told that it is waited for
 READAHEAD_NBYTES = 4 << 30
 
 
 def main(fd: int, model: str) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     environment = dict(os.environ)  # imports add to it
-    compiling = _compile_kernels()
+    compiling = _compile_kernels(fd)
     _read_ahead(model)
     gc.disable()
     import_engine(light=True)
@@ -54,7 +57,7 @@ def main(fd: int, model: str) -> None:
     _Forks(socket.socket(fileno=fd), environment).run()
 
 
-def _compile_kernels() -> int:
+def _compile_kernels(fd: int) -> int:
     """In a child, beside the imports. Its pid; 0 where no kernels are wanted. What goes wrong, the ranks will say."""
     from pd_cluster.model.cpu import build
 
@@ -62,6 +65,8 @@ def _compile_kernels() -> int:
         return 0
     pid = os.fork()
     if not pid:
+        die_with_parent()
+        os.close(fd)
         with contextlib.suppress(build.KernelsUnavailable, OSError):
             build.build(build.FLAGS)
         os._exit(0)
@@ -116,11 +121,17 @@ class _Forks:
 
     def _serve(self) -> bool:
         """One request. False at the end of file."""
-        data, files, _, _ = socket.recv_fds(self._channel, MAX_NBYTES, MOST_FILES)
+        data, sockets, _, _ = socket.recv_fds(self._channel, MAX_NBYTES, 1)
         if not data:
             return False
-        answers = socket.socket(fileno=files[ANSWERS])
+        if not sockets:  # no number was free for it; whoever asks sees the end of file
+            return True
+        answers = socket.socket(fileno=sockets[0])
+        files: list[int] = []
         try:
+            _tell(answers, Ready())
+            answers.settimeout(REQUEST_TIMEOUT_S)
+            data, files, _, _ = socket.recv_fds(answers, MAX_NBYTES, MOST_FILES)
             request = msgspec.json.decode(data, type=ForkRequest)
             if reason := self._reason_against(request, files):
                 _tell(answers, Refused(reason))
@@ -131,7 +142,7 @@ class _Forks:
             _tell(answers, Refused(f"the preloader could not fork: {error}"))
             answers.close()
         finally:
-            for file in files[ANSWERS + 1 :]:
+            for file in files:
                 os.close(file)
         return True
 
@@ -152,7 +163,11 @@ class _Forks:
         pid = os.fork()
         if not pid:
             _be_a_rank(request, files, self._added)
-        pidfd = os.pidfd_open(pid)  # nobody has waited for it: the number is its own
+        try:
+            pidfd = os.pidfd_open(pid)  # nobody has waited for it: the number is its own
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            raise
         try:
             _tell(answers, Started(pid), pidfd)
             self._answers[pid] = answers
@@ -160,12 +175,16 @@ class _Forks:
             os.close(pidfd)
 
     def _reap(self) -> None:
-        while self._answers:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if not pid:
                 return
-            with self._answers.pop(pid) as answers:
-                _tell(answers, Ended(os.waitstatus_to_exitcode(status)))
+            if (answers := self._answers.pop(pid, None)) is not None:
+                with answers:
+                    _tell(answers, Ended(os.waitstatus_to_exitcode(status)))
 
 
 def _tell(answers: socket.socket, answer: Answer, *files: int) -> None:
@@ -203,7 +222,10 @@ def _take_files(numbers: list[int], files: list[int]) -> int:
     os.closerange(3, beyond)
     for number, file in moved.items():
         os.dup2(file, number, inheritable=number <= 2)
-    os.closerange(beyond, os.sysconf("SC_OPEN_MAX"))
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) >= beyond:
+            with contextlib.suppress(OSError):  # that of the folder itself
+                os.close(int(name))
     return lifeline
 
 

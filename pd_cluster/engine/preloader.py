@@ -7,6 +7,7 @@ to the worker processes that it starts; any of them may ask. docs/protocol.md sa
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
 import importlib.util
@@ -15,6 +16,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,10 @@ import msgspec
 from pd_cluster.errors import PdClusterError
 
 VARIABLE = "PD_CLUSTER_PRELOADER"  # the socket's number, in the processes that may ask
-DEVICE_FILES = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/davinci0", "/dev/kfd")  # their drivers' own
+DEVICE_FILES = (  # their drivers' own; the last two are GPUs under WSL and on Jetson
+    *("/dev/nvidiactl", "/dev/davinci_manager", "/dev/davinci0", "/dev/kfd", "/dev/dxg", "/dev/nvmap"),
+)
+KNOCK = b"fork"  # what is said on the channel, with a socket for answers
 MAX_NBYTES = 1 << 17  # of a message: an environment, mostly
 FORK_TIMEOUT_S = 120.0  # the first imports from a cold disk may take a minute
 CODE_TIMEOUT_S = 1.0  # for the exit code, once the process has ended
@@ -45,13 +50,17 @@ class NotForked(PdClusterError):
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """With it travel, in this order: the answers' socket, the lifeline, stdout, stderr and what `numbers` are for."""
+    """With it travel, in this order: the lifeline, stdout, stderr and what `numbers` are for."""
 
     env: dict[str, str]
     surroundings: dict[str, str]
     folder: str  # the working directory
     cpus: list[int]  # that it may run on
     numbers: list[int]  # which its files have in the rank; the first is its parent's channel
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The request may come: it is read at once, so that nothing of whoever asks waits in a queue."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -70,7 +79,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-Answer = Started | Refused | Ended
+Answer = Ready | Started | Refused | Ended
 
 
 def forks_are_safe(device: str) -> bool:
@@ -115,6 +124,7 @@ class Preloader:
     def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._channel = channel
         self._process = process
+        self.is_silent = False  # it did not answer once: nobody waits for it again
 
     @classmethod
     def start(cls, env: Mapping[str, str], model: str = "") -> Preloader:
@@ -134,7 +144,10 @@ class Preloader:
     def inherited(cls, env: Mapping[str, str]) -> Preloader | None:
         """The one that whoever started this process has told it of."""
         try:
-            channel = socket.socket(fileno=os.dup(int(env[VARIABLE])))
+            number = int(env[VARIABLE])
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                return None
+            channel = socket.socket(fileno=os.dup(number))
         except (KeyError, ValueError, OSError):
             return None
         if (channel.family, channel.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
@@ -168,20 +181,23 @@ class Preloader:
 
         Raises NotForked. This process must keep the Fork: when it is closed, or this process ends, so does the rank.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        lifeline, held = os.pipe()
-        request = ForkRequest(dict(env), surroundings(), os.getcwd(), sorted(os.sched_getaffinity(0)), list(files))
-        sent = [theirs.fileno(), lifeline, 1, 2, *files]
+        if self.is_silent:
+            raise NotForked("the preloader has not answered before")
+        try:
+            wanted = ForkRequest(dict(env), surroundings(), os.getcwd(), sorted(os.sched_getaffinity(0)), list(files))
+            request = msgspec.json.encode(wanted)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except (OSError, ValueError) as error:
+            raise NotForked(f"what it needs cannot be told: {error}") from error
+        fork = Fork(ours, request, files)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))]
         try:
             with theirs:
-                socket.send_fds(self._channel, [msgspec.json.encode(request)], sent, socket.MSG_NOSIGNAL)
+                self._channel.sendmsg([KNOCK], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except OSError as error:
-            ours.close()
-            os.close(held)
-            raise NotForked(f"the preloader is gone ({error.strerror})") from error
-        finally:
-            os.close(lifeline)
-        return Fork(ours, held)
+            fork.close()
+            raise NotForked(f"the preloader is gone or has too much to do ({error.strerror})") from error
+        return fork
 
 
 class Fork:
@@ -190,9 +206,12 @@ class Fork:
     `held` is one end of a pipe. When all of its kind are closed the kernel kills the rank, even one that is stopped.
     """
 
-    def __init__(self, answers: socket.socket, held: int) -> None:
+    def __init__(self, answers: socket.socket, request: bytes, files: Sequence[int]) -> None:
+        """`files` stay their owner's."""
         self._answers = answers
-        self._held = held
+        self._request = request
+        self._lifeline, self._held = os.pipe()
+        self._files = [os.dup(file) for file in (1, 2, *files)]
         self._pidfd = -1
         self.pid = 0
         self.exit_code: int | None = None  # None, too, when nobody can tell
@@ -202,13 +221,22 @@ class Fork:
         """What is readable when `accept` has something to read; afterwards when the process has ended."""
         return self._answers.fileno() if self._pidfd < 0 else self._pidfd
 
-    def accept(self) -> None:
-        """Reads the preloader's answer, which is there. Raises NotForked."""
-        answer, files = self._read()
-        if not isinstance(answer, Started):
+    def accept(self) -> bool:
+        """Reads an answer of the preloader, which is there. True when the rank runs. Raises NotForked."""
+        try:
+            answer, files = self._read()
+            if isinstance(answer, Ready):
+                socket.send_fds(self._answers, [self._request], [self._lifeline, *self._files])
+                self._drop_files()
+                return False
+            if isinstance(answer, Started):
+                (self._pidfd,), self.pid = files, answer.pid
+                return True
+        except (OSError, ValueError) as error:
             self.close()
-            raise NotForked(answer.reason if isinstance(answer, Refused) else "the preloader has ended")
-        (self._pidfd,), self.pid = files, answer.pid
+            raise NotForked(f"the preloader's answer cannot be read: {error}") from error
+        self.close()
+        raise NotForked(answer.reason if isinstance(answer, Refused) else "the preloader has ended")
 
     def reap(self) -> None:
         """Once it has ended: learns how. A preloader that is gone, or stopped, can't say it."""
@@ -237,10 +265,17 @@ class Fork:
     def close(self) -> None:
         """The process, if there is one, is killed. Once is enough."""
         self._answers.close()
+        self._drop_files()
         for fd in (self._pidfd, self._held):
             if fd >= 0:
                 os.close(fd)
         self._pidfd = self._held = -1
+
+    def _drop_files(self) -> None:
+        """Those that are the rank's by now, or nobody's."""
+        for fd in (*self._files, *(fd for fd in [self._lifeline] if fd >= 0)):
+            os.close(fd)
+        self._files, self._lifeline = [], -1
 
     def _read(self) -> tuple[Answer | None, list[int]]:
         """None at the end of file. Raises OSError."""

@@ -20,14 +20,19 @@ APART = 16  # float32 numbers in a vector register, at most
 
 def pack_modules(model: torch.nn.Module) -> int:
     """Puts packed modules in the places of those that can be packed. How many."""
-    places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    num_packed = 0
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()  # a module that has two names, under both
+        if child is not None
+    ]
+    packed: dict[int, torch.nn.Module | None] = {}
     for parent, name, child in places:
-        packed = _packed(child)
-        if packed is not None:
-            setattr(parent, name, packed)
-            num_packed += 1
-    return num_packed
+        if id(child) not in packed:
+            packed[id(child)] = _packed(child)
+        if (replacement := packed[id(child)]) is not None:
+            setattr(parent, name, replacement)
+    return sum(each is not None for each in packed.values())
 
 
 def _packed(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -106,7 +111,7 @@ class _Product(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if function is linear and args[1].data_ptr() == self._address:
+        if function is linear and len(args) > 1 and args[1].data_ptr() == self._address:
             x, _, *rest = args
             bias = rest[0] if rest else (kwargs or {}).get("bias")
             product = self._packed(x)

@@ -130,6 +130,18 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     await_gone(pids)
 
 
+def test_ctrl_c_while_the_preloader_stands_still(up: Callable[..., Up]) -> None:
+    """Workers wait for ranks then, and nothing waits for the preloader."""
+    cluster = up(free_port_pair())
+    cluster.await_line(r"serving at")
+    pids = cluster.descendants()
+    (preloader,) = (pid for pid in pids if b"preload_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(preloader, signal.SIGSTOP)
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.process.wait(WAIT_S) == 0
+    await_gone(pids)
+
+
 def test_nothing_outlives_a_kill_9_of_the_launcher(up: Callable[..., Up]) -> None:
     cluster = up(free_port_pair(), "--restart=no")
     cluster.await_line(r"^ready after")

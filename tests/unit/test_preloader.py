@@ -54,7 +54,8 @@ class Rank:
             self.fork: Fork = preloader.ask({**env(), **variables}, [self.number, *files])
         try:
             assert self.fork.wait(WAIT_S)
-            self.fork.accept()
+            while not self.fork.accept():
+                assert self.fork.wait(WAIT_S)
             until(lambda: is_gone(self.fork.pid) or waits_for_its_configuration(self.fork.pid))
         except BaseException:
             self.close()
@@ -182,14 +183,28 @@ def test_other_surroundings_are_refused_by_name(preloader: Preloader, monkeypatc
 
 
 def test_bad_requests_are_refused_and_disturb_nobody(preloader: Preloader) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        for request in (b"{", b'{"env": {}, "surroundings": {}, "folder": "", "cpus": [], "numbers": []}'):
-            socket.send_fds(preloader._channel, [request], [theirs.fileno()])
+    empty = b'{"env": {}, "surroundings": {}, "folder": "", "cpus": [], "numbers": []}'
+    preloader._channel.send(preloading.KNOCK)  # without a socket for answers
+    for request in (b"{", empty, b""):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
             ours.settimeout(WAIT_S)
+            socket.send_fds(preloader._channel, [preloading.KNOCK], [theirs.fileno()])
+            theirs.close()
+            assert b"Ready" in ours.recv(preloading.MAX_NBYTES)
+            if not request:  # it is gone before it has asked
+                continue
+            ours.send(request)
             assert b"Refused" in ours.recv(preloading.MAX_NBYTES)
     with Rank(preloader):
         pass
+
+
+def test_an_environment_that_cannot_be_told_is_no_fork(preloader: Preloader) -> None:
+    num_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotForked, match="what it needs cannot be told"):
+        preloader.ask({"A": "\udcff"}, [0])
+    assert len(os.listdir("/proc/self/fd")) == num_files
 
 
 def test_one_that_nobody_waits_for_any_more_is_ended(preloader: Preloader) -> None:
@@ -209,7 +224,7 @@ def test_ranks_go_on_when_it_is_killed_and_others_must_be_spawned(own: Preloader
         os.kill(own.pid, signal.SIGKILL)
         until(lambda: not own.is_alive)
         assert not rank.fork.wait(0)
-        with pytest.raises(NotForked, match="the preloader is gone"):
+        with pytest.raises(NotForked, match="the preloader is gone or has too much to do"):
             Rank(own)
         rank.fork.kill()
         assert rank.code() is None  # nobody can tell
@@ -225,6 +240,26 @@ def test_a_request_that_it_dies_of_is_not_forked(own: Preloader) -> None:
         assert fork.wait(WAIT_S)
         with pytest.raises(NotForked, match="has ended"):
             fork.accept()
+
+
+def test_nothing_of_whoever_asks_waits_in_a_stopped_one(own: Preloader) -> None:
+    """Its files would keep others waiting for their ends. Nor does it wait, with more requests than a socket takes."""
+    os.kill(own.pid, signal.SIGSTOP)
+    reader, writer = os.pipe()
+    forks: list[Fork] = []
+
+    def ask_until_it_is_full() -> None:
+        while len(forks) < 100_000:
+            forks.append(own.ask(env(), [writer]))
+
+    with pytest.raises(NotForked, match="too much to do"):
+        ask_until_it_is_full()
+    for fork in forks:
+        fork.close()
+    os.close(writer)
+    os.set_blocking(reader, False)
+    assert os.read(reader, 1) == b""  # the end of file, at once
+    os.close(reader)
 
 
 def test_a_stopped_one_costs_a_running_rank_only_its_code(own: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ class Checkpoint:
         return cls(path, config, read_json(generation) if generation.exists() else {}, _identity(path))
 
     def warn_of_ignored_files(self) -> None:
-        """Of those that change what the model computes elsewhere, and not here."""
+        """Logs the files that would change what the model computes elsewhere, and do not here."""
         if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
             log.warning("%s: %s: adapters are not supported; the model is served without", self.path, ", ".join(files))
 

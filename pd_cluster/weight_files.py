@@ -35,7 +35,7 @@ PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # of what is called weight
 
 
 def check_plain(path: Path, config: dict[str, Any]) -> None:
-    """Of a model folder. Raises ModelError that names the field or file of a quantizer."""
+    """Checks a model folder. Raises ModelError that names the field or file of a quantizer."""
     for field in QUANTIZERS_FIELDS:
         if field in config:
             raise ModelError(f"{path / 'config.json'}: {field}: {NO_QUANTIZATION}")

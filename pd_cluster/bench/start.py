@@ -69,7 +69,7 @@ class Up:
             time.sleep(POLL_S)
 
     def pss_mib(self) -> float:
-        """Of all processes: pages that several share are counted once in all."""
+        """Returns the memory of all processes; pages that several share count once in all."""
         return sum(map(_pss_nbytes, family(self.process.pid))) / (1 << 20)
 
 

@@ -31,7 +31,7 @@ class LaunchPreloader:
         self._start()
 
     def for_worker(self) -> tuple[dict[str, str], tuple[int, ...]]:
-        """What a worker gets: variables, and a file to pass on."""
+        """Returns the variables and the files that a worker needs to reach the preloader."""
         self._start()
         preloader = self._given or self._own
         if preloader is None:

@@ -34,7 +34,7 @@ def environment_of(config: WorkerConfig, inherited: Mapping[str, str]) -> dict[s
 
 
 def environment(num_threads: int, inherited: Mapping[str, str], own: Mapping[str, str] = {}) -> dict[str, str]:
-    """Of a rank process, and of the preloader that forks it; an empty value in `own` takes a variable away."""
+    """Makes the environment of a rank and of its preloader; an empty value in `own` removes a variable."""
     threads = str(num_threads)
     env = {**DEFAULTS, **inherited, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     return {name: value for name, value in env.items() if name != VARIABLE and own.get(name) != ""}

@@ -58,7 +58,7 @@ def main(fd: int, model: str) -> None:
 
 
 def _compile_kernels(fd: int) -> int:
-    """In a child, beside the imports. Its pid; 0 where no kernels are wanted. What goes wrong, the ranks will say."""
+    """Compiles in a child, beside the imports. Returns its pid; 0 where none are wanted. Ranks report errors."""
     from pd_cluster.model.cpu import build
 
     if not build.are_wanted():
@@ -85,7 +85,7 @@ def _read_ahead(model: str) -> None:
 
 
 def _import_model(model: str) -> None:
-    """The modules of its architecture. A folder that cannot be read is for the ranks to tell of."""
+    """Imports the modules of its architecture. The ranks report a folder that cannot be read."""
     from pd_cluster.model.light_transformers import import_architecture
 
     with contextlib.suppress(OSError, ConfigError):
@@ -188,7 +188,7 @@ class _Forks:
 
 
 def _tell(answers: socket.socket, answer: Answer, *files: int) -> None:
-    """Whoever asked may be gone."""
+    """Sends an answer; the process that asked may be gone."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
     with contextlib.suppress(OSError):
         answers.sendmsg([msgspec.json.encode(answer)], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)

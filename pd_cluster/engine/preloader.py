@@ -1,8 +1,8 @@
 """Asks the preloader for rank processes. Never imports torch.
 
 A preloader is a process that has imported what rank processes need (`engine/preload_process.py`) and forks them: a rank
-is there within milliseconds, and ranks share the memory of what was imported. Whoever starts one hands its socket on
-to the worker processes that it starts; any of them may ask. docs/protocol.md says who ends when.
+is there within milliseconds, and ranks share the memory of what was imported. The process that starts one passes its
+socket on to the workers that it starts; any of them may ask. docs/protocol.md says who ends when.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def essential(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def surroundings() -> dict[str, str]:
-    """What a process has from the one that started it, besides its environment: a fork has the preloader's."""
+    """Returns what a process inherits besides its environment: a fork inherits the preloader's."""
     found = {f"{name} namespace": os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
     found["user"] = f"{os.getresuid()} {os.getresgid()} {sorted(os.getgroups())}"
     found["control group"] = Path("/proc/self/cgroup").read_text()
@@ -142,7 +142,7 @@ class Preloader:
 
     @classmethod
     def inherited(cls, env: Mapping[str, str]) -> Preloader | None:
-        """The one that whoever started this process has told it of."""
+        """Returns the preloader of the process that started this one, if it passed one on."""
         try:
             number = int(env[VARIABLE])
             if not stat.S_ISSOCK(os.fstat(number).st_mode):

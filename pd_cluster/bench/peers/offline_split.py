@@ -25,7 +25,7 @@ def measure(spec: Spec) -> PeerResult:
 
 
 def _busy_s(offline: Offline) -> dict[str, float]:
-    """Of each role's rank processes."""
+    """Returns the CPU time of each role's rank processes."""
     infos = [each.info for each in offline.service.router.membership.instances if each.info is not None]
     return {info.role: sum(map(cpu_s, info.rank_pids)) for info in infos}
 

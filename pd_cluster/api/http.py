@@ -1,4 +1,4 @@
-"""What the public and the admin port share: bodies with a limit, streams that close."""
+"""Shared by the public and the admin port: bodies with a limit, streams that close."""
 
 from __future__ import annotations
 

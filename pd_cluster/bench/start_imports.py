@@ -1,4 +1,4 @@
-"""What the processes of each role import before they do anything, and how long it takes. Knows no cluster."""
+"""Lists what the processes of each role import at their start, and how long it takes. Knows no cluster."""
 
 from __future__ import annotations
 

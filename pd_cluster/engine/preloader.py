@@ -37,7 +37,7 @@ CODE_TIMEOUT_S = 1.0  # for the exit code, once the process has ended
 END_TIMEOUT_S = 5.0
 NAMESPACES = ("net", "mnt", "ipc", "pid", "user", "uts")
 LIMITS = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_STACK", "RLIMIT_CORE")
-# What may differ between the environments of a preloader and of a rank: nobody reads it while Python or torch starts.
+# Variables that may differ between a preloader and a rank: neither Python nor torch reads them at start.
 OWN_PREFIXES = ("PD_CLUSTER_",)
 OWN_NAMES = {
     *("RANK_TABLE_FILE_PATH", "GLOBAL_RANK_TABLE_FILE_PATH", "NODE_PORTS", "NODE_PORTS_FILE", "USE_OPENAI"),
@@ -104,7 +104,7 @@ def has_no_driver(device: str) -> bool:
 
 
 def essential(env: Mapping[str, str]) -> dict[str, str]:
-    """What a rank and its preloader must have in common to be the same as a spawned rank."""
+    """Returns the variables that must be equal in a rank and its preloader, so that it equals a spawned rank."""
     return {k: v for k, v in env.items() if k not in OWN_NAMES and not k.startswith(OWN_PREFIXES)}
 
 
@@ -162,7 +162,7 @@ class Preloader:
 
     @property
     def is_alive(self) -> bool:
-        """Of one that belongs to this process."""
+        """Whether the process runs; False for a preloader of another process."""
         return self._process is not None and self._process.poll() is None
 
     def fileno(self) -> int:
@@ -218,7 +218,7 @@ class Fork:
         self.has_ended = False
 
     def fileno(self) -> int:
-        """What is readable when `accept` has something to read; afterwards when the process has ended."""
+        """Readable when `accept` has something to read; once the rank runs, when it has ended."""
         return self._answers.fileno() if self._pidfd < 0 else self._pidfd
 
     def accept(self) -> bool:

@@ -74,7 +74,7 @@ def run(fd: int) -> int:
 
 
 def import_engine(light: bool) -> None:
-    """What is slow to import. `light`: without what ranks on a CPU never use."""
+    """Imports the engine. `light` leaves out what ranks on a CPU never use."""
     if light:
         from pd_cluster.model.light_transformers import make_light
 

@@ -73,7 +73,7 @@ def make_light() -> None:
 
 
 def import_architecture(model_type: str) -> None:
-    """What its models are made of. One that is not there, or cannot be imported, is for the loader to say."""
+    """Imports the modules of its models. The loader reports modules that are missing or broken."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     name = model_type_to_module_name(model_type)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -23,7 +25,10 @@ FAULTS = (GenerationError, GuideError, Overloaded, RequestError, Unavailable)
 
 
 class Job(NamedTuple):
-    """A prompt, how it is to be answered, what errors call it, and the tokens that a plain text goes on from."""
+    """A prompt, how it is to be answered, what errors call it, and the tokens that a plain text goes on from.
+
+    `copies`: how often each of its answers is told; more than once where `n` greedy ones must be alike.
+    """
 
     at: int
     prompt: Prompt
@@ -31,6 +36,7 @@ class Job(NamedTuple):
     way: Way
     place: str
     history: Sequence[int] = ()
+    copies: int = 1
 
 
 class Begun(NamedTuple):
@@ -40,6 +46,7 @@ class Begun(NamedTuple):
     token_ids: list[int]
     limit: int
     generation: Generation | None
+    copies: int = 1
 
     async def responses(self, service: TextService) -> AsyncGenerator[Response, None]:
         """As they come; the last one has a finish_reason."""
@@ -47,15 +54,17 @@ class Begun(NamedTuple):
             why = f"{len(self.token_ids)} prompt tokens leave no room for an answer; session_len is {self.limit}"
             yield Response("", 0, len(self.token_ids), self.at, "length", index=self.at, error=why)
             return
-        num_tokens = 0
+        num_tokens: Counter[int] = Counter()
         try:
             async with contextlib.aclosing(service.stream(self.generation)) as pieces:
                 async for piece in pieces:
-                    num_tokens += len(piece.token_ids)
-                    yield self._response(piece, num_tokens)
+                    num_tokens[piece.index] += len(piece.token_ids)
+                    response = self._response(piece, num_tokens[piece.index])
+                    for copy in range(self.copies):
+                        yield replace(response, choice=copy) if copy else response
         except FAULTS as error:
             num_prompt = len(self.token_ids)
-            yield Response("", num_tokens, num_prompt, self.at, "error", index=self.at, error=str(error))
+            yield Response("", num_tokens[0], num_prompt, self.at, "error", index=self.at, error=str(error))
 
     def _response(self, piece: Piece, num_tokens: int) -> Response:
         assert self.generation is not None
@@ -73,6 +82,7 @@ class Begun(NamedTuple):
             token_ids=piece.token_ids,
             logprobs=told if self.generation.sampling.logprobs is not None else None,
             index=self.at,
+            choice=piece.index,
         )
 
 
@@ -87,7 +97,7 @@ async def begin(service: TextService, job: Job) -> Begun:
         request = job.request
         if request.max_tokens is not None and request.max_tokens > room:
             request = request.model_copy(update={"max_tokens": room})
-        return Begun(job.at, token_ids, limit, await service.completion(request, token_ids))
+        return Begun(job.at, token_ids, limit, await service.completion(request, token_ids), job.copies)
     except RequestError as error:
         raise placed(renamed(error), job.place) from None
 
@@ -116,28 +126,28 @@ async def answers(
 async def whole_answers(
     service: TextService, jobs: Sequence[Job], num_at_once: int, ended: Callable[[Response], object]
 ) -> list[Response]:
-    """One for each job, in order. `ended` gets each one's last part. Raises RequestError."""
-    parts: list[list[Response]] = [[] for _ in jobs]
+    """One for each job, in order. `ended` gets the last part of each one's first answer. Raises RequestError."""
+    parts: list[dict[int, list[Response]]] = [{} for _ in jobs]
     async with contextlib.aclosing(answers(service, jobs, num_at_once, uuid4().hex)) as responses:
         async for response in responses:
-            parts[response.index].append(response)
-            if response.finish_reason is not None:
+            parts[response.index].setdefault(response.choice, []).append(response)
+            if response.finish_reason is not None and not response.choice:
                 ended(response)
-    return [joined(of_one) for of_one in parts]
+    return [_whole([joined(of_one) for _, of_one in sorted(choices.items())]) for choices in parts]
+
+
+def _whole(choices: list[Response]) -> Response:
+    """The first of them, which has all of them if there are several."""
+    return replace(choices[0], choices=choices) if len(choices) > 1 else choices[0]
 
 
 def joined(parts: list[Response]) -> Response:
     """All responses of one stream as one."""
     last = parts[-1]
     has_logprobs = any(part.logprobs is not None for part in parts)
-    return Response(
+    return replace(
+        last,
         text="".join(part.text for part in parts),
-        generate_token_len=last.generate_token_len,
-        input_token_len=last.input_token_len,
-        session_id=last.session_id,
-        finish_reason=last.finish_reason,
         token_ids=[token_id for part in parts for token_id in part.token_ids],
         logprobs=[each for part in parts for each in part.logprobs or []] if has_logprobs else None,
-        index=last.index,
-        error=last.error,
     )

@@ -14,15 +14,17 @@ from pd_cluster.api.protocol import CompletionRequest
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.answering import Job, answers, begin, joined, whole_answers
 from pd_cluster.offline.lmdeploy.bridge import Stopped, bridged
-from pd_cluster.offline.lmdeploy.calls import Call, distinct
+from pd_cluster.offline.lmdeploy.calls import Call, Old, distinct, options_of
 from pd_cluster.offline.lmdeploy.engine_configs import BackendConfig
 from pd_cluster.offline.lmdeploy.generator import SessionGenerator
 from pd_cluster.offline.lmdeploy.messages import GenerationConfig, GenOut, Response, request_of
-from pd_cluster.offline.lmdeploy.prompts import as_prompt, prompt_of, prompts_of
+from pd_cluster.offline.lmdeploy.prompts import Prompt, as_prompt, prompt_of, prompts_of
 from pd_cluster.offline.lmdeploy.sessions import Session, Sessions
 from pd_cluster.offline.lmdeploy.setup import Setup
 from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig, Way, way_of
 from pd_cluster.offline.progress import Progress
+
+GenConfigs = GenerationConfig | list[GenerationConfig] | None  # one for all prompts, or one for each
 
 
 class AsyncEngine:
@@ -73,22 +75,44 @@ class AsyncEngine:
     # ---- batches
 
     def __call__(
-        self, prompts: Any, gen_config: GenerationConfig | list[GenerationConfig] | None = None, **options: Any
+        self,
+        prompts: Any,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool | ChatTemplateConfig | None = None,
+        request_output_len: int | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float | None = None,
+        repetition_penalty: float | None = None,
+        ignore_eos: bool | None = None,
+        **options: Any,
     ) -> list[Response] | Response:
-        """`options`: those of `Call`. A response for each prompt, in order. Raises RequestError before any work."""
-        return self._infer(prompts, gen_config, options)
+        """A response for each prompt, in order. `options`: further ones of `Call`.
 
-    def batch_infer(
-        self, prompts: Any, gen_config: GenerationConfig | list[GenerationConfig] | None = None, **options: Any
-    ) -> list[Response] | Response:
-        """The same."""
-        return self._infer(prompts, gen_config, options)
+        LMDeploy's first document has the chat template's configuration in the third place, its next one the switch
+        `do_preprocess`: either may stand there. Raises RequestError before any work.
+        """
+        old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
+        return self._infer(prompts, gen_config, options_of(do_preprocess, old, options))
+
+    batch_infer = __call__
 
     def stream_infer(
-        self, prompts: Any, gen_config: GenerationConfig | list[GenerationConfig] | None = None, **options: Any
+        self,
+        prompts: Any,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool | ChatTemplateConfig | None = None,
+        request_output_len: int | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float | None = None,
+        repetition_penalty: float | None = None,
+        ignore_eos: bool | None = None,
+        **options: Any,
     ) -> Iterator[Response]:
         """What is new of each prompt's text, as it comes; `index` tells whose. Leaving the iteration ends the work."""
-        jobs, _, call = self._jobs(prompts, gen_config, options)
+        old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
+        jobs, _, call = self._jobs(prompts, gen_config, options_of(do_preprocess, old, options))
         return self._streamed(jobs, call)
 
     def _infer(self, prompts: Any, gen_config: Any, options: dict[str, Any]) -> list[Response] | Response:
@@ -108,7 +132,7 @@ class AsyncEngine:
             items = answers(self._offline.service, jobs, self.instance_num)
             with contextlib.closing(self._offline.iterate(items)) as responses:  # type: ignore[type-var]
                 for response in responses:
-                    if response.finish_reason is not None:
+                    if response.finish_reason is not None and not response.choice:
                         progress.add(response.input_token_len, response.generate_token_len)
                     yield response
 
@@ -118,10 +142,16 @@ class AsyncEngine:
         way = self._way_of(call)
         requests = {key: self._request(config, way) for key, config in distinct(configs).items()}
         jobs = [
-            Job(at, as_prompt(item, way, call.do_preprocess, place), requests[id(config)], way, place)
+            self._job(at, as_prompt(item, way, call.do_preprocess, place), config, requests[id(config)], way, place)
             for at, (place, item, config) in enumerate(zip(found.places, found.items, configs, strict=True))
         ]
         return jobs, found.is_one, call
+
+    @staticmethod
+    def _job(
+        at: int, prompt: Prompt, config: GenerationConfig, request: CompletionRequest, way: Way, place: str
+    ) -> Job:
+        return Job(at, prompt, request, way, place, copies=config.n if request.n in (None, 1) else 1)
 
     def _way_of(self, call: Call) -> Way:
         way = self._way if call.chat_template_config is None else way_of(call.chat_template_config)
@@ -137,21 +167,33 @@ class AsyncEngine:
         messages: Any,
         session_id: int,
         gen_config: GenerationConfig | None = None,
-        *,
+        chat_template_config: ChatTemplateConfig | None = None,
         stream_response: bool = True,
         sequence_start: bool = True,
         sequence_end: bool = True,
         step: int = 0,
+        request_output_len: int | None = None,
         stop: bool = False,
+        stop_words: list[str] | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float | None = None,
+        repetition_penalty: float | None = None,
+        ignore_eos: bool | None = None,
         **options: Any,
     ) -> AsyncGenerator[GenOut, None]:
         """One turn of a session, in steps or (without `stream_response`) at once. Raises RequestError.
 
         `sequence_start` begins it anew, `sequence_end` forgets it afterwards, `step` goes back to the turn that ended
-        with so many tokens, `stop` ends the answer under way instead. `options`: those of `Call`.
+        with so many tokens, `stop` ends the answer under way instead. `options`: further ones of `Call`.
         """
-        call = Call(**options)
+        old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos, stop_words)
+        call = Call(**options_of(chat_template_config, old, options))
         (config,) = call.configs(gen_config, 1)
+        if config.n != 1:
+            raise RequestError(
+                f"n: {config.n}; a session goes on from one answer; give 1, or use batch_infer", param="n"
+            )
         if stop:
             self.stop_session(session_id)
             yield GenOut("", 0, 0, 0)

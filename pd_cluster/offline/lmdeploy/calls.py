@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.arguments import checks_names, warn
@@ -22,6 +22,25 @@ OLD: dict[str, tuple[str, Any]] = {
     "ignore_eos": ("ignore_eos", False),
     "stop_words": ("stop_words", None),
 }
+
+
+class Old(NamedTuple):
+    """The fields of OLD as a call was given them; None: not given."""
+
+    request_output_len: int | None
+    top_k: int | None
+    top_p: float | None
+    temperature: float | None
+    repetition_penalty: float | None
+    ignore_eos: bool | None
+    stop_words: list[str] | None = None
+
+
+def options_of(third: bool | ChatTemplateConfig | None, old: Old, further: dict[str, Any]) -> dict[str, Any]:
+    """The options of `Call`. `third` is a switch for `do_preprocess`, or the chat template's configuration."""
+    name = "do_preprocess" if isinstance(third, bool) else "chat_template_config"
+    found = {key: value for key, value in {name: third, **old._asdict()}.items() if value is not None}
+    return {**further, **found}
 
 
 @checks_names

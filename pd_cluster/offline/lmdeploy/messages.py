@@ -31,7 +31,7 @@ RENAMED = {
     "structured_outputs": "response_format",
 }
 SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "bad_words"),
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos", "bad_words"),
     *("skip_special_tokens", "spaces_between_special_tokens", "logprobs"),
 )
 NOT_HERE = {
@@ -46,7 +46,8 @@ NOT_HERE = {
 class GenerationConfig:
     """`top_k` 1 chooses the most likely token, 0 leaves all in; `do_sample` False chooses it whatever `top_k` says.
 
-    `max_new_tokens` None: as many as the context has room for.
+    `max_new_tokens` None: as many as the context has room for. `n` answers to each prompt stand in
+    `Response.choices`; where the most likely token is chosen they are alike.
     """
 
     n: int = 1
@@ -80,7 +81,8 @@ class Response:
     """One prompt's. In a stream `text`, `token_ids` and `logprobs` are what is new, the counts are of all so far.
 
     `finish_reason` is "length" with an empty text where the prompt leaves no room in the session, and "error" where
-    what was begun could not be finished; `error` says what happened.
+    what was begun could not be finished; `error` says what happened. `choices` has all answers, the first one among
+    them, where `n` asked for several; in a stream `choice` is the number of the answer that this is a part of.
     """
 
     text: str
@@ -92,6 +94,8 @@ class Response:
     logprobs: list[dict[int, float]] | None = None
     index: int = 0
     error: str | None = None
+    choice: int = 0
+    choices: list[Response] = field(default_factory=list, repr=False)
 
 
 @dataclass
@@ -136,8 +140,8 @@ def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple
     update: dict[str, Any] = {}
     if config.bad_token_ids:  # a ban, which is more than the most that a bias may be
         update["logit_bias"] = dict.fromkeys(map(str, config.bad_token_ids), -math.inf)
-    if config.top_k == 1 or config.do_sample is False:
-        update |= {"temperature": 0.0, "top_k": -1}
+    if config.top_k == 1 or config.do_sample is False or request.temperature == 0:
+        update |= {"temperature": 0.0, "top_k": -1, "n": 1}  # the others are its copies
     return request.model_copy(update=update)
 
 
@@ -174,12 +178,6 @@ def _check(config: GenerationConfig) -> None:
     for name, why in NOT_HERE.items():
         if getattr(config, name) is not None:
             raise RequestError(f"{name}: {why}; leave it out", param=name)
-    if isinstance(config.n, bool) or config.n != 1:
-        raise RequestError(
-            f"n: {reprlib.repr(config.n)}; a response has one text, so only 1 is supported; give the prompt several "
-            f"times",
-            param="n",
-        )
     for name, value in asdict(config).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise RequestError(f"{name}: {value} is not a number that can be used", param=name)

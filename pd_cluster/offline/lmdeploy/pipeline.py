@@ -2,41 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
 from pd_cluster.offline.lmdeploy.engine_configs import BackendConfig
 from pd_cluster.offline.lmdeploy.setup import DEFAULT_INSTANCE_NUM
 from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
 
+Backend = Literal["turbomind", "pytorch"]
+# What stands behind model_path and model_name, in the two documents' orders.
+EARLY = ("backend", "backend_config", "chat_template_config", "instance_num", "tp", "log_level")
+LATER = ("backend_config", "chat_template_config", "log_level", "backend", "instance_num", "tp")
 
+
+@overload
 def pipeline(
     model_path: str,
     model_name: str | None = None,
     backend_config: BackendConfig | None = None,
     chat_template_config: ChatTemplateConfig | None = None,
     log_level: str = "ERROR",
-    backend: Literal["turbomind", "pytorch"] = "turbomind",
+    *,
+    backend: Backend = "turbomind",
     instance_num: int = DEFAULT_INSTANCE_NUM,
     tp: int = 1,
     **kwargs: Any,
-) -> AsyncEngine:
-    """A ready engine for the model in that folder, or of that id in the local Hugging Face cache.
+) -> AsyncEngine: ...
+
+
+@overload
+def pipeline(
+    model_path: str,
+    model_name: str | None,
+    backend: Backend,
+    backend_config: BackendConfig | None = None,
+    chat_template_config: ChatTemplateConfig | None = None,
+    instance_num: int = DEFAULT_INSTANCE_NUM,
+    tp: int = 1,
+    log_level: str = "ERROR",
+    **kwargs: Any,
+) -> AsyncEngine: ...
+
+
+def pipeline(model_path: str, model_name: str | None = None, *positional: Any, **named: Any) -> AsyncEngine:
+    """A ready engine for the model in that folder, or of that id on the Hugging Face hub or in its local cache.
+
+    LMDeploy's first document has `backend` in the third place, its next one `backend_config`: either order will do,
+    as the third value is a text or not.
 
     `model_name` names a built-in chat template that takes the place of the folder's own. `instance_num`: prompts that
     are answered at a time; its default stands for the configuration's max_batch_size. `kwargs`: `prefill` and `decode`
     are numbers of worker processes, `arguments` further flags of `pd-cluster serve` for them.
 
-    Raises ConfigError, ModelError and the like, which name the argument.
+    Raises ConfigError, ModelError and the like, which name the argument, and TypeError for too many or doubled ones.
     """
-    return AsyncEngine(
-        model_path,
-        model_name,
-        backend,
-        backend_config,
-        chat_template_config,
-        instance_num,
-        tp,
-        log_level=log_level,
-        **kwargs,
-    )
+    order = EARLY if positional and isinstance(positional[0], str) else LATER
+    if len(positional) > len(order):
+        raise TypeError(f"pipeline() takes at most {2 + len(order)} positional arguments, {2 + len(positional)} given")
+    for name, value in zip(order, positional, strict=False):
+        if name in named:
+            raise TypeError(f"pipeline() got multiple values for argument {name!r}")
+        named[name] = value
+    return AsyncEngine(model_path, model_name, **named)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pd_cluster.config import EngineConfig
 from pd_cluster.errors import ModelError
+from pd_cluster.hub import resolve_model
+from pd_cluster.numerics import Rope, canonical, overridden
 from pd_cluster.weight_files import check_plain, weights_digest
 
 log = logging.getLogger(__name__)
@@ -35,26 +38,47 @@ SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-chat"
 class Checkpoint:
     """A folder with config.json, tokenizer.json and *.safetensors.
 
-    `identity` is a digest of config, tokenizer and weights' headers, and of a sample of each weight file: two
-    processes with the same identity can exchange KV cache.
+    `config` is config.json with the overrides in place, `tokenizer_path` the folder of tokenizer.json; None: no text.
+    `identity` is a digest of config, tokenizer and weights' headers, and of a sample of each weight file: two processes
+    with the same identity and the same Numerics can exchange KV cache.
     """
 
     path: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
     identity: str
+    tokenizer_path: Path | None
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
-        """Raises ModelError that names the folder or file, and the way out."""
-        path = resolve_model(model)
-        config = read_json(path / "config.json")
+        """As it is. Raises ModelError that names the folder or file, and the way out."""
+        return cls.of(EngineConfig(model=model))
+
+    @classmethod
+    def of(cls, engine: EngineConfig) -> Checkpoint:
+        """The model that an engine shall serve, with what it shall read instead. Raises ModelError."""
+        path = resolve_model(engine.model, engine.revision, engine.download_dir)
+        tokenizer_path = _tokenizer_path(engine, path)
+        overrides = engine.hf_overrides
+        config = overridden(read_json(path / "config.json"), overrides)
         model_type = config.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
             raise ModelError(f"{path / 'config.json'}: {_not_supported(config)}")
         check_plain(path, config)
         generation = path / "generation_config.json"
-        return cls(path, config, read_json(generation) if generation.exists() else {}, _identity(path))
+        own = read_json(generation) if generation.exists() else {}
+        identity = _identity(path, tokenizer_path)
+        return cls(path, config, own, identity, tokenizer_path, overrides)
+
+    @property
+    def rope(self) -> Rope:
+        return Rope.of(self.config)
+
+    @property
+    def hf_overrides(self) -> str:
+        """As Numerics has them."""
+        return canonical(self.overrides)
 
     def warn_of_ignored_files(self) -> None:
         """Logs the files that would change what the model computes elsewhere, and do not here."""
@@ -63,7 +87,7 @@ class Checkpoint:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Tokens that a sequence can have."""
+        """Tokens that a sequence can have, if no more are asked for."""
         return _position_limit(self.config)[1]
 
     @property
@@ -74,15 +98,33 @@ class Checkpoint:
         return frozenset(ids if isinstance(ids, list) else [ids])
 
     def max_model_len(self, wanted: int | None) -> int:
-        """Raises ModelError when more is wanted than the model's positions reach, or nothing."""
+        """Raises ModelError when more is wanted than the model's positions reach, or nothing.
+
+        Where positions depend on a request's length, more than the model was trained with are there when asked for.
+        """
         name, limit = _position_limit(self.config)
         if wanted is not None and wanted < 1:
             raise ModelError(f"--max-model-len {wanted}: must be at least 1")
-        if wanted is not None and wanted > limit:
+        most = max(limit, self.rope.most)
+        if wanted is not None and wanted > most:
             raise ModelError(
-                f"--max-model-len {wanted}: {self.path / 'config.json'} has {name} {limit}; use at most that"
+                f"--max-model-len {wanted}: {self.path / 'config.json'} has {name} {most}; use at most that"
             )
+        if wanted is None and most > limit:
+            log.info("a context of %d tokens; with --max-model-len this model takes more", limit)
         return wanted or limit
+
+
+def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
+    """Raises ModelError."""
+    name, revision, place = engine.tokenizer, engine.tokenizer_revision, engine.download_dir
+    found = path
+    if name:
+        found = resolve_model(name, revision, place, "--tokenizer", needs_weights=False)
+    elif revision not in ("", engine.revision):
+        found = resolve_model(engine.model, revision, place)
+    has_none = engine.skip_tokenizer_init and not (found / "tokenizer.json").exists()
+    return None if has_none else found
 
 
 def _not_supported(config: dict[str, Any]) -> str:
@@ -99,34 +141,12 @@ def _not_supported(config: dict[str, Any]) -> str:
 def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
     """The field that bounds a sequence's length, and its value.
 
-    longrope turns all tokens of a step differently as soon as one of them is beyond the original length, so that what
-    a request gets would depend on its neighbours: it is served up to that length.
+    With longrope it is the original length: a longer context turns all positions of every longer request otherwise.
     """
     name = next((name for name in ("max_position_embeddings", "n_positions") if config.get(name)), "no length:")
     limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
-        return name, limit
-    original = "original_max_position_embeddings"
-    return f"longrope and {original}", min(limit, int(rope.get(original) or config.get(original) or limit))
-
-
-def resolve_model(model: str) -> Path:
-    """A folder, or the id of a model that is already in the local Hugging Face cache."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelError(f"--model {model}: no such folder")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
-        raise ModelError(
-            f"--model {model}: no such folder, and no model of that name in the local Hugging Face cache"
-        ) from None
+    reach = Rope.of(config).reach
+    return name, min(limit, reach) if reach else limit
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -143,10 +163,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _identity(path: Path) -> str:
+def _identity(path: Path, tokenizer_path: Path | None) -> str:
     digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json"):
-        file = path / name
+    files = [path / "config.json"]
+    if tokenizer_path is not None:
+        files.append(tokenizer_path / "tokenizer.json")
+    for file in files:
         if not file.exists():
             raise ModelError(
                 f"{file}: missing; make it with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"

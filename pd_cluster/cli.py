@@ -48,7 +48,9 @@ ANY = '["*"]'
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, BASIC(help="Model folder; default: the model that the project ships.")] = "",
+    model: Annotated[
+        str, BASIC(help="Model folder, or a hub's model; default: the model that the project ships.")
+    ] = "",
     host: Annotated[str, BASIC(help="Address to bind HTTP to.")] = "0.0.0.0",
     port: Annotated[int, BASIC(help="HTTP port: the public one on the scheduler, one of NODE_PORTS else.")] = 8000,
     served_model_name: Annotated[list[str] | None, BASIC(help="What clients call the model.")] = None,
@@ -57,6 +59,17 @@ def serve(
     tensor_parallel_size: Annotated[
         int | None, ENGINE(help="Devices that share the model; default: as many as the rank table gives.")
     ] = None,
+    revision: Annotated[str, ENGINE(help="Branch, tag or commit of a hub's model.")] = "",
+    download_dir: Annotated[str, ENGINE(help="Folder for hub's models; default: the hub's own cache.")] = "",
+    tokenizer: Annotated[str, ENGINE(help="Folder or hub's model of another tokenizer than the model's own.")] = "",
+    tokenizer_revision: Annotated[str, ENGINE(help="Branch, tag or commit of it.")] = "",
+    skip_tokenizer_init: Annotated[
+        bool,
+        ENGINE("--skip-tokenizer-init", help="The model folder need not have a tokenizer; then prompts are token ids."),
+    ] = False,
+    hf_overrides: Annotated[str, ENGINE(help="JSON object of values in place of those of config.json.")] = "{}",
+    rope_scaling: Annotated[str, ENGINE(help="JSON object for config.json's rope_scaling.")] = "{}",
+    rope_theta: Annotated[float | None, ENGINE(help="In place of config.json's.")] = None,
     max_model_len: Annotated[int | None, ENGINE(help="Tokens of prompt and output together.")] = None,
     max_num_seqs: Annotated[int, ENGINE(help="Sequences in one step.")] = 256,
     max_num_batched_tokens: Annotated[int, ENGINE(help="Tokens in one step; prompts are chunked.")] = 2048,
@@ -67,6 +80,14 @@ def serve(
         str, ENGINE(help="auto, cpu, cuda or npu; auto is the accelerator that the machine has, else cpu.")
     ] = "auto",
     enforce_eager: Annotated[bool, ENGINE(help="Capture no graphs, where the device could.")] = False,
+    max_seq_len_to_capture: Annotated[
+        int | None,
+        ENGINE(
+            "--max-seq-len-to-capture",
+            "--max-context-len-to-capture",
+            help="Tokens of the longest context that graphs are for, where there are graphs; default: any.",
+        ),
+    ] = None,
     spawn: Annotated[
         bool,
         ENGINE("--spawn", help="Start each rank process by command line, though it could be forked from a preloader."),

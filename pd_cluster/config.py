@@ -6,7 +6,7 @@ Knows nothing of torch. What a flag is called and how it is refused is in flags.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -85,6 +85,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine needs to know. None means: found out when the model is loaded."""
 
     model: str
+    revision: str = ""  # of a hub's model
+    download_dir: str = ""  # where hub's models are kept; "": in the hub's own cache
+    tokenizer: str = ""  # a folder or a hub's model; "": the model's own
+    tokenizer_revision: str = ""
+    skip_tokenizer_init: bool = False  # the model's folder need not have one; then there are only token ids
+    hf_overrides: dict[str, Any] = {}  # in place of config.json's values
     dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int | None = None  # tokens
@@ -101,6 +107,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     enforce_eager: bool = False  # no graphs, where the device has them
     attention_backend: str = "auto"
+    max_seq_len_to_capture: int | None = None  # tokens; longer contexts run without graphs
     tensor_parallel_size: int = 1
     seed: int | None = None  # of the scheduler: requests without a seed get theirs from it
 
@@ -110,7 +117,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
         if self.block_size is not None and self.block_size > MAX_BLOCK_SIZE:
             raise ConfigError(f"--block-size {self.block_size}: must be at most {MAX_BLOCK_SIZE} tokens")
-        for name in ("block_size", "max_model_len", "num_blocks"):
+        for name in ("block_size", "max_model_len", "num_blocks", "max_seq_len_to_capture"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,6 +35,14 @@ class ServeOptions:
     port: int
     served_model_name: list[str] | None
     tensor_parallel_size: int | None
+    revision: str
+    download_dir: str
+    tokenizer: str
+    tokenizer_revision: str
+    skip_tokenizer_init: bool
+    hf_overrides: str
+    rope_scaling: str
+    rope_theta: float | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -43,6 +52,7 @@ class ServeOptions:
     max_logprobs: int
     device: str
     enforce_eager: bool
+    max_seq_len_to_capture: int | None
     spawn: bool
     attention_backend: str
     num_blocks: int | None
@@ -103,6 +113,12 @@ class ServeOptions:
     def engine(self) -> EngineConfig:
         return EngineConfig(
             model=self.model or str(SHIPPED_MODEL),
+            revision=self.revision,
+            download_dir=self.download_dir,
+            tokenizer=self.tokenizer,
+            tokenizer_revision=self.tokenizer_revision,
+            skip_tokenizer_init=self.skip_tokenizer_init,
+            hf_overrides=self._overrides(),
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
@@ -118,9 +134,21 @@ class ServeOptions:
             device=self.device,
             enforce_eager=self.enforce_eager,
             attention_backend=self.attention_backend,
+            max_seq_len_to_capture=self.max_seq_len_to_capture,
             tensor_parallel_size=1 if self.tensor_parallel_size is None else self.tensor_parallel_size,
             seed=self.seed,
         )
+
+    def _overrides(self) -> dict[str, Any]:
+        """Of config.json, by all flags that have some. Raises ConfigError."""
+        found = _object("--hf-overrides", self.hf_overrides)
+        if rope := _object("--rope-scaling", self.rope_scaling):
+            found["rope_scaling"] = rope
+        if self.rope_theta is not None:
+            if not 0 < self.rope_theta < float("inf"):
+                raise ConfigError(f"--rope-theta {self.rope_theta:g}: must be above 0 and finite")
+            found["rope_theta"] = self.rope_theta
+        return found
 
     def routing(self) -> RoutingConfig:
         """Raises ConfigError."""
@@ -240,6 +268,14 @@ def _strings(flag: str, text: str) -> tuple[str, ...]:
         if not wanted.fullmatch(each):
             raise ConfigError(f"""{flag} {each!r}: expected "*", or what looks like {example}""")
     return found
+
+
+def _object(flag: str, text: str) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        raise ConfigError(f"""{flag} {text!r}: expected a JSON object, such as '{{"rope_theta": 10000}}'""") from None
 
 
 def template_given(given: str) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Role
 from pd_cluster.wire import LayoutInfo
 
@@ -26,6 +27,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank_pids: list[int] = []  # in the order of the ranks, as far as they are started
     control_port: int = 0
     model_identity: str = ""
+    numerics: Numerics = Numerics()
     max_model_len: int = 0
     layout: LayoutInfo | None = None
     num_blocks: int = 0
@@ -42,6 +44,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lost: str = ""  # which other rank was lost, when that is why it ends
     control_port: int = 0
     model_identity: str = ""
+    numerics: Numerics = Numerics()
     max_model_len: int = 0
     layout: LayoutInfo | None = None
     num_blocks: int = 0

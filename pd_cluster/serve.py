@@ -152,7 +152,7 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         )
     # What can be known without torch is an error at once.
     check_name(engine.device)
-    Checkpoint.open(engine.model).max_model_len(engine.max_model_len)
+    Checkpoint.of(engine).max_model_len(engine.max_model_len)
     from pd_cluster.api.interpreter import tune
     from pd_cluster.api.server import bind
     from pd_cluster.api.worker_app import run_worker

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE
 
 from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.checkpoint import read_json
@@ -25,14 +26,21 @@ MAX_PENDING_TOKENS = 64  # without a complete character among them: it is no tex
 
 
 class Tokenizer:
-    """A model folder's tokenizer and chat template."""
+    """A folder's tokenizer, and a chat template."""
 
-    def __init__(self, path: Path, template: str = "") -> None:
-        """`template`: a source that takes the place of the folder's. Raises ModelError."""
+    def __init__(self, path: Path | None, template: str = "", model_path: Path | None = None) -> None:
+        """`path` None: there is no text, only token ids. Raises ModelError.
+
+        `template`: a source that takes the place of the folder's. `model_path`: where the template is looked for when
+        the tokenizer's folder has none.
+        """
+        self.has_text = path is not None
         try:
-            self._rust = RustTokenizer.from_file(str(path / "tokenizer.json"))
+            self._rust = RustTokenizer(BPE())
+            if path is not None:
+                self._rust = RustTokenizer.from_file(str(path / "tokenizer.json"))
         except Exception as error:
-            raise ModelError(f"{path / 'tokenizer.json'}: cannot be read: {error}") from None
+            raise ModelError(f"{path}/tokenizer.json: cannot be read: {error}") from None
         self._rust.no_truncation()
         self._rust.no_padding()
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
@@ -44,10 +52,11 @@ class Tokenizer:
         self.max_chars_per_token = max(map(len, vocabulary), default=1)
         # One int object an id, that all prompts share: a running request's takes 8 bytes a token instead of 40.
         self._ids = list(range(max(vocabulary.values(), default=-1) + 1))
-        config_file = path / "tokenizer_config.json"
-        config = read_json(config_file) if config_file.exists() else {}
-        _check_added_tokens(path, config, vocabulary)
-        source = template or _find_template(path, config)
+        config = _config(path) if path is not None else {}
+        if path is not None:
+            _check_added_tokens(path, config, vocabulary)
+        folders = [folder for folder in (path, model_path) if folder is not None and self.has_text]
+        source = template or next(filter(None, (_find_template(folder, _config(folder)) for folder in folders)), None)
         self.special_tokens = _special_tokens(config)
         try:
             self.template = ChatTemplate(source, self.special_tokens) if source is not None else None
@@ -276,6 +285,11 @@ def _decoder_types(rust: RustTokenizer) -> frozenset[str]:
         return frozenset()
     state = json.loads(rust.decoder.__getstate__())
     return frozenset(decoder["type"] for decoder in state.get("decoders", [state]))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    file = path / "tokenizer_config.json"
+    return read_json(file) if file.exists() else {}
 
 
 def _find_template(path: Path, config: dict[str, Any]) -> str | None:

@@ -235,6 +235,11 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def most_tokens(self) -> int:
+        """That it may ever have: the same in every engine that computes it, and after every interruption."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    @property
     def num_behind(self) -> int:
         """Tokens known but not yet computed; 1 when the request is decoding."""
         return self.num_tokens - self.num_computed_tokens

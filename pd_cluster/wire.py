@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, Role, SamplingParams, TokenOutput
 
 PROTOCOL_VERSION = 10
@@ -179,6 +180,7 @@ class LinkOpen(Message, frozen=True):
 
     link_id: str
     model_identity: str
+    numerics: Numerics
     layout: LayoutInfo
     num_blocks: int
     options: KVOptions

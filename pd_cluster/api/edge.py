@@ -65,7 +65,7 @@ class Edge:
     def __init__(self, config: ApiConfig, secret: bytes, index: int | None = None) -> None:
         engine, routing, timeouts = config.engine, config.routing, config.timeouts
         self.config = config
-        self.checkpoint = Checkpoint.open(engine.model)
+        self.checkpoint = Checkpoint.of(engine)
         self.checkpoint.warn_of_ignored_files()
         self._limit = self.checkpoint.max_model_len(engine.max_model_len)
         self._seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))

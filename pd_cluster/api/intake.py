@@ -54,7 +54,7 @@ class Intake:
         self._sampling_defaults = {name: own[name] for name in DEFAULTS if own.get(name) is not None}
         self.limits = limits
         self.encoder = PromptEncoder(tokenizer, limit)
-        file = checkpoint.path / "tokenizer.json"
+        file = (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json"
         self.guides = GuideCheck(file, limits.vocab_size, limits.eos_token_ids, guided_timeout_s)
 
     async def token_ids(
@@ -80,6 +80,7 @@ class Intake:
                 f"priority: {request.priority}; this server takes requests as they come (--scheduling-policy fcfs)",
                 param="priority",
             )
+        self._check_text(request, asked)
         sampling = msgspec.structs.replace(
             request.sampling(0, 0, self._sampling_defaults),
             bad_words=await self.encoder.bad_words(request.bad_words or []),
@@ -137,6 +138,18 @@ class Intake:
             )
             for index in range(sampling.n)
         ]
+
+    def _check_text(self, request: GenerationRequest, asked: Asked | None) -> None:
+        """Raises RequestError for what needs a tokenizer where there is none."""
+        if self._tokenizer.has_text:
+            return
+        given = {"stop": request.stops(), "bad_words": request.bad_words}
+        field = asked.field if asked is not None else next((name for name, value in given.items() if value), "")
+        if field:
+            raise RequestError(
+                f"{field}: there is no tokenizer (--skip-tokenizer-init), and so no text to look at; leave it out",
+                param=field.partition(".")[0],
+            )
 
     async def _check_guide(self, asked: Asked | None) -> None:
         """Before anybody else sees it. Raises RequestError that names the field, Unavailable."""

@@ -21,6 +21,10 @@ class PromptEncoder:
 
     async def encode(self, texts: list[str], special: bool, may_be_cut: bool, param: str) -> list[list[int]]:
         """Raises RequestError, before any work, for a text that cannot fit the context."""
+        if texts and not self._tokenizer.has_text:
+            raise RequestError(
+                f"{param}: a text, and there is no tokenizer (--skip-tokenizer-init); give token ids", param=param
+            )
         for text in texts:
             self.check(len(text), may_be_cut, param)
         if sum(map(len, texts)) <= SHORT_NUM_CHARS:

@@ -53,7 +53,7 @@ class TextService:
     ) -> None:
         """`shows_token_ids`: logprobs name tokens by their ids where a request does not say. Raises ConfigError."""
         self.router = router
-        self.tokenizer = Tokenizer(checkpoint.path, chat.template)
+        self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
         self.response_role = chat.response_role
         self.shows_token_ids = shows_token_ids
         self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser)

@@ -43,8 +43,10 @@ class KnownBlocks:
 class Prompt:
     """A prompt that is looked up in instances' caches; its keys are made once for each kind of pool."""
 
-    def __init__(self, token_ids: list[int], cache_salt: str) -> None:
+    def __init__(self, token_ids: list[int], cache_salt: str, max_tokens: int = 0) -> None:
+        """`max_tokens`: of its answer."""
         self.num_tokens = len(token_ids)
+        self._most_tokens = len(token_ids) + max_tokens
         self._token_ids = token_ids
         self._cache_salt = cache_salt
         self._keys: dict[tuple[str, str, int], Sequence[int]] = {}
@@ -54,9 +56,9 @@ class Prompt:
         if info is None or info.layout is None or not len(known):
             return 0
         layout = info.layout
-        pool = (info.model_identity, layout.dtype, layout.block_size)
+        pool = (info.model_identity, info.numerics.digest, layout.block_size)
         if (keys := self._keys.get(pool)) is None:
-            root = PrefixScope(info.model_identity, layout.dtype).root(self._cache_salt)
+            root = PrefixScope(info.model_identity, info.numerics).root(self._cache_salt, most_tokens=self._most_tokens)
             num_tokens = (self.num_tokens - 1) // layout.block_size * layout.block_size
             keys = read_keys(keys_of(chain_hashes(root, self._token_ids[:num_tokens], layout.block_size)))
             self._keys[pool] = keys

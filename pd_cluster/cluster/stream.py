@@ -42,7 +42,7 @@ class Request:
 
 def ask_of(request: Request) -> Ask:
     """What routing knows of it."""
-    prompt = Prompt(request.prompt_token_ids, request.cache_salt)
+    prompt = Prompt(request.prompt_token_ids, request.cache_salt, request.sampling.max_tokens)
     return Ask(prompt, request.num_output_tokens, request.session)
 
 

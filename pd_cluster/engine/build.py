@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pd_cluster import wire
-from pd_cluster.checkpoint import resolve_model
 from pd_cluster.config import EngineConfig, WorkerConfig
 from pd_cluster.device import Device, bind, use
 from pd_cluster.engine import rank_messages as to
@@ -45,7 +44,7 @@ def build_core(
 ) -> tuple[EngineCore, ModelRunner]:
     """A loaded engine without peers: what generates by itself, together with its followers if it has any."""
     runner = ModelRunner(config, group, device)
-    prefix = PrefixScope(runner.model_identity, runner.pool.layout.dtype) if config.enable_prefix_caching else None
+    prefix = PrefixScope(runner.model_identity, runner.numerics) if config.enable_prefix_caching else None
     scheduler = Scheduler(
         BlockPool(runner.pool.num_blocks, rests=runner.device.is_accelerator),
         runner.pool.layout.block_size,
@@ -55,8 +54,7 @@ def build_core(
         BlockPool(runner.swap.num_blocks),
         runner.window,
     )
-    tokenizer_file = resolve_model(config.model) / "tokenizer.json"
-    guides = Guides(lambda: Compiler(tokenizer_file, runner.vocab_size, runner.eos_token_ids))
+    guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides), runner
 
 
@@ -65,6 +63,7 @@ def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
         peer_key(config.name, config.epoch),
         config.secret,
         runner.model_identity,
+        runner.numerics,
         runner.pool.layout,
         runner.pool.num_blocks,
         runner.pool.probe_seed,
@@ -168,6 +167,7 @@ def build_worker(
         state="ready",
         control_port=control_port,
         model_identity=runner.model_identity,
+        numerics=runner.numerics,
         max_model_len=runner.max_model_len,
         layout=layout.to_info(),
         num_blocks=runner.pool.num_blocks,

@@ -23,7 +23,7 @@ from pd_cluster.engine.lead import ALL_LAYERS
 from pd_cluster.engine.links import LocalLanes
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.model.batch import StepInput
+from pd_cluster.model.batch import NUM_COLUMNS, StepInput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
 from pd_cluster.transport.receiving import ReceiveThread
@@ -225,7 +225,7 @@ class Follower:
         self._num_steps += 1
         rows, input_ids, blocks = (np.frombuffer(data, np.int64).copy() for data in _parts(step))
         on_layer = self._advance if step.by_layers else None
-        self._runner.compute(StepInput(rows.reshape(-1, 4), input_ids, blocks), on_layer, step.is_ahead)
+        self._runner.compute(StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks), on_layer, step.is_ahead)
         self._advance(ALL_LAYERS)
 
     def _advance(self, num_layers: int) -> None:

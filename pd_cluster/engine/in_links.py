@@ -154,6 +154,12 @@ class InLinks:
                 f"the models differ: the prefill instance serves {opened.model_identity[:12]}, "
                 f"the decode instance {side.model_identity[:12]}; start both with the same --model"
             )
+        if (found := opened.numerics.difference(side.numerics)) is not None:
+            flag, theirs, ours = found
+            raise LinkError(
+                f"{flag} differs: {theirs} on the prefill instance and {ours} on the decode instance; start both with "
+                f"the same"
+            )
         for name in opened.options.__struct_fields__:
             theirs, ours = getattr(opened.options, name), getattr(side.options, name)
             if theirs != ours:

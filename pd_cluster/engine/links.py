@@ -9,6 +9,7 @@ from typing import Protocol
 
 from pd_cluster import wire
 from pd_cluster.kv.layout import KVLayout, Lane
+from pd_cluster.numerics import Numerics
 from pd_cluster.transport.events import Report
 from pd_cluster.transport.guard import LinkKey
 from pd_cluster.transport.receiving import ReceiveThread
@@ -125,6 +126,7 @@ class Side:
     own: str  # name@epoch
     secret: bytes
     model_identity: str
+    numerics: Numerics
     layout: KVLayout
     num_blocks: int
     probe_seed: int

@@ -246,6 +246,7 @@ class OutLinks:
         body = wire.LinkOpen(
             link_id=link.link_id,
             model_identity=self._side.model_identity,
+            numerics=self._side.numerics,
             layout=self._side.layout.to_info(),
             num_blocks=self._side.num_blocks,
             options=self._side.options,

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
-from pd_cluster.checkpoint import read_json, resolve_model
+from pd_cluster.checkpoint import read_json
 from pd_cluster.engine.preloader import (
     MAX_NBYTES,
     Answer,
@@ -34,6 +34,7 @@ from pd_cluster.engine.preloader import (
 )
 from pd_cluster.engine.process import die_with_parent, end, import_engine, run
 from pd_cluster.errors import ConfigError
+from pd_cluster.hub import resolve_model
 
 MOST_FILES = 64
 LIFELINE, STDOUT, STDERR = range(3)  # where these are among a request's files; what follows is numbered there

@@ -382,7 +382,10 @@ class Scheduler:
         assert self._prefix is not None
         known = request.block_hashes
         if len(known) < num_blocks:
-            parent = known[-1] if known else self._prefix.root(request.cache_salt, request.kv_precision)
+            if known:
+                parent = known[-1]
+            else:
+                parent = self._prefix.root(request.cache_salt, request.kv_precision, request.most_tokens)
             token_ids = request.token_ids(len(known) * self.block_size, num_blocks * self.block_size)
             known += chain_hashes(parent, token_ids, self.block_size)
         return known[:num_blocks]

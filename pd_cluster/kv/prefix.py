@@ -12,23 +12,33 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pd_cluster.numerics import Numerics
 
-def root_hash(model_identity: str, dtype: str, salt: str = "") -> bytes:
-    """The parent of every first block. KV of another model, precision or salt never matches."""
-    parts = (model_identity, dtype, salt)
+
+def root_hash(model_identity: str, numerics: str, salt: str = "") -> bytes:
+    """The parent of every first block. KV of another model, of other numerics or another salt never matches."""
+    parts = (model_identity, numerics, salt)
     return hashlib.sha256(b"".join(len(p.encode()).to_bytes(4, "big") + p.encode() for p in parts)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixScope:
-    """Whose KV may be shared: requests of the same model, precision (the pool's, and on the way to it) and salt."""
+    """Whose KV may be shared: requests of the same model, numerics (and precision on the way to the pool) and salt.
+
+    Where positions depend on a request's length, of the same length, too.
+    """
 
     model_identity: str
-    dtype: str
+    numerics: Numerics
 
-    def root(self, salt: str, kv_precision: str = "") -> bytes:
-        dtype = f"{self.dtype} through {kv_precision}" if kv_precision else self.dtype
-        return root_hash(self.model_identity, dtype, salt)
+    def root(self, salt: str, kv_precision: str = "", most_tokens: int = 0) -> bytes:
+        """`most_tokens`: that the request may ever have."""
+        numerics = self.numerics.digest
+        if kv_precision:
+            numerics += f" through {kv_precision}"
+        if length := self.numerics.rope.length(most_tokens):
+            numerics += f" for {length}"
+        return root_hash(self.model_identity, numerics, salt)
 
 
 def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

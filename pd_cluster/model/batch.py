@@ -18,6 +18,7 @@ from pd_cluster.types import Request
 Ints = npt.NDArray[np.int64]
 
 ALIGNMENT = 16  # bytes
+NUM_COLUMNS = 5  # of StepInput.rows
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -45,6 +46,8 @@ class ForwardBatch:
     on_layer: Callable[[int], None] | None = None  # told how many layers' keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # in place of attention/sdpa.py's
     kernel_state: object = None  # what the kernels keep from layer to layer
+    most_tokens: Ints | None = None  # [num_seqs]: that each one's request may ever have; None: as `host_context_lens`
+    query_factors: torch.Tensor | None = None  # [num_tokens] float32: what queries are multiplied by, after all else
     replay_lens: Ints | None = None  # a graph's batch only: the `host_context_lens` of the step that it replays
     before_replay: Callable[[], None] | None = None  # of a graph's batch: what the kernels must do on the host
     host_values: Callable[[Ints], HostValues] | None = None  # of a graph's batch: what its kernels are given, by lens
@@ -69,7 +72,8 @@ class ForwardBatch:
 class StepInput:
     """What every rank must know of a step, as numbers: sequence i computes `rows[i]` of the tokens in order.
 
-    `rows`, [num_seqs, 4] int64: tokens to compute, tokens computed before, blocks, rows whose logits are wanted.
+    `rows`, [num_seqs, NUM_COLUMNS] int64: tokens to compute, tokens computed before, blocks, rows whose logits are
+    wanted, and the most tokens that the request may ever have.
     """
 
     rows: Ints
@@ -79,7 +83,7 @@ class StepInput:
 
 def step_input(chunks: list[tuple[Request, int]], block_size: int) -> StepInput:
     """Tokens [num_computed, num_computed + n) of every (request, n), n > 0; the last `num_logit_rows` are sampled."""
-    rows: list[tuple[int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, int]] = []
     input_ids: list[int] = []
     blocks: list[int] = []
     for request, num_tokens in chunks:
@@ -88,7 +92,7 @@ def step_input(chunks: list[tuple[Request, int]], block_size: int) -> StepInput:
         num_blocks = -(-stop // block_size)
         blocks += request.block_table[:num_blocks]
         input_ids += request.token_ids(start, stop)
-        rows.append((num_tokens, start, num_blocks, request.num_logit_rows(num_tokens)))
+        rows.append((num_tokens, start, num_blocks, request.num_logit_rows(num_tokens), request.most_tokens))
     return StepInput(
         np.array(rows, dtype=np.int64), np.array(input_ids, dtype=np.int64), np.array(blocks, dtype=np.int64)
     )
@@ -99,7 +103,10 @@ def step_ahead(requests: Sequence[Request], block_size: int) -> StepInput:
     starts = [request.num_computed_tokens + 1 for request in requests]
     nums_blocks = [start // block_size + 1 for start in starts]
     blocks = [b for request, count in zip(requests, nums_blocks, strict=True) for b in request.block_table[:count]]
-    rows = [(1, start, count, 1) for start, count in zip(starts, nums_blocks, strict=True)]
+    rows = [
+        (1, start, count, 1, request.most_tokens)
+        for request, start, count in zip(requests, starts, nums_blocks, strict=True)
+    ]
     return StepInput(
         np.array(rows, dtype=np.int64), np.zeros(len(rows), dtype=np.int64), np.array(blocks, dtype=np.int64)
     )
@@ -113,7 +120,7 @@ def build_batch(chunks: list[tuple[Request, int]], pool: KVPool) -> ForwardBatch
 def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
     """Raises ValueError when a block table is too short or names a block that the pool does not have."""
     block_size, input_ids, block_table = pool.layout.block_size, step.input_ids, step.blocks
-    lens, starts, nums_blocks, counts = step.rows.T  # each [num_seqs]
+    lens, starts, nums_blocks, counts, most_tokens = step.rows.T  # each [num_seqs]
     query_starts, table_starts = _starts(lens), _starts(nums_blocks)
     pool.check_blocks(block_table, int(table_starts[-1]))
     if len(lens) == len(input_ids):  # one token each
@@ -136,7 +143,7 @@ def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
         },
         pool.device,
     )
-    return ForwardBatch(**tensors, query_lens=lens, host_context_lens=context_lens, pool=pool)
+    return ForwardBatch(**tensors, query_lens=lens, host_context_lens=context_lens, pool=pool, most_tokens=most_tokens)
 
 
 def on_device(arrays: Mapping[str, npt.NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.linear import Linear
 from pd_cluster.model.ops import Heads, Norm, Ops, Rope
 from pd_cluster.model.parallel.group import Alone, Group
+from pd_cluster.model.rope import LengthRotary, LogN
 
 FORGETFUL = ("StableLmAttention",)  # the layers around these do not hand the batch on
 
@@ -42,6 +43,7 @@ class PlainCausalLM:
         vocab_size: int = 0,
         group: Group | None = None,
         attention: Attention = SDPA,
+        logn: LogN | None = None,
     ) -> None:
         """`vocab_size` of the whole model, where this is one rank's share."""
         self.config = model.config
@@ -51,22 +53,33 @@ class PlainCausalLM:
         self._vocab_size = vocab_size or model.config.vocab_size
         self._group = group or Alone()
         self._batch: ForwardBatch | None = None
+        self._logn = logn
+        self._rotaries = [module for module in model.modules() if isinstance(module, LengthRotary)]
         for module in model.modules():
             if type(module).__name__ in FORGETFUL:
                 module.register_forward_pre_hook(self._remind, with_kwargs=True)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        self._batch = batch
         batch.write_and_attend = self._attend
-        logits: torch.Tensor = self.model(
-            input_ids=batch.input_ids,
-            position_ids=batch.positions,
-            use_cache=False,
-            logits_to_keep=batch.sample_rows,
-            forward_batch=batch,
-        ).logits
-        self._batch = None
+        if self._logn is not None:
+            batch.query_factors = self._logn.factors(batch)
+        self._set_batch(batch)
+        try:
+            logits: torch.Tensor = self.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.positions,
+                use_cache=False,
+                logits_to_keep=batch.sample_rows,
+                forward_batch=batch,
+            ).logits
+        finally:
+            self._set_batch(None)
         return self.whole(logits[0])
+
+    def _set_batch(self, batch: ForwardBatch | None) -> None:
+        self._batch = batch
+        for rotary in self._rotaries:
+            rotary.batch = batch
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """[…, vocab_size] of the module's own logits, where this is one rank's share."""
@@ -116,6 +129,8 @@ class FusedCausalLM:
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
+        if isinstance(self._rotary, LengthRotary):
+            self._rotary.batch = batch
         cos, sin = self._rotary(x, batch.positions)
         rope = Rope(cos[0], sin[0])
         delta = None

@@ -75,18 +75,21 @@ class DecodeGraphs:
         model: CausalLM,
         pool: KVPool,
         max_num_seqs: int,
-        max_model_len: int,
+        longest: int,
         capture: Capture,
         max_graphs: int | None = None,
         is_for_any_context: bool = False,
     ) -> None:
-        """`max_graphs`: what the device has room for. `is_for_any_context`: its work is not divided by its length."""
+        """`longest`: of the contexts, in tokens. `max_graphs`: what the device has room for.
+
+        `is_for_any_context`: its work is not divided by its length.
+        """
         self._model, self._pool, self._capture = model, pool, capture
-        self._most = max_num_seqs
+        self._most, self._longest = max_num_seqs, longest
         self._max_graphs = max_graphs
-        self._least_bucket = bucket_of(max_model_len) if is_for_any_context else LEAST_BUCKET
+        self._least_bucket = bucket_of(longest) if is_for_any_context else LEAST_BUCKET
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(max_model_len))
+        self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(longest))
         device = pool.memory.device
         pinned = pool.device.is_accelerator
         length = self._parts.blocks.stop
@@ -113,8 +116,11 @@ class DecodeGraphs:
         num_seqs = len(step.rows)
         if num_seqs > self._most or (step.rows[:, [0, 3]] != 1).any():
             return None
+        context_len = int(step.rows[:, 1].max()) + 1
+        if context_len > self._longest:
+            return None
         size = padded_size(num_seqs, self._most)
-        key = size, max(self._least_bucket, bucket_of(int(step.rows[:, 1].max()) + 1))
+        key = size, max(self._least_bucket, bucket_of(context_len))
         if key not in self._graphs and self._is_full:
             return None
         self._put(step, size)
@@ -142,7 +148,7 @@ class DecodeGraphs:
     def _put(self, step: StepInput, size: int) -> None:
         """The step's numbers, and those of rows of padding, to the device in one copy."""
         num_seqs, block_size = len(step.rows), self._pool.layout.block_size
-        _, starts, nums_blocks, _ = step.rows.T
+        _, starts, nums_blocks, *_ = step.rows.T
         table_starts = np.zeros(size + 1, dtype=np.int64)
         np.cumsum(nums_blocks, out=table_starts[1 : num_seqs + 1])
         table_starts[num_seqs + 1 :] = table_starts[num_seqs]

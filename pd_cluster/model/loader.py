@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers.modeling_utils import AttentionInterface
-from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -36,6 +36,7 @@ from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import Plan
 from pd_cluster.model.parallel.shard import read_shard
 from pd_cluster.model.proof import check_finite
+from pd_cluster.model.rope import USE_LOGN, LogN, put_lengths
 from pd_cluster.types import Request, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -73,12 +74,14 @@ def load_model(
     """The whole model, or this rank's share of it. Raises ModelError when the weights do not fit the architecture."""
     share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
     model = load_plain(checkpoint, dtype, device, share)
+    put_lengths(model, checkpoint.rope)
+    logn = logn_of(checkpoint)
     layout = layout_of(model.config, block_size, dtype)
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
     attention = choose_attention(attention_backend, model.config, layout, device, has_sinks, max_num_seqs)
     vocab_size = 0 if share is None else share.plan.vocab_size
-    plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention)
-    if not can_fuse(model):
+    plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn)
+    if logn is not None or not can_fuse(model):
         num_packed = pack_modules(model)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         return plain
@@ -90,6 +93,11 @@ def load_model(
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
     log.info("model: %s", fused.kernels)
     return fused
+
+
+def logn_of(checkpoint: Checkpoint) -> LogN | None:
+    """When an override asks for it."""
+    return LogN(checkpoint.max_position_embeddings) if checkpoint.overrides.get(USE_LOGN) else None
 
 
 def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float:
@@ -125,7 +133,17 @@ def choose_ops(config: Any, device: Device = CPU, attention: Attention = SDPA) -
 
 def plan_of(checkpoint: Checkpoint, tp_size: int) -> Plan:
     """Raises ModelError: no plan, or sizes that cannot be split."""
-    return Plan(AutoConfig.from_pretrained(checkpoint.path, local_files_only=True), tp_size)
+    return Plan(config_of(checkpoint), tp_size)
+
+
+def config_of(checkpoint: Checkpoint) -> Any:
+    """transformers' own, with what the checkpoint's overrides say. Raises ModelError for values that cannot be."""
+    if not checkpoint.overrides:
+        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    try:
+        return CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"--hf-overrides {checkpoint.hf_overrides}: {error}") from error
 
 
 def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share | None = None) -> torch.nn.Module:
@@ -135,6 +153,8 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
         transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path}
+    if checkpoint.overrides:
+        source["config"] = config_of(checkpoint)
     architecture: Any = AutoModelForCausalLM
     if share is not None:
         local = share.plan.local_config()

@@ -28,6 +28,7 @@ from pd_cluster.model.profile import peak_of_a_step
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sizing import num_pool_blocks, num_swap_blocks
 from pd_cluster.model.tokens import After, DeviceTokens
+from pd_cluster.numerics import Numerics
 from pd_cluster.streams import capture
 from pd_cluster.types import Request
 
@@ -52,11 +53,18 @@ class ModelRunner:
             keep_what_is_freed()
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
-        checkpoint = Checkpoint.open(config.model)
+        checkpoint = Checkpoint.of(config)
         self.max_model_len = checkpoint.max_model_len(config.max_model_len)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.model_identity = checkpoint.identity
+        self.tokenizer_file = (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json"
         dtype = resolve_dtype(config.dtype, checkpoint, device)
+        self.numerics = Numerics(
+            dtype=dtype,
+            attention_backend=config.attention_backend,
+            hf_overrides=checkpoint.hf_overrides,
+            rope=checkpoint.rope,
+        )
         self.model = load_model(
             checkpoint, dtype, device, self.group, config.attention_backend, block_size, config.max_num_seqs
         )
@@ -93,7 +101,8 @@ class ModelRunner:
         elif self.model.ops.attention == "SDPA":
             why = "SDPA asks the device for lengths"
         else:
-            return make_graphs(self.model, self.pool, config.max_num_seqs, self.max_model_len)
+            longest = min(self.max_model_len, config.max_seq_len_to_capture or self.max_model_len)
+            return make_graphs(self.model, self.pool, config.max_num_seqs, longest)
         log.info("decode steps run eagerly: %s", why)
         return None
 
@@ -161,10 +170,13 @@ def rope_type(config: Any) -> str:
     return str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
 
 
-def make_graphs(model: CausalLM, pool: KVPool, max_num_seqs: int, max_model_len: int) -> DecodeGraphs:
-    """On an NPU every layer of a graph takes one of its streams, which are few, and attention finds its own way."""
+def make_graphs(model: CausalLM, pool: KVPool, max_num_seqs: int, longest: int) -> DecodeGraphs:
+    """For contexts of up to `longest` tokens.
+
+    On an NPU every layer of a graph takes one of its streams, which are few, and attention finds its own way.
+    """
     how = capture(pool.device)
     if pool.device.kind != "npu":
-        return DecodeGraphs(model, pool, max_num_seqs, max_model_len, how)
+        return DecodeGraphs(model, pool, max_num_seqs, longest, how)
     most = NPU_STREAMS // (pool.layout.num_layers + 1)
-    return DecodeGraphs(model, pool, max_num_seqs, max_model_len, how, most, is_for_any_context=True)
+    return DecodeGraphs(model, pool, max_num_seqs, longest, how, most, is_for_any_context=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import logging
 import os
 import re
@@ -18,9 +19,8 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.checkpoint import resolve_model
 from pd_cluster.config import ChatConfig, EngineConfig
-from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.errors import ConfigError
 from pd_cluster.flags import NO_EFFECT, REFUSED, Ignored
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.options import ServeOptions
@@ -37,7 +37,9 @@ ALIASES = {
 HONOURED = (
     *("model", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device"),
     *("block_size", "num_blocks", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching"),
-    *("enforce_eager", "attention_backend"),
+    *("enforce_eager", "attention_backend", "max_seq_len_to_capture"),
+    *("revision", "download_dir", "tokenizer", "tokenizer_revision", "skip_tokenizer_init"),
+    *("hf_overrides", "rope_scaling", "rope_theta"),
     *("preemption_mode", "swap_space", "growth_tokens", "seed", "max_logprobs", "guided_decoding_backend"),
     *("chat_template", "response_role", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"),
     "enable_reasoning",
@@ -79,14 +81,23 @@ OTHERS_REFUSED = {
     "splitwise_role": "give prefill= and decode=, the numbers of worker processes",
 }
 # The signature's own values, which ask for nothing.
-DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192}
+DEFAULTS = {"gpu_memory_utilization": 0.9}
+OBJECTS = ("hf_overrides", "rope_scaling")  # dicts, or JSON as on a command line
 MOST_LOGPROBS = 1000  # as for `serve`
 
 
 def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> OfflineConfig:
     """Raises ConfigError and ModelError, which name the argument."""
+    given = dict(given)
+    if given.get("max_context_len_to_capture") is not None:
+        given["max_seq_len_to_capture"] = given.pop("max_context_len_to_capture")
     arguments = {ALIASES.get(name, name): value for name, value in given.items()}
     arguments["model"] = os.fspath(arguments["model"])
+    if arguments.get("tokenizer"):
+        arguments["tokenizer"] = os.fspath(arguments["tokenizer"])
+    for name in OBJECTS:
+        if isinstance(arguments.get(name), dict):
+            arguments[name] = _json(name, arguments[name])
     arguments = {name: value for name, value in arguments.items() if value not in (None, DEFAULTS.get(name))}
     num_ranks = arguments.get("tensor_parallel_size", 1)
     if isinstance(num_ranks, int) and num_ranks > 1 and not prefill and not decode:
@@ -109,7 +120,7 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
             if value != defaults[name]:
                 log.warning("%s has no effect: %s", name, why)
         else:
-            _judge(name, value, arguments["model"])
+            _judge(name, value)
     options = defaults | honoured
     with in_python_names():
         engine, chat = _settings(options)
@@ -150,6 +161,14 @@ def _settings(options: dict[str, Any]) -> tuple[EngineConfig, ChatConfig]:
     return serve.engine(), msgspec.structs.replace(serve.chat(), trusts_request_templates=True)
 
 
+def _json(name: str, value: dict[str, Any]) -> str:
+    """Raises ConfigError."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} {reprlib.repr(value)}: {error}") from None
+
+
 def _serve_defaults() -> dict[str, Any]:
     """The signature of `pd-cluster serve` is where they are written."""
     from pd_cluster.cli import serve
@@ -164,14 +183,12 @@ def _as_flag(name: str, value: Any) -> list[str]:
     return [] if value is None else [flag, str(value)]
 
 
-def _judge(name: str, value: Any, model: str) -> None:
+def _judge(name: str, value: Any) -> None:
     """An argument that is none of serve's flags. Raises ConfigError."""
     flag = f"--{name.replace('_', '-')}"
     without_effect = NO_EFFECT.get(flag) or OTHERS_WITHOUT_EFFECT.get(name)
     refused = REFUSED.get(flag) or OTHERS_REFUSED.get(name)
-    if name == "tokenizer":
-        _check_tokenizer(value, model)
-    elif without_effect is not None:
+    if without_effect is not None:
         if without_effect.values:
             if str(value) not in without_effect.values:
                 raise ConfigError(f"{name} {value!r}: not supported ({without_effect.why}); leave it out")
@@ -188,23 +205,9 @@ def _in_python(text: str) -> str:
     return re.sub(r"--([a-z][a-z0-9-]+)", lambda flag: flag[1].replace("-", "_"), text)
 
 
-def _check_tokenizer(given: str, model: str) -> None:
-    """The model's own, by whatever name. Raises ConfigError."""
-    folder = resolve_model(model)
-    try:
-        file = resolve_model(os.fspath(given)) / "tokenizer.json"
-        if file.read_bytes() == (folder / "tokenizer.json").read_bytes():
-            return
-    except (OSError, ModelError):
-        pass  # there is none, and so it is another one
-    raise ConfigError(
-        f"tokenizer {given!r}: another one than the model's; the tokenizer comes from the model folder, {folder}"
-    )
-
-
 def _unknown(name: str) -> str:
     published = [flag[2:].replace("-", "_") for flag in (*NO_EFFECT, *REFUSED)]
-    own = ("skip_tokenizer_init", "prefill", "decode", "tokenizer")
+    own = ("prefill", "decode", "max_context_len_to_capture")
     known = [*HONOURED, *WORKERS, *SERVER, *ALIASES, *OTHERS_WITHOUT_EFFECT, *OTHERS_REFUSED, *published, *own]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"{name}: unknown argument{f'; did you mean {near[0]}?' if near else '; docs/flags.md has those of serve'}"

@@ -48,9 +48,9 @@ class LLM:
       memory is not the engine's alone. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
     - `seed` is what seeds of requests without their own are drawn from, in the order of the input, so that the same
       script gives the same output; None draws new ones each time.
-    - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. The folder needs its
-      tokenizer.json all the same, which stop strings and guides stand on.
-    - `tokenizer` may only be the model's own. `tensor_parallel_size` above 1 alone means a prefill and a decode
+    - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. Stop strings and guides need the
+      folder's tokenizer.json all the same.
+    - `tensor_parallel_size` above 1 alone means a prefill and a decode
       instance with that many ranks each, which one warning says.
 
     Raises ConfigError or ModelError, in one line that names the argument.
@@ -86,6 +86,7 @@ class LLM:
             "model": model,
             "tokenizer": tokenizer,
             "tokenizer_mode": tokenizer_mode,
+            "skip_tokenizer_init": skip_tokenizer_init,
             "trust_remote_code": trust_remote_code,
             "tensor_parallel_size": tensor_parallel_size,
             "dtype": dtype,

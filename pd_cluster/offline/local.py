@@ -163,6 +163,7 @@ class LocalEngine:
             epoch=1,
             pid=0,
             model_identity=runner.model_identity,
+            numerics=runner.numerics,
             max_model_len=runner.max_model_len,
             layout=runner.pool.layout.to_info(),
             num_blocks=runner.pool.num_blocks,

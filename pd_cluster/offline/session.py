@@ -6,6 +6,7 @@ Knows nothing of whose names and shapes its callers have.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterator
@@ -28,6 +29,11 @@ from pd_cluster.offline.split import SplitCluster
 T = TypeVar("T")
 
 FLAGS = {  # of EngineConfig -> what worker processes are told
+    "revision": "--revision",
+    "download_dir": "--download-dir",
+    "tokenizer": "--tokenizer",
+    "tokenizer_revision": "--tokenizer-revision",
+    "max_seq_len_to_capture": "--max-seq-len-to-capture",
     "dtype": "--dtype",
     "max_model_len": "--max-model-len",
     "block_size": "--block-size",
@@ -78,7 +84,7 @@ class Offline:
         atexit.register(self._parts.close)  # for who still has it then
         weakref.finalize(self, self._parts.end).atexit = False  # for who forgets it earlier
         try:
-            self.checkpoint = Checkpoint.open(config.engine.model)
+            self.checkpoint = Checkpoint.of(config.engine)
             self.checkpoint.warn_of_ignored_files()
             self._parts.service = self.run(self._open(config))
         except BaseException:
@@ -193,6 +199,10 @@ def _launch(config: OfflineConfig) -> Launch:
         value = getattr(engine, name)
         if value is not None and value != getattr(defaults, name):
             flags.append(f"{flag}={value}")
+    if engine.skip_tokenizer_init:
+        flags.append("--skip-tokenizer-init")
+    if engine.hf_overrides:
+        flags.append(f"--hf-overrides={json.dumps(engine.hf_overrides)}")
     if engine.enforce_eager:
         flags.append("--enforce-eager")
     if not engine.enable_prefix_caching:

@@ -22,6 +22,7 @@ import torch
 from pd_cluster import wire
 from pd_cluster.device import Device, synchronize
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.numerics import Numerics
 from pd_cluster.transport.device_copy import copy_blocks
 from pd_cluster.transport.events import Drained, Landed, LinkFailed
 from pd_cluster.transport.factory import Transports
@@ -112,7 +113,7 @@ class Lane:
         answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
         offers = self.exporter.offers
         lane = wire.LaneOffer(offers=offers.offers, probe_seed=offers.probe_seed)
-        opened = wire.LinkOpen("link", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
+        opened = wire.LinkOpen("link", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
         transports = Transports(make_config(choice), self.pool)
         self.receive = transports.receive_thread("c", "127.0.0.1", opened, KEY, answers.put, self.events.put)
         self.exporter.connect(self.receive.put)

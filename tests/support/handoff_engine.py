@@ -16,6 +16,7 @@ from pd_cluster.engine.plan import StepPlan
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Candidate, Request, SamplingParams, Status, TokenOutput
 
 NUM_LAYERS = 3
@@ -66,7 +67,7 @@ class Engine:
     """One life of one side. `legs` has the sequences of each request that have not ended."""
 
     def __init__(self, num_blocks: int, block_size: int, budget: int, caches: bool) -> None:
-        prefix = PrefixScope("model", "float32") if caches else None
+        prefix = PrefixScope("model", Numerics()) if caches else None
         blocks = BlockPool(num_blocks, rests=False)  # the worst case for whoever still reads or writes one
         self.scheduler = Scheduler(blocks, block_size, 6, budget, prefix)
         self.memory = Memory(blocks, block_size)

@@ -29,7 +29,11 @@ class FakeOffline:
         self.is_closed = False
         self.router = Playback(make_tokenizer().encode(text).ids)
         self.checkpoint = Checkpoint(
-            folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID, "dtype": dtype}, {}, identity=""
+            folder,
+            {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID, "dtype": dtype},
+            {},
+            identity="",
+            tokenizer_path=folder,
         )
         limit = config.engine.max_model_len or LIMIT
         self.service = TextService(

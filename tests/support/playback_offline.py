@@ -30,7 +30,9 @@ class PlaybackOffline:
             (folder / "chat_template.jinja").write_text(TEMPLATE)
         self.router = HeldPlayback([*rust.encode(says).ids, EOS_ID])
         self.router.last_reason = "stop"
-        self.checkpoint = checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "")
+        self.checkpoint = checkpoint = Checkpoint(
+            folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", folder
+        )
         self.service = TextService(
             cast(Router, self.router), checkpoint, "/models/x", ["x"], config.engine.max_model_len or 4096
         )

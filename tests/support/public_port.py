@@ -50,7 +50,7 @@ def make_app(folder: Path, http: HttpConfig | None = None, openai: bool = True) 
     """A model that nobody serves: what needs no instance works, the rest is 503."""
     make_special_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "")
+    checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", folder)
     nobody = SimpleNamespace(membership=SimpleNamespace(instances=[]), stats=RequestStats(), num_streams=0)
     router = cast(Router, nobody)
     service = TextService(router, checkpoint, "/models/tiny", list(NAMES), MAX_MODEL_LEN)

@@ -69,7 +69,7 @@ def post(tmp_path: Path, script: Script) -> Post:
     """`post(route, **fields)` asks a server whose model is the script."""
     RUST.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    checkpoint = Checkpoint(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "")
+    checkpoint = Checkpoint(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", tmp_path)
     service = TextService(cast(Router, script), checkpoint, "/models/x", ["x"], 1000)
     app = FastAPI()
     install_error_handlers(app)

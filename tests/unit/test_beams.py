@@ -17,6 +17,7 @@ from pd_cluster.engine.plan import StepPlan
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Candidate, Request, SamplingParams, Status, TokenOutput
 from tests.support.reference_beams import search_everything
 
@@ -179,7 +180,7 @@ def test_an_engine_refuses_what_no_search_is(fields: dict[str, Any], said: str) 
 
 
 def make(num_blocks: int, max_num_seqs: int = 8, budget: int = 16, caches: bool = False, swap: int = 0) -> Scheduler:
-    prefix = PrefixScope("model", "float32") if caches else None
+    prefix = PrefixScope("model", Numerics()) if caches else None
     return Scheduler(BlockPool(num_blocks), 4, max_num_seqs, budget, prefix, BlockPool(swap))
 
 

@@ -45,7 +45,7 @@ def make(tmp_path: Path) -> Service:
         router = Playback(RUST.encode(text).ids)
         config = {"vocab_size": VOCAB_SIZE + 2, "eos_token_id": EOS_ID}
         chat = ChatConfig(tool_parser=tools, reasoning_parser=reasoning, **more)
-        checkpoint = Checkpoint(tmp_path, config, {}, "")
+        checkpoint = Checkpoint(tmp_path, config, {}, "", tmp_path)
         service = TextService(
             cast(Router, router), checkpoint, "/models/x", ["x"], 10_000, chat=chat, shows_token_ids=ids
         )

@@ -18,6 +18,7 @@ from pd_cluster.engine.plan import StepPlan
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Logprobs, PromptOutput, Request, SamplingParams, Status
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, told_alone
 
@@ -91,7 +92,7 @@ class Traffic:
         block_size = rng.choice([1, 2, 4, 7])
         num_blocks = -(-LONGEST // block_size) + rng.randrange(0, 12)
         num_swap_blocks = rng.choice([0, 0, 6, 40])
-        prefix = PrefixScope("model", "float32") if rng.random() < 0.8 else None
+        prefix = PrefixScope("model", Numerics()) if rng.random() < 0.8 else None
         window = rng.choice([None, None, 1, 5, 12])
         self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks, window)
         self.runner.goes_ahead = launches

@@ -23,6 +23,7 @@ from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.model.guided import MAX_GUIDES, Guides, Mask
 from pd_cluster.model.sampler import NO_TOKEN, Row, Sampler
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Guide, Request, SamplingParams
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.schemas import random_schema, random_value
@@ -261,7 +262,7 @@ def test_masks_go_with_everything_else() -> None:
 
 
 def make_core(compiler: Compiler, num_blocks: int = 64) -> EngineCore:
-    scheduler = Scheduler(BlockPool(num_blocks), 4, 8, 16, PrefixScope("toy", "float32"))
+    scheduler = Scheduler(BlockPool(num_blocks), 4, 8, 16, PrefixScope("toy", Numerics()))
     return EngineCore(ToyRunner(num_blocks, 4), scheduler, guides=Guides(lambda: compiler))
 
 

@@ -18,8 +18,8 @@ PACKAGE = ROOT / "pd_cluster"
 
 # Each layer may import itself and what is above it in this list.
 LAYERS: list[tuple[str, ...]] = [
-    ("errors", "types"),
-    ("wire", "reports", "weight_files"),
+    ("errors", "types", "numerics"),
+    ("wire", "reports", "weight_files", "hub"),
     ("config", "device", "checkpoint", "hccl"),
     ("streams", "device_group"),
     ("sockets", "mailbox", "chat_template", "text", "grammar", "parsers", "kv"),

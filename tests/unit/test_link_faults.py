@@ -19,6 +19,7 @@ from pd_cluster.engine.in_links import InLinks
 from pd_cluster.engine.links import LocalLanes, Progress, Side
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.numerics import Numerics
 from pd_cluster.transport.dist import NUM_UNDER_WAY, DistReceiver, DistSender
 from pd_cluster.transport.events import Drained, Landed, LinkFailed
 from pd_cluster.transport.factory import Transports
@@ -76,7 +77,7 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
     frames: queue.SimpleQueue[wire.KVFrame] = queue.SimpleQueue()
     send = p.send_thread("a", KEY, frames.put, lambda event: None)  # type: ignore[arg-type]
     lane = wire.LaneOffer(offers=send.offers, probe_seed=1)
-    opened = wire.LinkOpen("a", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
+    opened = wire.LinkOpen("a", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
     stalled = d.receive_thread("a", "127.0.0.1", opened, KEY, answers.put, lambda event: None)
     stalled.start()
     assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
@@ -275,7 +276,7 @@ NO_OFFERS = wire.LaneOffer(offers=[], probe_seed=0)
 def make_in_links(pool: KVPool) -> tuple[InLinks, Post, queue.SimpleQueue[object], list[float]]:
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     now = [0.0]
-    side = Side("d@1", b"s", "m", LAYOUT, NUM_BLOCKS, pool.probe_seed, wire.KVOptions())
+    side = Side("d@1", b"s", "m", Numerics(), LAYOUT, NUM_BLOCKS, pool.probe_seed, wire.KVOptions())
     post = Post()
     lanes = LocalLanes(side, Transports(make_config("local"), pool), post.send)
     links = InLinks(side, post, lanes, events.put, lambda c, r: None, Progress(lambda: now[0]))
@@ -285,7 +286,7 @@ def make_in_links(pool: KVPool) -> tuple[InLinks, Post, queue.SimpleQueue[object
 def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
     """Whoever hears of its end tells the thread to forget; that must not come behind the thread's own end."""
     links, post, events, _ = make_in_links(random_pool(2))
-    opened = wire.LinkOpen("l", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
+    opened = wire.LinkOpen("l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
     links._down = lambda conn, reason: links.forget(conn, "t")
     links.on_open("c", "prefill-0@1", opened, "127.0.0.1")
     assert isinstance(post.sent.get(timeout=WAIT_S), wire.LinkRefused)
@@ -295,7 +296,7 @@ def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
 
 def test_a_peer_that_is_not_known_yet_may_come_again() -> None:
     links, post, _, _ = make_in_links(random_pool(2))
-    opened = wire.LinkOpen("l", "m", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
+    opened = wire.LinkOpen("l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [NO_OFFERS])
     links.on_open("c", "prefill-0@1", opened, None)
     refused = post.sent.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
@@ -308,7 +309,7 @@ def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPat
     links, _, _, _ = make_in_links(random_pool(2))
     known: list[bool] = []
     monkeypatch.setattr(ReceiveThread, "start", lambda self: known.append(links.is_open("c")))
-    opened = wire.LinkOpen("l", "m", LAYOUT.to_info(), 1, wire.KVOptions(), [NO_OFFERS])
+    opened = wire.LinkOpen("l", "m", Numerics(), LAYOUT.to_info(), 1, wire.KVOptions(), [NO_OFFERS])
     links.on_open("c", "prefill-0@1", opened, "127.0.0.1")
     assert known == [True]
 

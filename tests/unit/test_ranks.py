@@ -22,6 +22,7 @@ from pd_cluster.engine.links import Progress, Side
 from pd_cluster.engine.out_links import OutLinks
 from pd_cluster.errors import InstanceLost
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.numerics import Numerics
 
 WAIT_S = 20.0
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
@@ -129,7 +130,7 @@ class World:
     def __init__(self) -> None:
         self.sent: list[wire.Body] = []
         self.ends = [End([]), End(None)]  # the second is on another rank, which has not told what it offers
-        side = Side("prefill-0@1", b"s", "m", LAYOUT, 8, 0, wire.KVOptions())
+        side = Side("prefill-0@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions())
         ends = iter(self.ends)
         self.links = OutLinks(
             side,

@@ -28,6 +28,7 @@ from pd_cluster.engine.pace import Pace
 from pd_cluster.errors import Overloaded
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Request, Role, SamplingParams
 from tests.support.router_world import info_of
 
@@ -68,7 +69,7 @@ def _fields(load: wire.Load) -> dict[str, Any]:
 
 
 def knows(each: Instance, token_ids: list[int], salt: str = "") -> None:
-    root = PrefixScope("model", "float32").root(salt)
+    root = PrefixScope("model", Numerics()).root(salt)
     each.known_blocks.hear(wire.CacheKeys(added=keys_of(chain_hashes(root, token_ids, BLOCK))))
 
 

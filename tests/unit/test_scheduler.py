@@ -11,6 +11,7 @@ from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Request, SamplingParams, Status
 
 
@@ -178,7 +179,7 @@ def test_random_traffic(seed: int) -> None:
     ("landed_as", "asked_as", "hits"), [("", "", 2), ("int8", "int8", 2), ("int8", "", 0), ("", "int8", 0)]
 )
 def test_kv_that_lost_precision_serves_only_its_like(landed_as: str, asked_as: str, hits: int) -> None:
-    scheduler = Scheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", "float32"))
+    scheduler = Scheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", Numerics()))
     first, second = request("a", 9), request("b", 9)
     first.kv_precision, second.kv_precision = landed_as, asked_as
     assert scheduler.land(first, 9) == 0
@@ -193,7 +194,7 @@ def test_kv_that_lost_precision_serves_only_its_like(landed_as: str, asked_as: s
 
 
 def test_a_fork_of_kv_that_lost_precision_is_known_as_such() -> None:
-    scheduler = Scheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", "float32"))
+    scheduler = Scheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", Numerics()))
     parent = request("a", 8)
     parent.kv_precision = "int8"
     scheduler.land(parent, 8)

@@ -10,6 +10,7 @@ import pytest
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import Request, SamplingParams, Status, TokenOutput
 from tests.support.reference_scheduler import Job, Reference
 
@@ -31,7 +32,7 @@ class Both:
             block_size,
             max_seqs,
             budget,
-            PrefixScope("model", "float32") if caches else None,
+            PrefixScope("model", Numerics()) if caches else None,
             BlockPool(num_swap_blocks),
             window,
         )

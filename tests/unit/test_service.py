@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Services:
     def build(text: str = "", limit: int = LIMIT, generation_config: dict[str, Any] | None = None) -> Any:
         router = Playback(RUST.encode(text).ids)
         config = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
-        checkpoint = Checkpoint(tmp_path, config, generation_config or {}, "")
+        checkpoint = Checkpoint(tmp_path, config, generation_config or {}, "", tmp_path)
         return TextService(cast(Router, router), checkpoint, "/models/x", ["x"], limit, max_num_seqs=99), router
 
     return build

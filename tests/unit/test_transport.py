@@ -19,6 +19,7 @@ from pd_cluster.device import DeviceKind
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.numerics import Numerics
 from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, Prepared
 from pd_cluster.transport.dist import DistReceiver, DistSender
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
@@ -347,7 +348,7 @@ class Link:
         seed = self.source.probe_seed if probe_seed is None else probe_seed
         layout = LAYOUT.to_info()
         lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed)
-        opened = wire.LinkOpen("link", "m", layout, NUM_BLOCKS, wire.KVOptions(), [lane])
+        opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
         self._ready = threading.Event()
         self.receive = d.receive_thread("c", "127.0.0.1", opened, KEY, self._to_sender, self.events.put)
         self._ready.set()

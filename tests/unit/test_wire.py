@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import MOST_UNTOLD, LegEnd, SamplingParams, TokenOutput
 
 LAYOUT = wire.LayoutInfo(
@@ -33,6 +34,7 @@ BODIES: list[wire.Body] = [
     wire.LinkOpen(
         "l",
         "id",
+        Numerics(),
         LAYOUT,
         7,
         wire.KVOptions(),

@@ -26,6 +26,7 @@ from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, LegEnd, Request, Resumed, Role, SamplingParams
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 
@@ -91,7 +92,7 @@ class World:
         self.now_s = 0.0
         self.post = Post()
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        prefix = PrefixScope("model", "float32")
+        prefix = PrefixScope("model", Numerics())
         scheduler = Scheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, 4, 16, prefix)
         config = WorkerConfig(
             name="decode-0",
@@ -110,7 +111,7 @@ class World:
         self.worker = Worker(
             config,
             EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler),
-            Side("decode-0@1", b"", "model", LAYOUT, NUM_BLOCKS, 0, wire.KVOptions()),
+            Side("decode-0@1", b"", "model", Numerics(), LAYOUT, NUM_BLOCKS, 0, wire.KVOptions()),
             Limits(VOCAB_SIZE, 40),
             self.post,
             NoLinks(),
@@ -186,7 +187,7 @@ def test_the_scheduler_says_which_role_it_has(monkeypatch: pytest.MonkeyPatch) -
 
 def test_links_are_taken_from_those_that_the_scheduler_named(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
-    opened = wire.LinkOpen("l", "model", LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [])
+    opened = wire.LinkOpen("l", "model", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [])
     hosts: list[str | None] = []
     monkeypatch.setattr(world.worker.in_links, "on_open", lambda conn, peer, opened, host: hosts.append(host))
     world.mail(wire.Peers([peer("decode-0", 1, "decode"), peer("prefill-0", 2, "prefill")]))

@@ -27,6 +27,7 @@ from pd_cluster.engine.links import LocalLanes, Side
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.mailbox import Mailbox, peer_key
+from pd_cluster.numerics import Numerics
 from pd_cluster.transport.factory import Transports
 from pd_cluster.types import Role
 
@@ -96,7 +97,7 @@ class LaneEnd:
         self.mailbox = Mailbox(config.name, epoch, "worker", lane.secret, TIMEOUTS, self)
         self.port = self.mailbox.bind(HOST, config.kv_port_range)
         self.side = Side(
-            peer_key(config.name, epoch), lane.secret, "", LAYOUT, pool.num_blocks, pool.probe_seed, options
+            peer_key(config.name, epoch), lane.secret, "", Numerics(), LAYOUT, pool.num_blocks, pool.probe_seed, options
         )
         self.lanes = LocalLanes(self.side, Transports(config, pool), self.mailbox.send)
 

@@ -62,8 +62,11 @@ def forward(
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     scoring = Scoring(scaling, window, softcap, s_aux)
+    queries = query[0]
+    if forward_batch.query_factors is not None:
+        queries = queries * forward_batch.query_factors[:, None].to(queries.dtype)
     attend = forward_batch.write_and_attend or write_and_attend
-    return attend(layer_idx, query[0], keys, values, forward_batch, scoring)[None], None
+    return attend(layer_idx, queries, keys, values, forward_batch, scoring)[None], None
 
 
 def _refuse_unknown(module: torch.nn.Module, given: dict[str, object]) -> None:

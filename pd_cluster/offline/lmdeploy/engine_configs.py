@@ -5,6 +5,7 @@ TurboMind's and PyTorch's run the same engine. A field is honoured, told of as i
 
 from __future__ import annotations
 
+import math
 import reprlib
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from pd_cluster.offline.lmdeploy.arguments import checks_names, count, idle, ref
 
 DEFAULT_SHARE = 0.5  # of the device's memory, for the KV cache
 GIB = 1 << 30
+USE_LOGN = "use_logn_attn"  # of config.json, too: see model/rope.py
 DTYPE_NBYTES = {"float32": 4, "float": 4}
 EVICTIONS = {"recompute": "recompute", "copy": "swap"}
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu", "npu": "npu", "auto": "auto"}
@@ -23,12 +25,7 @@ DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu", "npu": "npu", "auto": 
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "quant_policy": ((0,), "the KV cache keeps the model's dtype, it is not quantised; give 0"),
     "kv_bits": ((8,), "the KV cache is not quantised; leave it out"),
-    "rope_scaling_factor": ((0.0,), "positions follow the model's config.json (rope_scaling); give 0"),
-    "use_dynamic_ntk": ((False,), "positions follow the model's config.json (rope_scaling); give False"),
-    "use_logn_attn": ((False,), "log-n attention is not supported; give False"),
     "adapters": ((None, {}), "LoRA adapters are not served; merge them into the weights"),
-    "revision": ((None, ""), "nothing is downloaded; give the folder of that revision as model_path"),
-    "download_dir": ((None, ""), "nothing is downloaded; give a local folder as model_path"),
     "model_format": (
         (None, "", "hf"),
         "weights are read as Hugging Face safetensors (hf); converted and quantised ones are not loaded",
@@ -146,6 +143,9 @@ RENAMED = {
     "--swap-space": "num_cpu_blocks",
     "--max-num-batched-tokens": "max_prefill_token_num",
     "--tensor-parallel-size": "tp",
+    "--revision": "revision",
+    "--download-dir": "download_dir",
+    "--hf-overrides": "rope_scaling_factor",
     "--model": "model_path",
 }
 
@@ -164,6 +164,9 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
     refuse(owner, given, NOT_HERE)
     remarks = idle(given, WITHOUT_EFFECT)
     fields: dict[str, Any] = {
+        "revision": _text(owner, "revision", given.get("revision")),
+        "download_dir": _text(owner, "download_dir", given.get("download_dir")),
+        "hf_overrides": _positions(owner, given),
         "tensor_parallel_size": count(owner, "tp", config.tp, 1),
         "max_num_seqs": count(owner, "max_batch_size", config.max_batch_size, 1),
         "enable_prefix_caching": _switch(owner, "enable_prefix_caching", given.get("enable_prefix_caching", True)),
@@ -176,8 +179,34 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
     fields["block_size"] = count(owner, block, given[block], 1)
     fields |= _budget(owner, given) | _pool(owner, given)
     if isinstance(config, PytorchEngineConfig):
-        fields |= _swap(owner, config, model_path, remarks)
+        fields |= _swap(owner, config, EngineConfig(model=model_path, **fields), remarks)
     return Engine(EngineConfig(model=model_path, **fields), remarks)
+
+
+def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What of config.json is replaced: dynamic NTK beyond the model's own positions, and log-n attention there.
+
+    Both do nothing up to `max_position_embeddings`; `session_len` may go beyond it with them.
+    """
+    factor = given.get("rope_scaling_factor", 0.0)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not (factor == 0 or 1 <= factor < math.inf):
+        raise ConfigError(
+            f"{owner}.rope_scaling_factor {reprlib.repr(factor)}: must be a number of at least 1, or 0 for the model's "
+            f"own"
+        )
+    is_dynamic = _switch(owner, "use_dynamic_ntk", given.get("use_dynamic_ntk", False))
+    overrides: dict[str, Any] = {}
+    if factor or is_dynamic:
+        overrides["rope_scaling"] = {"rope_type": "dynamic"} | ({"factor": float(factor)} if factor else {})
+    if _switch(owner, USE_LOGN, given.get(USE_LOGN, False)):
+        overrides[USE_LOGN] = True
+    return overrides
+
+
+def _text(owner: str, name: str, value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{owner}.{name} {reprlib.repr(value)}: must be a text")
+    return value or ""
 
 
 def _budget(owner: str, given: dict[str, Any]) -> dict[str, int]:
@@ -203,20 +232,20 @@ def _pool(owner: str, given: dict[str, Any]) -> dict[str, Any]:
     return {"gpu_memory_utilization": float(share)}
 
 
-def _swap(owner: str, config: PytorchEngineConfig, model_path: str, remarks: list[str]) -> dict[str, Any]:
+def _swap(owner: str, config: PytorchEngineConfig, engine: EngineConfig, remarks: list[str]) -> dict[str, Any]:
     mode = _one_of(owner, "eviction_type", config.eviction_type, EVICTIONS)
     num_blocks = count(owner, "num_cpu_blocks", config.num_cpu_blocks, 0)
     if mode == "recompute":
         if num_blocks:
             remarks.append(f"num_cpu_blocks={num_blocks} (eviction_type 'recompute' moves nothing to the host)")
         return {"preemption_mode": mode}
-    room = {"swap_space_gib": num_blocks * _block_nbytes(model_path, config) / GIB} if num_blocks else {}
+    room = {"swap_space_gib": num_blocks * _block_nbytes(engine, config) / GIB} if num_blocks else {}
     return {"preemption_mode": mode, **room}
 
 
-def _block_nbytes(model_path: str, config: PytorchEngineConfig) -> int:
+def _block_nbytes(engine: EngineConfig, config: PytorchEngineConfig) -> int:
     """Of a KV block of the whole model. Raises ModelError."""
-    model = Checkpoint.open(model_path).config
+    model = Checkpoint.of(engine).config
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     num_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
     dtype = model.get("dtype") or model.get("torch_dtype") or "float32"

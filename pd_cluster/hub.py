@@ -1,0 +1,119 @@
+"""Where a model's files are: a folder, or a model of the Hugging Face hub, fetched once and then read from its cache.
+
+Read without torch; huggingface_hub is imported only for a model that is no folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+from pd_cluster.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+# What is fetched: never code, and weights in one form only.
+PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model")
+INDEX = "model.safetensors.index.json"
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def resolve_model(
+    model: str, revision: str = "", download_dir: str = "", flag: str = "--model", needs_weights: bool = True
+) -> Path:
+    """A folder, or the folder of a hub's model in the local cache, which is filled when it has not all files.
+
+    `revision`: a branch, tag or commit of the hub's model; what a branch meant when it was fetched is what it means
+    here from then on. `download_dir` takes the place of the hub's own cache. Raises ModelError.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision:
+            raise ModelError(f"--revision {revision}: {flag} {model} is a folder, which has one version; leave it out")
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ModelError(f"{flag} {model}: no such folder")
+    found = _cached(model, revision, download_dir)
+    if found is not None and _is_whole(found, needs_weights):
+        return found
+    named = f"{model}, revision {revision}" if revision else model
+    if any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in OFFLINE):
+        have = "no model of that name" if found is None else "not all its files"
+        raise ModelError(
+            f"{flag} {named}: no such folder, and {have} in the local Hugging Face cache; {OFFLINE[0]} keeps it from "
+            f"being fetched"
+        )
+    return _fetched(model, revision, download_dir, f"{flag} {named}", needs_weights)
+
+
+def _cached(model: str, revision: str, download_dir: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        place = snapshot_download(
+            model, revision=revision or None, cache_dir=download_dir or None, local_files_only=True
+        )
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+    return Path(place)
+
+
+def _is_whole(path: Path, needs_weights: bool) -> bool:
+    """Whether nothing is missing that an interrupted download would leave out."""
+    if not needs_weights:
+        return (path / "tokenizer.json").exists()
+    if not (path / "config.json").exists():
+        return False
+    index = path / INDEX
+    if not index.exists():
+        return any(path.glob("*.safetensors"))
+    try:
+        files = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return True  # a file that is there and is wrong; who reads it says so
+    return all((path / name).exists() for name in files)
+
+
+def _fetched(model: str, revision: str, download_dir: str, named: str, needs_weights: bool) -> Path:
+    """Processes of a host that want the same files wait for the one that fetches them. Raises ModelError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    log.info("fetching %s from the hub", named.partition(" ")[2])
+    patterns = PATTERNS if needs_weights else tuple(each for each in PATTERNS if each != "*.safetensors")
+    try:
+        place = snapshot_download(
+            model, revision=revision or None, cache_dir=download_dir or None, allow_patterns=list(patterns)
+        )
+    except GatedRepoError:
+        raise ModelError(f"{named}: the hub gives it to those only who may have it; set HF_TOKEN") from None
+    except RevisionNotFoundError:
+        raise ModelError(f"{named}: the hub has no such revision of it") from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"{named}: no such folder, and the hub has no model of that name (one that is private needs HF_TOKEN)"
+        ) from None
+    except HFValidationError:
+        raise ModelError(f"{named}: no such folder, and no name that a hub's model could have") from None
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{named}: no such folder, not in the local Hugging Face cache, and it cannot be fetched: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+        ) from None
+    path = Path(place)
+    if needs_weights and not (path / "config.json").exists():
+        raise ModelError(f"{named}: the hub's model has no config.json")
+    return path

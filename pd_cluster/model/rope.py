@@ -1,0 +1,119 @@
+"""Positions whose meaning depends on a request's length: dynamic NTK and longrope, for each request by itself.
+
+transformers decides for a whole forward pass, by its largest position. Here every request has the frequencies of its
+own length, so that what it gets depends neither on its company nor on how far it has come.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pd_cluster.errors import ModelError
+from pd_cluster.model.batch import ForwardBatch, Ints, on_device
+from pd_cluster.numerics import Rope
+
+USE_LOGN = "use_logn_attn"  # LMDeploy's name, an override
+MAX_LENGTHS = 256  # whose frequencies are kept
+
+Turns = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_dim]
+
+
+class LengthRotary(torch.nn.Module):
+    """In the place of a model's rotary embedding. `batch` is the step that is being computed; None: none is."""
+
+    def __init__(self, rotary: Any, rope: Rope) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.batch: ForwardBatch | None = None
+        self._rope = rope
+        self._short: torch.Tensor = rotary.original_inv_freq
+        self._turn: Callable[..., Turns] = inspect.unwrap(type(rotary).forward)  # without transformers' own decision
+        self._known: OrderedDict[int, torch.Tensor] = OrderedDict()
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Turns:
+        """`position_ids` [1, num_tokens]. Outside of a step, all of them are a short request's."""
+        if self.batch is None:
+            return self._turned(x, position_ids, 0)
+        lens = self._lengths(self.batch)
+        distinct = np.unique(lens)
+        if len(distinct) == 1:
+            return self._turned(x, position_ids, int(distinct[0]))
+        rows = np.repeat(lens, self.batch.query_lens)
+        found: Turns | None = None
+        for length in distinct.tolist():
+            own = on_device({"rows": np.flatnonzero(rows == length)}, self.batch.pool.device)["rows"]
+            cos, sin = self._turned(x, position_ids[:, own], length)
+            if found is None:
+                shape = (1, position_ids.shape[1], cos.shape[-1])
+                found = cos.new_empty(shape), sin.new_empty(shape)
+            found[0][:, own], found[1][:, own] = cos, sin
+        assert found is not None
+        return found
+
+    def _lengths(self, batch: ForwardBatch) -> Ints:
+        """[num_seqs], each what decides of its request's frequencies."""
+        most = batch.most_tokens if batch.most_tokens is not None else batch.host_context_lens
+        return np.array([self._rope.length(each) for each in most.tolist()], dtype=np.int64)
+
+    @torch.no_grad()
+    def _turned(self, x: torch.Tensor, position_ids: torch.Tensor, length: int) -> Turns:
+        self.rotary.inv_freq = self._frequencies(length, x.device)
+        return self._turn(self.rotary, x, position_ids)
+
+    def _frequencies(self, length: int, device: torch.device) -> torch.Tensor:
+        """[head_dim / 2] float32."""
+        found = self._known.get(length)
+        if found is None or found.device != device:
+            found = self._short
+            if length:
+                found, _ = ROPE_INIT_FUNCTIONS[self.rotary.rope_type](self.rotary.config, device, seq_len=length)
+            found = self._known[length] = found.to(device)
+            if len(self._known) > MAX_LENGTHS:
+                self._known.popitem(last=False)
+        return found
+
+
+class LogN:
+    """Log-n attention: beyond the positions that a model was trained with, queries grow with the position's logarithm.
+
+    The factor of position p (from 0) is log(p + 1) / log(trained), and 1 up to there.
+    """
+
+    def __init__(self, trained: int) -> None:
+        self._trained = trained
+
+    def factors(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """[num_tokens] float32; None where all are 1."""
+        if int(batch.host_context_lens.max()) <= self._trained:
+            return None
+        positions = batch.positions[0].to(torch.float64) + 1
+        return (positions.log() / math.log(self._trained)).clamp_(min=1.0).float()
+
+
+def put_lengths(model: torch.nn.Module, rope: Rope) -> None:
+    """A LengthRotary for each rotary embedding that depends on the length. Raises ModelError where that can't be."""
+    if not rope.kind:
+        return
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "original_inv_freq") and hasattr(child, "rope_type")
+    ]
+    for parent, name, child in places:
+        if child.rope_type != rope.kind:
+            raise ModelError(
+                f"rope_type {rope.kind}: this architecture turns positions by {child.rope_type}; it cannot be served "
+                f"with that"
+            )
+        setattr(parent, name, LengthRotary(child, rope))
+    if not places:
+        raise ModelError(f"rope_type {rope.kind}: this architecture has no rotary embedding of that kind")

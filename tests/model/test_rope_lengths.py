@@ -1,0 +1,163 @@
+"""Positions beyond those that a model was trained with: every request by the length that it may have.
+
+The reference is transformers' whole forward pass over a sequence of exactly that length, which decides as it does.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pd_cluster.types import Request, SamplingParams
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import generate, make_core, random_prompt, run
+
+TRAINED = 48
+MAX_LEN = 160
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+LONG |= {"original_max_position_embeddings": TRAINED, "partial_rotary_factor": 1.0}
+# (length of the prompt, tokens of the answer): short, at the edge, just beyond, far beyond, a long prompt
+SHAPES = [(10, 12), (36, 12), (37, 12), (40, 80), (100, 20), (10, 100)]
+
+
+@pytest.fixture(scope="module", params=["dynamic", "longrope", "plain modules"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fused layers, modules of transformers' (Phi-3), and modules with the other kind."""
+    place = tmp_path_factory.mktemp("rope")
+    if request.param == "dynamic":
+        return make_checkpoint(place, "llama", rope_parameters=DYNAMIC, max_position_embeddings=TRAINED)
+    if request.param == "plain modules":
+        return make_checkpoint(place, "olmo2", rope_parameters=DYNAMIC, max_position_embeddings=TRAINED)
+    return make_checkpoint(
+        place,
+        "phi3",
+        rope_parameters=LONG,
+        original_max_position_embeddings=TRAINED,
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+@cache
+def reference_model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def whole_pass(model: Any, token_ids: list[int], length: int) -> torch.Tensor:
+    """Logits [num_tokens, vocab_size] of these tokens within a sequence of `length`."""
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long))  # a short one: dynamic NTK begins anew
+        padded = token_ids + [0] * (length - len(token_ids))
+        logits: torch.Tensor = model(input_ids=torch.tensor([padded]), use_cache=False).logits[0, : len(token_ids)]
+    return logits
+
+
+def assert_by_length(folder: Path, prompt: list[int], output: list[int], max_tokens: int) -> None:
+    """Greedy by the reference, but where its two best are within 1e-4."""
+    assert output
+    logits = whole_pass(reference_model(folder), prompt + output, len(prompt) + max_tokens)[len(prompt) - 1 : -1]
+    best = logits.topk(2).values
+    for at, token_id in enumerate(output):
+        if token_id != int(logits[at].argmax()):
+            assert float(best[at, 0] - best[at, 1]) < 1e-4, (len(prompt), max_tokens, at)
+            return
+
+
+def requests_of(shapes: list[tuple[int, int]]) -> list[Request]:
+    rng = random.Random(5)
+    return [
+        Request(f"r{at}", random_prompt(rng, length), greedy(max_tokens), arrival_s=float(at))
+        for at, (length, max_tokens) in enumerate(shapes)
+    ]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("num_blocks", [256, 21], ids=["room for all", "constant preemption"])
+def test_requests_of_all_lengths_together(folder: Path, num_blocks: int) -> None:
+    core = make_core(folder, block_size=8, max_num_batched_tokens=48, num_blocks=num_blocks, max_model_len=MAX_LEN)
+    requests = requests_of(SHAPES)
+    run(core, requests)
+    for request in requests:
+        assert_by_length(folder, request.prompt_token_ids, request.output_token_ids, request.sampling.max_tokens)
+
+
+def test_the_length_decides_what_is_answered(folder: Path) -> None:
+    """The reference itself says so; else the tests here would prove nothing."""
+    prompt = random_prompt(random.Random(1), 30)
+    short, long = (whole_pass(reference_model(folder), prompt, length) for length in (TRAINED, MAX_LEN))
+    assert float((short - long).abs().max()) > 1e-2
+
+
+def test_prefixes_are_shared_by_requests_of_one_length_alone(folder: Path) -> None:
+    """Equal tokens under other frequencies have other keys. Longrope knows two kinds of length, dynamic NTK many."""
+    core = make_core(folder, block_size=8, max_num_batched_tokens=256, num_blocks=256, max_model_len=MAX_LEN)
+    prompt = random_prompt(random.Random(2), 40)
+    cached = []
+    for at, max_tokens in enumerate((8, 8, 40, 40, 100)):
+        request = Request(f"r{at}", prompt, greedy(max_tokens))
+        run(core, [request])
+        cached.append(request.num_cached_tokens)
+        assert_by_length(folder, prompt, request.output_token_ids, max_tokens)
+    is_dynamic = core.runner.model.config.rope_parameters["rope_type"] == "dynamic"  # type: ignore[attr-defined]
+    assert cached == [0, 32, 0, 32, 0 if is_dynamic else 32]
+
+
+def test_without_being_asked_the_context_is_what_the_model_was_trained_with(folder: Path) -> None:
+    core = make_core(folder, block_size=8, num_blocks=64)
+    assert core.runner.max_model_len == TRAINED  # type: ignore[attr-defined]
+
+
+# ---- LMDeploy's fields
+
+
+def test_a_factor_that_config_json_does_not_have(tmp_path: Path) -> None:
+    """`rope_scaling_factor` is dynamic NTK with that factor; up to the trained length nothing changes."""
+    folder = make_checkpoint(tmp_path / "own", "llama", max_position_embeddings=TRAINED)
+    as_written = make_checkpoint(
+        tmp_path / "written", "llama", rope_parameters={**DYNAMIC, "factor": 3.0}, max_position_embeddings=TRAINED
+    )
+    core = make_core(
+        folder,
+        max_model_len=MAX_LEN,
+        num_blocks=256,
+        hf_overrides={"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+    )
+    requests = requests_of(SHAPES)
+    run(core, requests)
+    for request in requests:
+        assert_by_length(as_written, request.prompt_token_ids, request.output_token_ids, request.sampling.max_tokens)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_log_n_attention(tmp_path: Path, architecture: str) -> None:
+    """Queries beyond the trained length grow by log(position + 1) / log(trained): transformers' layers, so changed."""
+    rope = {"rope_parameters": DYNAMIC, "max_position_embeddings": TRAINED}
+    folder = make_checkpoint(tmp_path, architecture, **rope)
+    prompt = random_prompt(random.Random(3), 90)
+    plain = make_core(folder, max_model_len=MAX_LEN, num_blocks=64)
+    core = make_core(folder, max_model_len=MAX_LEN, num_blocks=64, hf_overrides={"use_logn_attn": True})
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    length = len(prompt) + 20
+    factors = torch.tensor([max(1.0, math.log(p + 1) / math.log(TRAINED)) for p in range(length)])
+    module = __import__(type(model).__module__, fromlist=["eager_attention_forward"])
+    own = module.eager_attention_forward
+
+    def grown(layer: Any, query: torch.Tensor, *others: Any, **named: Any) -> Any:
+        return own(layer, query * factors[: query.shape[2], None], *others, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "eager_attention_forward", grown)
+        (output,) = generate(core, [prompt], greedy(20))
+        logits = whole_pass(model.eval(), prompt + output, length)[len(prompt) - 1 : -1]
+    assert output == logits.argmax(-1).tolist()
+    assert output != generate(plain, [prompt], greedy(20))[0]

@@ -27,6 +27,8 @@ SUPPORTED_MODEL_TYPES = (
 )
 # model_type -> positions, where config.json does not say
 DEFAULT_POSITIONS = {"gpt2": 1024}
+GENERATION_FILE = "generation_config.json"
+MODELS_OWN = ("auto", "vllm")  # of --generation-config: where answers end is the model folder's matter in both
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-chat"
 
@@ -43,23 +45,38 @@ class Checkpoint:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     identity: str
+    generation_folder: Path | None = None  # where generation_config is from, when it is another folder
 
     @classmethod
-    def open(cls, model: str) -> Checkpoint:
-        """Raises ModelError that names the folder or file, and the way out."""
+    def open(cls, model: str, generation_config: str = "auto") -> Checkpoint:
+        """`generation_config`: as --generation-config has it; a folder's file replaces the model's own.
+
+        Raises ModelError that names the folder or file, and the way out.
+        """
         path = resolve_model(model)
         config = read_json(path / "config.json")
         model_type = config.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
             raise ModelError(f"{path / 'config.json'}: {_not_supported(config)}")
         check_plain(path, config)
-        generation = path / "generation_config.json"
-        return cls(path, config, read_json(generation) if generation.exists() else {}, _identity(path))
+        generation = path / GENERATION_FILE
+        own = read_json(generation) if generation.exists() else {}
+        if generation_config in MODELS_OWN:
+            return cls(path, config, own, _identity(path))
+        folder = _generation_folder(generation_config)
+        # Answers must end: a file without eos_token_id leaves the model's.
+        ends = {"eos_token_id": own["eos_token_id"]} if "eos_token_id" in own else {}
+        return cls(path, config, ends | read_json(folder / GENERATION_FILE), _identity(path), folder)
 
     def warn_of_ignored_files(self) -> None:
         """Logs the files that would change what the model computes elsewhere, and do not here."""
         if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
             log.warning("%s: %s: adapters are not supported; the model is served without", self.path, ", ".join(files))
+
+    @property
+    def generation_file(self) -> Path:
+        """Where `generation_config` is from, if there is such a file."""
+        return (self.generation_folder or self.path) / GENERATION_FILE
 
     @property
     def max_position_embeddings(self) -> int:
@@ -141,6 +158,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object")
     return value
+
+
+def _generation_folder(given: str) -> Path:
+    """The folder that --generation-config names. Raises ModelError."""
+    folder = Path(given).expanduser()
+    if not given or not (folder / GENERATION_FILE).is_file():
+        raise ModelError(
+            f"--generation-config {given!r}: no folder with a {GENERATION_FILE}; give such a folder, auto or vllm"
+        )
+    return folder
 
 
 def _identity(path: Path) -> str:

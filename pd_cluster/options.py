@@ -41,6 +41,9 @@ class ServeOptions:
     block_size: int | None
     seed: int | None
     max_logprobs: int
+    generation_config: str
+    override_generation_config: str
+    require_model: bool
     device: str
     enforce_eager: bool
     spawn: bool
@@ -120,6 +123,7 @@ class ServeOptions:
             attention_backend=self.attention_backend,
             tensor_parallel_size=1 if self.tensor_parallel_size is None else self.tensor_parallel_size,
             seed=self.seed,
+            generation_config=self.generation_config,
         )
 
     def routing(self) -> RoutingConfig:

@@ -52,7 +52,7 @@ class ModelRunner:
             keep_what_is_freed()
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
-        checkpoint = Checkpoint.open(config.model)
+        checkpoint = Checkpoint.open(config.model, config.generation_config)
         self.max_model_len = checkpoint.max_model_len(config.max_model_len)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.model_identity = checkpoint.identity

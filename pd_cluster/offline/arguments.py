@@ -24,6 +24,7 @@ from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.flags import NO_EFFECT, REFUSED, Ignored
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.options import ServeOptions
+from pd_cluster.sampling_defaults import parse_override
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ HONOURED = (
     *("block_size", "num_blocks", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching"),
     *("enforce_eager", "attention_backend"),
     *("preemption_mode", "swap_space", "growth_tokens", "seed", "max_logprobs", "guided_decoding_backend"),
+    *("generation_config", "override_generation_config"),
     *("chat_template", "response_role", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"),
     "enable_reasoning",
 )
@@ -55,7 +57,7 @@ SERVER = (
     *("auto_role", "request_timeout", "drain_timeout", "max_attempts", "replay_wait", "guided_timeout", "api_workers"),
     *("api_key", "root_path", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
     *("enable_request_id_headers", "disable_fastapi_docs", "trust_request_chat_template"),
-    *("return_tokens_as_token_ids", "routing_policy", "scheduling_policy", "slo_ttft", "slo_tpot"),
+    *("return_tokens_as_token_ids", "require_model", "routing_policy", "scheduling_policy", "slo_ttft", "slo_tpot"),
 )
 NO_SERVER = Ignored("nothing is served offline")
 # FastDeploy's arguments that are no flags here.
@@ -110,15 +112,17 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
                 log.warning("%s has no effect: %s", name, why)
         else:
             _judge(name, value, arguments["model"])
-    options = defaults | honoured
+    options = defaults | honoured | _override_as_flag(honoured)
     with in_python_names():
         engine, chat = _settings(options)
+        override = parse_override(options["override_generation_config"])
     return OfflineConfig(
         engine=engine,
         chat=chat,
         prefill=prefill,
         decode=decode,
         max_logprobs=options["max_logprobs"],
+        sampling_override=override,
         arguments=tuple(flags),
     )
 
@@ -148,6 +152,18 @@ def _settings(options: dict[str, Any]) -> tuple[EngineConfig, ChatConfig]:
     if not 0 <= serve.max_logprobs <= MOST_LOGPROBS:
         raise ConfigError(f"max_logprobs {serve.max_logprobs}: must be in 0 to {MOST_LOGPROBS}")
     return serve.engine(), msgspec.structs.replace(serve.chat(), trusts_request_templates=True)
+
+
+def _override_as_flag(honoured: Mapping[str, Any]) -> dict[str, str]:
+    """The JSON that the flag would be given, for a mapping. Raises ConfigError for what JSON cannot say."""
+    name = "override_generation_config"
+    given = honoured.get(name)
+    if not isinstance(given, Mapping):
+        return {}
+    try:
+        return {name: msgspec.json.encode(dict(given)).decode()}
+    except (TypeError, msgspec.MsgspecError):
+        raise ConfigError(f"{name} {reprlib.repr(given)}: expected a mapping of names to numbers, or JSON") from None
 
 
 def _serve_defaults() -> dict[str, Any]:

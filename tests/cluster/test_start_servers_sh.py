@@ -167,6 +167,18 @@ def generate_tables(folder: Path, devices: tuple[str, str]) -> None:
     subprocess.run(command, cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
+def add_foreign_fields(folder: Path) -> None:
+    """As Ascend's own tools have them in their tables; no instance minds."""
+    for path in folder.glob("*_ranktable_*.json"):
+        table = json.loads(path.read_text())
+        table["super_pod_list"] = [{"super_pod_id": "0", "server_list": [{"server_id": HOST}]}]
+        for group in table.get("server_group_list", [table]):
+            group["deploy_server"] = path.name
+            for server in group["server_list"]:
+                server["host_nic_ip"] = "reserve"
+        path.write_text(json.dumps(table))
+
+
 @pytest.fixture
 def servers(tmp_path: Path, checkpoint: Checkpoints) -> Iterator[Servers]:
     with Servers(tmp_path, checkpoint("llama")) as started:
@@ -184,6 +196,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoints) 
     own = {"temperature": 0, "repetition_penalty": 1.9, "eos_token_id": EOS_ID}
     (folder / "model" / "generation_config.json").write_text(json.dumps(own))
     with Servers(folder, folder / "model") as started:
+        add_foreign_fields(folder)
         started.start_scheduler()
         started.start_workers()
         for port in (started.public, started.prefill, started.decode):

@@ -30,6 +30,8 @@ SUPPORTED_MODEL_TYPES = (
 )
 # model_type -> positions, where config.json does not say
 DEFAULT_POSITIONS = {"gpt2": 1024}
+GENERATION_FILE = "generation_config.json"
+MODELS_OWN = ("auto", "vllm")  # of --generation-config: where answers end is the model folder's matter in both
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-chat"
 
@@ -49,6 +51,7 @@ class Checkpoint:
     identity: str
     tokenizer_path: Path | None
     overrides: dict[str, Any] = field(default_factory=dict)
+    generation_folder: Path | None = None  # where generation_config is from, when it is another folder
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -66,10 +69,8 @@ class Checkpoint:
         if model_type not in SUPPORTED_MODEL_TYPES:
             raise ModelError(f"{path / 'config.json'}: {_not_supported(config)}")
         check_plain(path, config)
-        generation = path / "generation_config.json"
-        own = read_json(generation) if generation.exists() else {}
-        identity = _identity(path, tokenizer_path)
-        return cls(path, config, own, identity, tokenizer_path, overrides)
+        own, folder = _generation_config(path, engine.generation_config)
+        return cls(path, config, own, _identity(path, tokenizer_path), tokenizer_path, overrides, folder)
 
     @property
     def rope(self) -> Rope:
@@ -84,6 +85,11 @@ class Checkpoint:
         """Logs the files that would change what the model computes elsewhere, and do not here."""
         if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
             log.warning("%s: %s: adapters are not supported; the model is served without", self.path, ", ".join(files))
+
+    @property
+    def generation_file(self) -> Path:
+        """Where `generation_config` is from, if there is such a file."""
+        return (self.generation_folder or self.path) / GENERATION_FILE
 
     @property
     def max_position_embeddings(self) -> int:
@@ -161,6 +167,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object")
     return value
+
+
+def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | None]:
+    """As --generation-config has it: a folder's file replaces the model's own. Raises ModelError."""
+    file = path / GENERATION_FILE
+    own = read_json(file) if file.exists() else {}
+    if given in MODELS_OWN:
+        return own, None
+    folder = Path(given).expanduser()
+    if not given or not (folder / GENERATION_FILE).is_file():
+        raise ModelError(
+            f"--generation-config {given!r}: no folder with a {GENERATION_FILE}; give such a folder, auto or vllm"
+        )
+    # Answers must end: a file without eos_token_id leaves the model's.
+    ends = {"eos_token_id": own["eos_token_id"]} if "eos_token_id" in own else {}
+    return ends | read_json(folder / GENERATION_FILE), folder
 
 
 def _identity(path: Path, tokenizer_path: Path | None) -> str:

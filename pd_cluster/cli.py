@@ -149,6 +149,17 @@ def serve(
     ] = None,
     seed: Annotated[int | None, REQUESTS(help="Draw the seeds of requests without one from this.")] = None,
     max_logprobs: Annotated[int, REQUESTS(help="Most logprobs that a request may ask for.")] = 20,
+    generation_config: Annotated[
+        str,
+        REQUESTS(
+            help="Sampling defaults: auto, the model folder's generation_config.json; vllm, none; or another folder "
+            "with that file."
+        ),
+    ] = "auto",
+    override_generation_config: Annotated[
+        str, REQUESTS(help="JSON over these: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens.")
+    ] = "",
+    require_model: Annotated[bool, REQUESTS(help="Refuse a request that names no model.")] = False,
     return_tokens_as_token_ids: Annotated[
         bool,
         REQUESTS(

@@ -110,6 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len_to_capture: int | None = None  # tokens; longer contexts run without graphs
     tensor_parallel_size: int = 1
     seed: int | None = None  # of the scheduler: requests without a seed get theirs from it
+    generation_config: str = "auto"  # auto, vllm or a folder: where answers end, and how requests sample by default
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
@@ -227,6 +228,8 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingConfig
     max_logprobs: int
     returns_tokens_as_token_ids: bool = False  # where a request does not say
+    sampling_override: dict[str, int | float | None] = {}  # over the defaults that engine.generation_config names
+    requires_model: bool = False  # a request without a model is refused
     chat: ChatConfig = ChatConfig()
     http: HttpConfig = HttpConfig()
 

@@ -50,6 +50,9 @@ class ServeOptions:
     block_size: int | None
     seed: int | None
     max_logprobs: int
+    generation_config: str
+    override_generation_config: str
+    require_model: bool
     device: str
     enforce_eager: bool
     max_seq_len_to_capture: int | None
@@ -137,6 +140,7 @@ class ServeOptions:
             max_seq_len_to_capture=self.max_seq_len_to_capture,
             tensor_parallel_size=1 if self.tensor_parallel_size is None else self.tensor_parallel_size,
             seed=self.seed,
+            generation_config=self.generation_config,
         )
 
     def _overrides(self) -> dict[str, Any]:

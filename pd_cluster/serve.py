@@ -35,6 +35,7 @@ from pd_cluster.engine.preloader import Preloader, forks_are_safe
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import ConfigError
 from pd_cluster.options import ServeOptions
+from pd_cluster.sampling_defaults import parse_override
 from pd_cluster.wire import KVOptions
 from ranktable_tools.hosts import is_loopback
 
@@ -119,6 +120,8 @@ def _run_scheduler(
         routing=routing,
         max_logprobs=options.max_logprobs,
         returns_tokens_as_token_ids=options.return_tokens_as_token_ids,
+        sampling_override=parse_override(options.override_generation_config),
+        requires_model=options.require_model,
         chat=chat,
         http=http,
     )

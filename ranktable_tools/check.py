@@ -5,6 +5,7 @@ Looks at files only: whether a device or a port is there, the instances say when
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,12 +44,12 @@ def check(
 
 
 def permission_warnings(paths: Sequence[Path]) -> list[str]:
-    """One line for each file that others than its owner can read; missing files are `check`'s business."""
+    """One line for each file that is open to more than its owner and its group; `check` tells of missing files."""
     return [
-        f"{path}: mode {actual_path(path).stat().st_mode & 0o777:04o}: others can read it, and the cluster's "
-        f"secret is derived from the global table; chmod 600"
+        f"{path}: mode {actual_path(path).stat().st_mode & 0o777:04o}: others can read or write it, and the "
+        f"cluster's secret is derived from the global table; chmod 600, or 640 for its group"
         for path in paths
-        if actual_path(path).is_file() and not is_private(path)
+        if os.path.isfile(actual_path(path)) and not is_private(path)
     ]
 
 
@@ -94,7 +95,7 @@ def _port_faults(table: RankTable, node_ports: str | Sequence[int]) -> Iterator[
         )
         yield Fault(_NODE_PORTS, "count", f"{len(ports)} ports", expected)
     owners: dict[tuple[str, int], int] = {}  # (host, port) -> index in NODE_PORTS
-    for index, (server, port) in enumerate(zip(table.instances, ports, strict=False)):
+    for index, (server, port) in enumerate(zip(table.instances, ports)):
         owner = owners.setdefault((host_key(server.server_ip), port), index)
         if owner != index:
             expected = f"a port that no other instance of {server.server_ip} uses ([{owner}] does)"

@@ -15,10 +15,12 @@ from typing import Final, NoReturn
 from ranktable_tools import probe
 from ranktable_tools.check import check, permission_warnings
 from ranktable_tools.errors import RankTableError
-from ranktable_tools.files import write_private
+from ranktable_tools.files import PRIVATE, Access, write_file
+from ranktable_tools.foreign import foreign_fields
 from ranktable_tools.gen import generate, write
 from ranktable_tools.hosts import HOST_EXPECTED, is_host
 from ranktable_tools.merge import MERGED_NAME, merge
+from ranktable_tools.readers import group_id_of
 from ranktable_tools.schema import load_global
 from ranktable_tools.show import render
 
@@ -203,6 +205,43 @@ def _add_merge_options(parser: _Parser, required: bool = False) -> None:
 
 def _add_save_dir(parser: _Parser) -> None:
     parser.option("--save-dir", type=Path, default=Path(), metavar="DIR", help="default: the current folder")
+    parser.option(
+        "--file-mode", type=_file_mode, metavar="MODE", help="the files' mode (default: 0600, with --group 0640)"
+    )
+    parser.option(
+        "--group", type=_group, metavar="NAME|GID", help="the files' group, whose members may read them; a name or gid"
+    )
+
+
+def _access(args: argparse.Namespace) -> Access:
+    mode = args.file_mode
+    if mode is None:
+        mode = PRIVATE.mode if args.group is None else 0o640
+    if mode & 0o007:
+        print(
+            f"note: --file-mode {mode:04o}: everybody on this machine can read the tables, and the cluster's secret is "
+            f"derived from the global one: give every instance --secret-file",
+            file=sys.stderr,
+        )
+    return Access(mode, args.group)
+
+
+def _file_mode(text: str) -> int:
+    mode = int(text, 8) if re.fullmatch(r"(0o|0)?[0-7]{3}", text) else 0
+    if mode & 0o600 != 0o600 or mode & ~0o644:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected an octal mode with which only the owner can write, such as 0640"
+        )
+    return mode
+
+
+def _group(text: str) -> int:
+    number = group_id_of(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: this machine has no such group; give its number, as `id -g` prints it in the container"
+        )
+    return number
 
 
 def _instance(text: str) -> list[int]:
@@ -233,7 +272,7 @@ def _gen(args: argparse.Namespace) -> int:
         device_kind=probe.detect_kind() if args.device == "auto" else args.device,
         device_ips=dict(args.device_ip),
     )
-    for path in write(generated, args.save_dir):
+    for path in write(generated, args.save_dir, _access(args)):
         print(path)
     return 0
 
@@ -246,8 +285,8 @@ def _default_server_ip() -> str:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    table = merge(args.global_ranktable_list)
-    print(write_private(args.save_dir / MERGED_NAME, table.to_json()))
+    table = merge(args.global_ranktable_list, lambda line: print(f"note: {line}", file=sys.stderr))
+    print(write_file(args.save_dir / MERGED_NAME, table.to_json(), _access(args)))
     return 0
 
 
@@ -259,6 +298,9 @@ def _check(args: argparse.Namespace) -> int:
         print(fault)
     if not faults:
         table = load_global(args.table)
+        kept = ", ".join(field for field, _ in foreign_fields(table))
+        if kept:
+            print(f"note: fields of other programs, which mean nothing here: {kept}", file=sys.stderr)
         print(f"ok: 1 scheduler, {len(table.prefill)} prefill, {len(table.decode)} decode")
     return 1 if faults else 0
 

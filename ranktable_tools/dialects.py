@@ -23,9 +23,10 @@ _USE_GLOBAL: Final = "GLOBAL_RANK_TABLE_FILE_PATH takes global_ranktable_*.json,
 def refuse_foreign_global(top: JsonObject) -> None:
     """Raises RankTableError when `top` is another program's table, or a local one."""
     keys = top.members
-    if "group_id" in keys and "server_list" in keys:
-        raise _named(top, "server_list", "a local rank table", GLOBAL, _USE_GLOBAL)
-    _refuse_flat(top, GLOBAL)
+    if "server_group_list" not in keys:
+        if "group_id" in keys and "server_list" in keys:
+            raise _named(top, "server_list", "a local rank table", GLOBAL, _USE_GLOBAL)
+        _refuse_flat(top, GLOBAL)
     groups = keys.get("server_group_list")
     if not isinstance(groups, list):
         return
@@ -43,7 +44,7 @@ def refuse_foreign_local(top: JsonObject) -> None:
     """Raises RankTableError when `top` is another program's table, or a global one."""
     if "server_group_list" in top.members:
         raise _named(top, "server_group_list", "a global rank table", LOCAL, _USE_GLOBAL)
-    if "group_id" not in top.members or "super_pod_list" in top.members:
+    if "group_id" not in top.members:
         _refuse_flat(top, LOCAL)
 
 
@@ -52,11 +53,11 @@ def _refuse_flat(top: JsonObject, wanted: str) -> None:
     for key in ("prefill_device_list", "decode_device_list"):
         if key in keys:
             raise _named(top, key, "a vllm-ascend table with flat device lists", wanted, GEN)
-    if "super_pod_list" in keys and "server_group_list" not in keys:
+    if "super_pod_list" in keys:
         raise _named(top, "super_pod_list", "an HCCL table of one job, version 1.2", wanted, GEN)
     if "group_list" in keys:
         raise _named(top, "group_list", "an HCCL table of the old group_list form", wanted, GEN)
-    if "server_list" in keys and "server_group_list" not in keys:
+    if "server_list" in keys:
         raise _named(top, "server_list", "an HCCL table of one job", wanted, GEN)
 
 

@@ -1,4 +1,4 @@
-"""Rank table files on disk: bounded reading, strict JSON, private atomic writing. Knows no field."""
+"""Rank table files on disk: bounded reading, strict JSON, atomic writing with a mode and a group. Knows no field."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ranktable_tools.errors import MISSING, RankTableError
+from ranktable_tools.readers import owner_of, reader
 
 MAX_TABLE_NBYTES: Final = 16 * 1024 * 1024
 _FILE: Final = "(file)"
-_PRIVATE: Final = 0o600
+
+
+class Access(NamedTuple):
+    """Who may read a file that is written: its mode, and the group that it gets, by number."""
+
+    mode: int = 0o600
+    group_id: int | None = None
+
+
+PRIVATE: Final = Access()
 
 
 class _DuplicateKey(ValueError):
@@ -43,6 +53,10 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
             data = stream.read(MAX_TABLE_NBYTES + 1)
     except FileNotFoundError:
         raise RankTableError(str(path), _FILE, MISSING, "a rank table", "write one with `pd-ranktable gen`") from None
+    except PermissionError:
+        group = os.getegid()
+        way_out = f"its owner: chgrp {group} {file} && chmod 640 {file}, or write it with --group {group}"
+        raise RankTableError(str(path), _FILE, owner_of(file), f"a table that {reader()} may read", way_out) from None
     except (OSError, ValueError) as error:
         raise RankTableError(str(path), _FILE, str(error), "a readable file") from None
     if len(data) > MAX_TABLE_NBYTES:
@@ -79,15 +93,23 @@ def _object_of_unique_keys(pairs: Sequence[tuple[str, object]]) -> dict[str, obj
 
 
 def write_private(path: Path, text: str) -> Path:
-    """Write `path` at once and whole, mode 0600: the cluster's secret is derived from these bytes.
+    """Writes `path` for nobody but its owner, as `write_file` does."""
+    return write_file(path, text, PRIVATE)
 
-    Readers see the old file or the new one. Raises OSError.
+
+def write_file(path: Path, text: str, access: Access) -> Path:
+    """Writes `path` at once and whole. The cluster's secret is derived from a global table's bytes.
+
+    Readers see the old file or the new one. Raises OSError, also where the group cannot be given.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            if access.group_id is not None:
+                _give(stream.fileno(), path, access.group_id)
+            os.fchmod(stream.fileno(), access.mode)  # whatever the umask is
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -98,6 +120,15 @@ def write_private(path: Path, text: str) -> Path:
     return path
 
 
+def _give(descriptor: int, path: Path, group_id: int) -> None:
+    try:
+        os.fchown(descriptor, -1, group_id)
+    except OSError as error:
+        raise OSError(
+            f"{path}: --group {group_id}: {error.strerror}; be root or a member of that group, or leave it out"
+        ) from None
+
+
 def is_private(path: str | os.PathLike[str]) -> bool:
-    """Nobody but the owner may read or write the file."""
-    return not actual_path(path).stat().st_mode & 0o077
+    """Nobody but the owner may write the file, and nobody but the owner and its group may read it."""
+    return not actual_path(path).stat().st_mode & 0o027

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ranktable_tools import probe
 from ranktable_tools.errors import RankTableError
-from ranktable_tools.files import write_private
+from ranktable_tools.files import PRIVATE, Access, write_file
 from ranktable_tools.hosts import HOST_EXPECTED, in_file_name, is_host
 from ranktable_tools.npu import Npu
 from ranktable_tools.probe import DeviceKind
@@ -21,7 +21,7 @@ from ranktable_tools.tables import Device, LocalRankTable, RankTable, Server, lo
 _ARGUMENTS = "gen"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Generated:
     """`locals` maps a file name to its table. A group of the global table without instances has count "0"."""
 
@@ -67,20 +67,20 @@ def generate(
     for fault in device_conflicts(entries(table)):  # no table is written that nobody would read
         raise replace(fault, file=_ARGUMENTS).error()
     names = _local_names(server_ip, [*prefill, *decode])
-    servers = dict(zip(names, prefill_servers + decode_servers, strict=True))
+    servers = dict(zip(names, prefill_servers + decode_servers))
     if api_server:
         servers[f"local_ranktable_{in_file_name(server_ip)}_host.json"] = host
     tables = {name: local_table(version, server) for name, server in servers.items()}
     return Generated(server_ip, table, tables)
 
 
-def write(generated: Generated, save_dir: Path) -> list[Path]:
-    """The global table first. Creates `save_dir`; replaces files of the same name, each at once, mode 0600.
+def write(generated: Generated, save_dir: Path, access: Access = PRIVATE) -> list[Path]:
+    """Writes the global table first. Creates `save_dir`; replaces files of the same name, each at once.
     Raises OSError.
     """
-    written = [write_private(save_dir / generated.global_name, generated.global_table.to_json())]
+    written = [write_file(save_dir / generated.global_name, generated.global_table.to_json(), access)]
     for name, table in generated.locals.items():
-        written.append(write_private(save_dir / name, table.to_json()))
+        written.append(write_file(save_dir / name, table.to_json(), access))
     return written
 
 

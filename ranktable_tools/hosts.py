@@ -17,7 +17,7 @@ def is_ip(text: str) -> bool:
     if not _SAFE.fullmatch(text):  # an IPv6 scope could otherwise hold a slash, and it becomes a file name
         return False
     try:
-        address = ipaddress.ip_address(text)
+        address = _address(text)
     except ValueError:
         return False
     return not (address.is_unspecified or address.is_multicast)
@@ -36,14 +36,25 @@ def is_host(text: str) -> bool:
 def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
-    return is_ip(host) and ipaddress.ip_address(host).is_loopback
+    return is_ip(host) and _address(host).is_loopback
 
 
 def host_key(host: str) -> str:
     """Equal for two spellings of one host: `localhost` and `127.0.0.1`, `FE80::1` and `fe80:0::1`."""
     if host.lower() == "localhost":
         return "127.0.0.1"
-    return str(ipaddress.ip_address(host)) if is_ip(host) else host.lower()
+    _, percent, scope = host.partition("%")
+    return f"{_address(host)}{percent}{scope}" if is_ip(host) else host.lower()
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address without its scope, which Python 3.8 does not know. Raises ValueError."""
+    bare, percent, scope = text.partition("%")
+    if not percent:
+        return ipaddress.ip_address(bare)
+    if not scope or "%" in scope:
+        raise ValueError(text)
+    return ipaddress.IPv6Address(bare)
 
 
 def in_file_name(host: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ranktable_tools.errors import RankTableError
+from ranktable_tools.foreign import together
 from ranktable_tools.rules import Entry, device_conflicts, entries, unreachable_hosts
 from ranktable_tools.schema import load_global
 from ranktable_tools.tables import ROLES, RankTable, server_group
@@ -14,9 +15,10 @@ from ranktable_tools.tables import ROLES, RankTable, server_group
 MERGED_NAME = "global_ranktable_merge.json"
 
 
-def merge(paths: Sequence[Path]) -> RankTable:
+def merge(paths: Sequence[Path], note: Callable[[str], None] = lambda _: None) -> RankTable:
     """Groups in the order 0, 1, 2; instances in the order of `paths`. Two files may describe one host as long
-    as no device is in both. Raises RankTableError, naming the file and the field.
+    as no device is in both. `note` gets a line for a foreign field that two files have different values of. Raises
+    RankTableError, naming the file and the field.
     """
     if not paths:
         raise RankTableError("merge", "--global-ranktable-list", "no file", "at least one global table")
@@ -26,8 +28,13 @@ def merge(paths: Sequence[Path]) -> RankTable:
     _refuse_wrong_schedulers(found, paths)
     for fault in (*device_conflicts(found), *unreachable_hosts(found)):
         raise fault.error()
-    groups = (server_group(role, tuple(entry.server for entry in found if entry.role == role)) for role in ROLES)
-    return RankTable(max(table.version for table in tables), "completed", tuple(groups))
+    groups = []
+    for at, role in enumerate(ROLES):
+        servers = tuple(entry.server for entry in found if entry.role == role)
+        extra = together([(table.file, table.server_group_list[at].extra) for table in tables], note)
+        groups.append(server_group(role, servers, extra))
+    extra = together([(table.file, table.extra) for table in tables], note)
+    return RankTable(max(table.version for table in tables), "completed", tuple(groups), extra=extra)
 
 
 def _refuse_same_file(paths: Sequence[Path]) -> None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from ranktable_tools.errors import MISSING, RankTableError
 from ranktable_tools.hosts import is_ip
-
-Run = Callable[[Sequence[str]], "str | None"]
 
 HCCN_CONF: Final = Path("/etc/hccn.conf")
 _HCCN_TOOL: Final = "/usr/local/Ascend/driver/tools/hccn_tool"  # where the driver puts it, often not on PATH
@@ -26,6 +24,12 @@ _NO_SDID: Final = 0xFFFFFFFF
 _IPV4, _IPV6, _VNIC = ("-ip",), ("-ip", "-inet6"), ("-vnic",)
 _OF_A_CARD: Final = (_IPV4, _IPV6, _VNIC)  # an A2 chip's vNIC reaches no other machine
 _OF_A_SUPER_POD: Final = (_VNIC, _IPV4, _IPV6)
+
+
+class Run(Protocol):
+    """Runs a program; returns its standard output, or None when it fails."""
+
+    def __call__(self, command: Sequence[str], /) -> str | None: ...
 
 
 class Chip(NamedTuple):

@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 def entries(table: RankTable) -> list[Entry]:
     found = []
-    for group_index, (role, group) in enumerate(zip(ROLES, table.server_group_list, strict=True)):
+    for group_index, (role, group) in enumerate(zip(ROLES, table.server_group_list)):
         for position, server in enumerate(group.server_list):
             field = f"server_group_list[{group_index}].server_list[{position}]"
             found.append(Entry(table.file, field, role, position, server))
@@ -85,7 +85,7 @@ def gaps(table: RankTable) -> Iterator[Fault]:
         "run gen with --prefill-server-list, then merge",
         "run gen with --decode-server-list, then merge",
     )
-    for index, (role, group) in enumerate(zip(ROLES, table.server_group_list, strict=True)):
+    for index, (role, group) in enumerate(zip(ROLES, table.server_group_list)):
         if not group.server_list:
             field = f"server_group_list[{index}].server_count"
             wanted = "exactly one scheduler" if role == "scheduler" else f"at least one {role} instance"

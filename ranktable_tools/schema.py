@@ -1,6 +1,7 @@
 """Rank table files in the grouped format, strictly read; and which entry of the global table a local one is.
 
-Other programs' formats are refused by name (`dialects`). Knows nothing of ports or of the network.
+Other programs' formats are refused by name (`dialects`); their fields beside this format's are kept (`foreign`). Knows
+nothing of ports or of the network.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from ranktable_tools.tables import ServerGroup as ServerGroup
 
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _NAME: Final = re.compile(r"[^\s\x00-\x1f\x7f]{1,253}")
+_OF_A_GROUP: Final = ("group_id", "server_count", "server_list")
+_OF_A_SERVER: Final = ("server_id", "server_ip", "device")
+_OF_A_DEVICE: Final = ("device_id", "device_ip", "rank_id", "super_device_id")
 _NUMBER_EXPECTED: Final = "a number written as a string, such as '4'"
 
 
@@ -47,11 +51,10 @@ def load_local(path: str | os.PathLike[str]) -> LocalRankTable:
 
 def parse_global(value: object, file: str) -> RankTable:
     """A table whose every field is right; whether its entries fit together is `rules`' business."""
-    top = JsonObject.of(file, "", value, dialects.GLOBAL)
+    top = JsonObject.of(file, "", value, dialects.GLOBAL, ("version", "status", "server_group_list"))
     dialects.refuse_foreign_global(top)
-    top.only(("version", "status", "server_group_list"))
     version, status = _header(top)
-    groups = list(top.objects("server_group_list", "three groups: scheduler, prefill, decode"))
+    groups = list(top.objects("server_group_list", "three groups: scheduler, prefill, decode", _OF_A_GROUP))
     if len(groups) != len(ROLES):
         raise top.refuse(
             "server_group_list",
@@ -59,23 +62,22 @@ def parse_global(value: object, file: str) -> RankTable:
             "3 groups: scheduler, prefill, decode",
             "MindIE and omni-infer number their groups otherwise; write the table with `pd-ranktable gen`",
         )
-    parsed = tuple(_group(group, role) for group, role in zip(groups, ROLES, strict=True))
-    return RankTable(version, status, parsed, file)
+    parsed = tuple(_group(group, role) for group, role in zip(groups, ROLES))
+    return RankTable(version, status, parsed, file, top.foreign)
 
 
 def parse_local(value: object, file: str) -> LocalRankTable:
-    top = JsonObject.of(file, "", value, dialects.LOCAL)
+    top = JsonObject.of(file, "", value, dialects.LOCAL, ("version", "status", *_OF_A_GROUP))
     dialects.refuse_foreign_local(top)
-    top.only(("version", "status", "group_id", "server_count", "server_list"))
     version, status = _header(top)
     group_id = top.one_of("group_id", ("0",), "a local table's group is '0', whatever its role")
     count = top.one_of("server_count", ("1",), "a local table describes one instance")
-    found = list(top.objects("server_list", "one instance"))
+    found = list(top.objects("server_list", "one instance", _OF_A_SERVER))
     if len(found) != 1:
         raise top.refuse("server_list", f"{len(found)} entries", "1 entry")
     is_worker = found[0].members.get("device", []) != []
     server = _server(found[0], "prefill" if is_worker else "scheduler")
-    return LocalRankTable(version, status, group_id, count, (server,), file)
+    return LocalRankTable(version, status, group_id, count, (server,), file, top.foreign)
 
 
 def _header(top: JsonObject) -> tuple[str, str]:
@@ -84,35 +86,33 @@ def _header(top: JsonObject) -> tuple[str, str]:
 
 
 def _group(group: JsonObject, role: Role) -> ServerGroup:
-    group.only(("group_id", "server_count", "server_list"))
     group_id = group.one_of("group_id", (str(ROLES.index(role)),), "groups come in the order 0, 1, 2")
-    found = list(group.objects("server_list", f"{role} instances"))
+    found = list(group.objects("server_list", f"{role} instances", _OF_A_SERVER))
     count = group.one_of("server_count", (str(len(found)),), f"server_list has {len(found)} entries")
     if role == "scheduler" and len(found) > 1:
         second = found[1]
         raise RankTableError(second.file, second.field, second.members.get("server_ip"), "at most one scheduler")
-    return ServerGroup(group_id, count, tuple(_server(entry, role) for entry in found))
+    return ServerGroup(group_id, count, tuple(_server(entry, role) for entry in found), group.foreign)
 
 
 def _server(entry: JsonObject, role: Role) -> Server:
-    entry.only(("server_id", "server_ip", "device"))
     server_id = entry.text("server_id", _is_name, "a host's name or address")
     server_ip = entry.text("server_ip", is_host, HOST_EXPECTED)
     listed = entry.members.get("device", MISSING)
     if role == "scheduler":
         if listed not in (MISSING, []):
             raise entry.refuse("device", listed, "no device: the scheduler uses none")
-        return Server(server_id, server_ip)
+        return Server(server_id, server_ip, extra=entry.foreign)
     if listed in (MISSING, []):
         way_out = dialects.NO_PREFILL_DEVICE if role == "prefill" else ""
         raise entry.refuse("device", listed, f"at least one device: this is a {role} instance", way_out)
-    devices = [_device(device) for device in entry.objects("device", "a device of the instance")]
+    devices = [_device(device) for device in entry.objects("device", "a device of the instance", _OF_A_DEVICE)]
     _refuse_wrong_ranks(entry, devices)
-    return Server(server_id, server_ip, tuple(sorted(devices, key=lambda device: int(device.rank_id))))
+    in_order = tuple(sorted(devices, key=lambda device: int(device.rank_id)))
+    return Server(server_id, server_ip, in_order, entry.foreign)
 
 
 def _device(device: JsonObject) -> Device:
-    device.only(("device_id", "device_ip", "rank_id", "super_device_id"))
     super_device_id = None
     if "super_device_id" in device.members:
         super_device_id = device.text("super_device_id", _is_number, _NUMBER_EXPECTED)
@@ -121,6 +121,7 @@ def _device(device: JsonObject) -> Device:
         device.text("device_ip", is_host, HOST_EXPECTED),
         device.text("rank_id", _is_number, _NUMBER_EXPECTED),
         super_device_id,
+        device.foreign,
     )
 
 
@@ -183,7 +184,7 @@ def _differences(ours: Server, theirs: Server) -> Iterator[tuple[str, object, ob
             yield name, getattr(ours, name), getattr(theirs, name)
     if len(ours.device) != len(theirs.device):
         yield "device", f"{len(ours.device)} devices", f"{len(theirs.device)} devices"
-    for index, (mine, other) in enumerate(zip(ours.device, theirs.device, strict=False)):
+    for index, (mine, other) in enumerate(zip(ours.device, theirs.device)):
         for name in ("device_id", "device_ip", "rank_id", "super_device_id"):
             if getattr(mine, name) != getattr(other, name):
                 yield f"device[{index}].{name}", getattr(mine, name), getattr(other, name)

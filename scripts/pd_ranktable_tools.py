@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
-"""The reference document's own command line, from any folder, installed or not. Needs the standard library.
+"""The reference document's own command line, from any folder, installed or not.
+
+Needs the standard library of Python 3.8 or newer; an older one is told so.
 
 python3 pd_ranktable_tools.py --mode gen --prefill-server-list 4,5 --decode-server-list 6,7 --api-server \
     --save-dir ./save_dir
 """
 
+import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if sys.version_info < (3, 8):
+    sys.exit("pd_ranktable_tools.py: needs Python 3.8 or newer, and this is " + sys.version.split()[0])
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from ranktable_tools.cli import reference_main
 

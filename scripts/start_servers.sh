@@ -9,11 +9,24 @@
 #
 # All flags go to `pd-cluster serve`, unchanged; the variables are read there. The process replaces this shell, so that
 # signals reach it, and stays in the caller's folder, so that relative paths mean what they say.
+#
+# Two defaults are the deployment guide's, not `pd-cluster serve`'s: sampling defaults are not the model's
+# (--generation-config=vllm) and a request must name the model (--require-model). They are set as variables, so flags
+# come before them: --generation-config=auto, --no-require-model.
+#
+# Where CANN is installed (ASCEND_ROOT, /usr/local/Ascend by default) and this shell has not sourced it yet, its
+# environment is sourced.
 
 set -eu
 
 self=$(readlink -f -- "$0" 2>/dev/null) || self=$0
 root=$(CDPATH='' cd -- "$(dirname -- "$self")/.." && pwd -P)
+
+# shellcheck source=deploy/ascend_env.sh
+[ ! -r "$root/deploy/ascend_env.sh" ] || . "$root/deploy/ascend_env.sh"
+
+export PD_CLUSTER_SERVE_GENERATION_CONFIG="${PD_CLUSTER_SERVE_GENERATION_CONFIG:-vllm}"
+export PD_CLUSTER_SERVE_REQUIRE_MODEL="${PD_CLUSTER_SERVE_REQUIRE_MODEL:-1}"
 
 if [ -x "$root/.venv/bin/pd-cluster" ] && [ -x "$root/.venv/bin/python" ]; then
     exec "$root/.venv/bin/python" "$root/.venv/bin/pd-cluster" serve "$@"

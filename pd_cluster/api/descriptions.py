@@ -12,7 +12,7 @@ from pd_cluster.api.protocol import MAX_STOP_STRINGS
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS
 
 DESCRIPTIONS = {
-    "model": "One of the names in /v1/models; default: the first.",
+    "model": "One of the names in /v1/models; default: the first, unless the server requires it.",
     "messages": "The conversation so far, oldest first. Of content in parts, only text is supported.",
     "prompt": "A text, its token ids, or a list of either.",
     "max_tokens": "Output tokens at most. Default: 16; null, and in a chat: as many as the context has room for.",

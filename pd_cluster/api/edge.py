@@ -6,8 +6,9 @@ Who is in the cluster comes from outside (`over`): from the workers themselves o
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pd_cluster import wire
 from pd_cluster.api.service import TextService
@@ -18,6 +19,9 @@ from pd_cluster.cluster.roster import Roster
 from pd_cluster.cluster.router import ReplayLimits, Router
 from pd_cluster.config import ApiConfig, Timeouts
 from pd_cluster.mailbox import Mailbox
+from pd_cluster.sampling_defaults import sampling_defaults
+
+log = logging.getLogger(__name__)
 
 
 class Handler:
@@ -67,6 +71,10 @@ class Edge:
         self.config = config
         self.checkpoint = Checkpoint.of(engine)
         self.checkpoint.warn_of_ignored_files()
+        self._defaults = sampling_defaults(self.checkpoint, engine.generation_config, config.sampling_override)
+        if self._defaults and index is None:
+            told = ", ".join(f"{name} {value:g}" for name, value in self._defaults.items())
+            log.info("requests that do not say otherwise have %s (--generation-config vllm: not the file's)", told)
         self._limit = self.checkpoint.max_model_len(engine.max_model_len)
         self._seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))
         name = "scheduler" if index is None else f"scheduler-{index}"
@@ -88,11 +96,16 @@ class Edge:
         """Requests go to these instances."""
         self.follow(roster)
         self.router.expect_instances()
-        return text_service(self.router, self.checkpoint, self.config, self._limit, self._seed)
+        return text_service(self.router, self.checkpoint, self.config, self._limit, self._seed, self._defaults)
 
 
 def text_service(
-    router: Router, checkpoint: Checkpoint, config: ApiConfig, max_model_len: int, seed: int | None
+    router: Router,
+    checkpoint: Checkpoint,
+    config: ApiConfig,
+    max_model_len: int,
+    seed: int | None,
+    defaults: Mapping[str, int | float],
 ) -> TextService:
     """Raises ConfigError."""
     return TextService(
@@ -108,6 +121,8 @@ def text_service(
         config.routing.has_priorities,
         config.chat,
         config.returns_tokens_as_token_ids,
+        defaults,
+        config.requires_model,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -16,13 +17,11 @@ from pd_cluster.api.limits import Limits, max_tokens_of, truncated
 from pd_cluster.api.prompt_encoder import PromptEncoder
 from pd_cluster.api.protocol import GenerationRequest
 from pd_cluster.api.sequence import Sequence
-from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.errors import GuideError, RequestError
 from pd_cluster.text import StopStrings, Tokenizer
 from pd_cluster.types import SamplingParams
 
 MAX_GUIDES_NUM_CHARS = 1 << 20  # of a guide and all prompts that it goes with, each with its own copy
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model may have of its own
 
 
 class Shared(NamedTuple):
@@ -39,23 +38,23 @@ class Intake:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        checkpoint: Checkpoint,
+        tokenizer_file: Path,
         limits: Limits,
         limit: Callable[[], int],
         seed: int | None,
         guided_timeout_s: float,
         has_priorities: bool,
+        sampling_defaults: Mapping[str, int | float],
     ) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
         self._has_priorities = has_priorities
         self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
-        own = checkpoint.generation_config
-        self._sampling_defaults = {name: own[name] for name in DEFAULTS if own.get(name) is not None}
+        self._sampling_defaults = sampling_defaults
+        self._most_tokens = sampling_defaults.get("max_new_tokens")
         self.limits = limits
         self.encoder = PromptEncoder(tokenizer, limit)
-        file = (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json"
-        self.guides = GuideCheck(file, limits.vocab_size, limits.eos_token_ids, guided_timeout_s)
+        self.guides = GuideCheck(tokenizer_file, limits.vocab_size, limits.eos_token_ids, guided_timeout_s)
 
     async def token_ids(
         self, request: GenerationRequest, prompts: list[str | list[int]], special: bool
@@ -101,6 +100,8 @@ class Intake:
         limit = self._limit()
         token_ids = truncated(request, token_ids, limit, default_max_tokens or 1)
         wanted = max_tokens_of(request, len(token_ids), limit, default_max_tokens, param)
+        if self._most_tokens is not None:  # as vLLM has it: no answer is longer, whatever a request wants
+            wanted = min(wanted, int(self._most_tokens))
         if min(token_ids) < 0 or max(token_ids) >= self.limits.vocab_size:
             raise RequestError(f"{param}: token ids must be in 0 to {self.limits.vocab_size - 1}", param=param)
         seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)

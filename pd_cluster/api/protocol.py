@@ -8,6 +8,7 @@ or the server's limits to be judged (ids, lengths) is in limits.py.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -178,8 +179,8 @@ class GenerationRequest(BaseModel):
             raise RequestError("stop: an empty string would stop everything", param="stop")
         return stops
 
-    def sampling(self, max_tokens: int, seed: int, defaults: dict[str, Any]) -> SamplingParams:
-        """`defaults` come from the model's generation_config.json."""
+    def sampling(self, max_tokens: int, seed: int, defaults: Mapping[str, int | float]) -> SamplingParams:
+        """`defaults` are the server's (sampling_defaults.py)."""
 
         def choose(value: Any, name: str, default: Any) -> Any:
             return value if value is not None else defaults.get(name, default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import reprlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 import msgspec
 
@@ -22,7 +22,7 @@ from pd_cluster.api.tool_fields import tools_of
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
 from pd_cluster.config import ChatConfig
-from pd_cluster.errors import GenerationError, ModelNotFound
+from pd_cluster.errors import GenerationError, ModelNotFound, RequestError
 from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.text import Tokenizer
 from pd_cluster.types import TokenOutput
@@ -50,8 +50,13 @@ class TextService:
         has_priorities: bool = False,
         chat: ChatConfig = PLAIN_CHATS,
         shows_token_ids: bool = False,
+        sampling_defaults: Mapping[str, int | float] | None = None,
+        requires_model: bool = False,
     ) -> None:
-        """`shows_token_ids`: logprobs name tokens by their ids where a request does not say. Raises ConfigError."""
+        """`shows_token_ids`: logprobs name tokens by their ids where a request does not say.
+
+        `sampling_defaults`: as sampling_defaults.py finds them. Raises ConfigError.
+        """
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
         self.response_role = chat.response_role
@@ -62,8 +67,16 @@ class TextService:
         self._max_model_len = max_model_len
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
         limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
+        self._requires_model = requires_model
         self._intake = Intake(
-            self.tokenizer, checkpoint, limits, lambda: self.max_model_len, seed, guided_timeout_s, has_priorities
+            self.tokenizer,
+            checkpoint.path / "tokenizer.json",
+            limits,
+            lambda: self.max_model_len,
+            seed,
+            guided_timeout_s,
+            has_priorities,
+            sampling_defaults or {},
         )
         self._chats = ChatPrompts.make(
             self.tokenizer.template, self.tokenizer.special_tokens, chat.trusts_request_templates, guided_timeout_s
@@ -80,7 +93,12 @@ class TextService:
         return self._intake.limits.vocab_size
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises ModelNotFound."""
+        """The name to answer with. Raises ModelNotFound, and RequestError for none where one is required."""
+        if name is None and self._requires_model:
+            raise RequestError(
+                f"model: missing; this server requires it (--require-model): {', '.join(self.served_model_names)}",
+                param="model",
+            )
         if name is None or name in (*self.served_model_names, self.model):
             return name or self.served_model_names[0]
         raise ModelNotFound(

@@ -24,6 +24,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.flags import NO_EFFECT, REFUSED, Ignored
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.options import ServeOptions
+from pd_cluster.sampling_defaults import parse_override
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ HONOURED = (
     *("revision", "download_dir", "tokenizer", "tokenizer_revision", "skip_tokenizer_init"),
     *("hf_overrides", "rope_scaling", "rope_theta"),
     *("preemption_mode", "swap_space", "growth_tokens", "seed", "max_logprobs", "guided_decoding_backend"),
+    *("generation_config", "override_generation_config"),
     *("chat_template", "response_role", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"),
     "enable_reasoning",
 )
@@ -57,7 +59,7 @@ SERVER = (
     *("auto_role", "request_timeout", "drain_timeout", "max_attempts", "replay_wait", "guided_timeout", "api_workers"),
     *("api_key", "root_path", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
     *("enable_request_id_headers", "disable_fastapi_docs", "trust_request_chat_template"),
-    *("return_tokens_as_token_ids", "routing_policy", "scheduling_policy", "slo_ttft", "slo_tpot"),
+    *("return_tokens_as_token_ids", "require_model", "routing_policy", "scheduling_policy", "slo_ttft", "slo_tpot"),
 )
 NO_SERVER = Ignored("nothing is served offline")
 # FastDeploy's arguments that are no flags here.
@@ -82,7 +84,7 @@ OTHERS_REFUSED = {
 }
 # The signature's own values, which ask for nothing.
 DEFAULTS = {"gpu_memory_utilization": 0.9}
-OBJECTS = ("hf_overrides", "rope_scaling")  # dicts, or JSON as on a command line
+OBJECTS = ("hf_overrides", "rope_scaling", "override_generation_config")  # dicts, or JSON as on a command line
 MOST_LOGPROBS = 1000  # as for `serve`
 
 
@@ -96,7 +98,7 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
     if arguments.get("tokenizer"):
         arguments["tokenizer"] = os.fspath(arguments["tokenizer"])
     for name in OBJECTS:
-        if isinstance(arguments.get(name), dict):
+        if isinstance(arguments.get(name), Mapping):
             arguments[name] = _json(name, arguments[name])
     arguments = {name: value for name, value in arguments.items() if value not in (None, DEFAULTS.get(name))}
     num_ranks = arguments.get("tensor_parallel_size", 1)
@@ -124,12 +126,14 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
     options = defaults | honoured
     with in_python_names():
         engine, chat = _settings(options)
+        override = parse_override(options["override_generation_config"])
     return OfflineConfig(
         engine=engine,
         chat=chat,
         prefill=prefill,
         decode=decode,
         max_logprobs=options["max_logprobs"],
+        sampling_override=override,
         arguments=tuple(flags),
     )
 
@@ -161,12 +165,12 @@ def _settings(options: dict[str, Any]) -> tuple[EngineConfig, ChatConfig]:
     return serve.engine(), msgspec.structs.replace(serve.chat(), trusts_request_templates=True)
 
 
-def _json(name: str, value: dict[str, Any]) -> str:
+def _json(name: str, value: Mapping[str, Any]) -> str:
     """Raises ConfigError."""
     try:
-        return json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} {reprlib.repr(value)}: {error}") from None
+        return json.dumps(dict(value))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} {reprlib.repr(value)}: expected a mapping as JSON has them, or JSON") from None
 
 
 def _serve_defaults() -> dict[str, Any]:

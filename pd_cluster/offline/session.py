@@ -25,6 +25,7 @@ from pd_cluster.errors import Closed, ConfigError
 from pd_cluster.offline.local import NO_TIMEOUTS, SPLIT_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.split import SplitCluster
+from pd_cluster.sampling_defaults import sampling_defaults
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ FLAGS = {  # of EngineConfig -> what worker processes are told
     "growth_tokens": "--growth-tokens",
     "device": "--device",
     "attention_backend": "--attention-backend",
+    "generation_config": "--generation-config",
 }
 
 
@@ -62,6 +64,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode: int = 0
     max_logprobs: int = 20
     served_model_names: tuple[str, ...] = ()  # what requests may call the model; none: its folder
+    sampling_override: dict[str, int | float | None] = {}  # as ApiConfig has it
     arguments: tuple[str, ...] = ()
 
 
@@ -142,6 +145,7 @@ class Offline:
             routing=RoutingConfig(has_priorities=True),
             max_logprobs=config.max_logprobs,
             chat=config.chat,
+            sampling_override=config.sampling_override,
         )
         if config.prefill:
             split = self._parts.backend = SplitCluster(api, _launch(config))
@@ -149,7 +153,8 @@ class Offline:
             return split.edge.over(split.membership)
         local = self._parts.backend = LocalEngine(config.engine)
         limit = self.checkpoint.max_model_len(config.engine.max_model_len)
-        service = text_service(local.router, self.checkpoint, api, limit, config.engine.seed)
+        defaults = sampling_defaults(self.checkpoint, config.engine.generation_config, config.sampling_override)
+        service = text_service(local.router, self.checkpoint, api, limit, config.engine.seed, defaults)
         await local.start()
         return service
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import httpx
 import pytest
 
 from pd_cluster.cluster.ports import free_ports
+from tests.support.checkpoints import EOS_ID
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
@@ -103,16 +105,16 @@ class Servers:
                 stderr=log,
             )
 
-    def start_scheduler(self, **changes: str | None) -> None:
-        self.start("scheduler", "host", self.public, [f"--admin-port={self.admin}"], **changes)
+    def start_scheduler(self, flags: Sequence[str] = (), **changes: str | None) -> None:
+        self.start("scheduler", "host", self.public, [f"--admin-port={self.admin}", *flags], **changes)
 
-    def replace_scheduler(self, **changes: str | None) -> None:
-        """Ends the one that runs, and starts one whose environment has these changes; the workers stay."""
+    def replace_scheduler(self, flags: Sequence[str] = (), **changes: str | None) -> None:
+        """Ends the one that runs, and starts one with these flags and changes of its environment; the workers stay."""
         running = self.processes["scheduler"]
         if running.poll() is None:
             running.terminate()
             assert self.await_exit("scheduler") == 0, self.logs()
-        self.start_scheduler(**changes)
+        self.start_scheduler(flags, **changes)
 
     def start_workers(self) -> None:
         for name, devices, port in zip(("prefill", "decode"), self.devices, (self.prefill, self.decode), strict=True):
@@ -165,6 +167,18 @@ def generate_tables(folder: Path, devices: tuple[str, str]) -> None:
     subprocess.run(command, cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
+def add_foreign_fields(folder: Path) -> None:
+    """As Ascend's own tools have them in their tables; no instance minds."""
+    for path in folder.glob("*_ranktable_*.json"):
+        table = json.loads(path.read_text())
+        table["super_pod_list"] = [{"super_pod_id": "0", "server_list": [{"server_id": HOST}]}]
+        for group in table.get("server_group_list", [table]):
+            group["deploy_server"] = path.name
+            for server in group["server_list"]:
+                server["host_nic_ip"] = "reserve"
+        path.write_text(json.dumps(table))
+
+
 @pytest.fixture
 def servers(tmp_path: Path, checkpoint: Checkpoints) -> Iterator[Servers]:
     with Servers(tmp_path, checkpoint("llama")) as started:
@@ -173,8 +187,16 @@ def servers(tmp_path: Path, checkpoint: Checkpoints) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoints) -> Iterator[Servers]:
-    """The document's deployment. Scheduler first, though the document starts it last."""
-    with Servers(tmp_path_factory.mktemp("deployed"), checkpoint("llama")) as started:
+    """The document's deployment. Scheduler first, though the document starts it last.
+
+    The model's own defaults are not the document's: it is greedy and repeats nothing.
+    """
+    folder = tmp_path_factory.mktemp("deployed")
+    shutil.copytree(checkpoint("llama"), folder / "model")
+    own = {"temperature": 0, "repetition_penalty": 1.9, "eos_token_id": EOS_ID}
+    (folder / "model" / "generation_config.json").write_text(json.dumps(own))
+    with Servers(folder, folder / "model") as started:
+        add_foreign_fields(folder)
         started.start_scheduler()
         started.start_workers()
         for port in (started.public, started.prefill, started.decode):
@@ -217,6 +239,37 @@ def test_the_documents_deployment(deployed: Servers) -> None:
         assert choice["finish_reason"] in ("length", "stop")
         texts.append(choice["message"]["content"])
     assert texts[0] == texts[1]
+
+
+def drawn(servers: Servers, **fields: object) -> list[list[int]]:
+    """The tokens of a completion for each of three seeds."""
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
+    answers = [curl(servers.public, "/v1/completions", {**body, **fields, "seed": seed}) for seed in (1, 2, 3)]
+    return [answer["choices"][0]["token_ids"] for answer in answers]
+
+
+def test_the_documents_defaults_are_not_the_models(deployed: Servers) -> None:
+    found = drawn(deployed)
+    documented = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert found == drawn(deployed, **documented, repetition_penalty=1.0)
+    assert found[0] != found[1]
+
+
+def test_the_document_requires_a_model(deployed: Servers) -> None:
+    body = document_body("tiny")
+    del body["model"]
+    error = curl(deployed.public, "/v1/chat/completions", body)["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "model")
+    assert error["message"].startswith("model: missing; ")
+
+
+def test_an_operator_may_want_the_models_defaults_and_no_model(deployed: Servers) -> None:
+    """A variable says the one, a flag the other."""
+    deployed.replace_scheduler(["--generation-config=auto"], PD_CLUSTER_SERVE_REQUIRE_MODEL="0")
+    deployed.await_health(deployed.public)
+    greedy, *others = drawn(deployed, model=None)
+    assert others == [greedy] * len(others)
+    assert drawn(deployed, temperature=0, repetition_penalty=1.9)[0] == greedy
 
 
 @pytest.mark.slow

@@ -298,3 +298,30 @@ def test_adapters_beside_the_model_are_named(folder: Path, caplog: pytest.LogCap
     assert caplog.messages == [
         f"{folder}: adapter_config.json: adapters are not supported; the model is served without"
     ]
+
+
+# ---- --generation-config
+
+
+def test_another_folders_generation_config(tmp_path: Path) -> None:
+    folder, other = make_folder(tmp_path / "model"), tmp_path / "other"
+    other.mkdir()
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [2, 7]}')
+    (other / "generation_config.json").write_text('{"top_k": 3}')
+    for source in ("auto", "vllm"):
+        opened = Checkpoint.open(str(folder), source)
+        assert (opened.eos_token_ids, opened.generation_file) == ({2, 7}, folder / "generation_config.json")
+    opened = Checkpoint.open(str(folder), str(other))
+    assert opened.generation_config == {"top_k": 3, "eos_token_id": [2, 7]}
+    assert (opened.eos_token_ids, opened.generation_file) == ({2, 7}, other / "generation_config.json")
+    (other / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert Checkpoint.open(str(folder), str(other)).eos_token_ids == {9}
+
+
+@pytest.mark.parametrize("given", ["vlm", "", "/nowhere"])
+def test_a_generation_config_that_is_not_there(folder: Path, given: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        Checkpoint.open(str(folder), given)
+    assert str(caught.value) == (
+        f"--generation-config {given!r}: no folder with a generation_config.json; give such a folder, auto or vllm"
+    )

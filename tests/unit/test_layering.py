@@ -20,7 +20,7 @@ PACKAGE = ROOT / "pd_cluster"
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "types", "numerics"),
     ("wire", "reports", "weight_files", "hub"),
-    ("config", "device", "checkpoint", "hccl"),
+    ("config", "device", "checkpoint", "sampling_defaults", "hccl"),
     ("streams", "device_group"),
     ("sockets", "mailbox", "chat_template", "text", "grammar", "parsers", "kv"),
     ("transport", "model"),

@@ -120,10 +120,13 @@ def test_an_error_is_one_line_that_names_all() -> None:
     assert "\n" not in line
 
 
-def test_an_unknown_field_names_the_nearest() -> None:
+def test_a_missing_field_names_what_looks_like_it() -> None:
     value = document()
-    value["server_group_list"][1]["server_list"][0]["device"][0]["devise_ip"] = "10.0.0.1"
-    assert "did you mean 'device_ip'?" in str(refusal(value))
+    device = value["server_group_list"][1]["server_list"][0]["device"][0]
+    device["devise_ip"] = device.pop("device_ip")
+    error = refusal(value)
+    assert error.field == "server_group_list[1].server_list[0].device[0].device_ip"
+    assert "is 'devise_ip' meant to be it?" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from pd_cluster.api.service import TextService
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.router import Router
 from pd_cluster.errors import RequestError
+from pd_cluster.sampling_defaults import sampling_defaults
 from pd_cluster.text import Tokenizer
 from pd_cluster.types import Logprobs, PromptOutput, TokenOutput
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
@@ -41,11 +42,26 @@ def make(tmp_path: Path) -> Services:
     RUST.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
 
-    def build(text: str = "", limit: int = LIMIT, generation_config: dict[str, Any] | None = None) -> Any:
+    def build(
+        text: str = "",
+        limit: int = LIMIT,
+        generation_config: dict[str, Any] | None = None,
+        requires_model: bool = False,
+    ) -> Any:
         router = Playback(RUST.encode(text).ids)
         config = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
         checkpoint = Checkpoint(tmp_path, config, generation_config or {}, "", tmp_path)
-        return TextService(cast(Router, router), checkpoint, "/models/x", ["x"], limit, max_num_seqs=99), router
+        service = TextService(
+            cast(Router, router),
+            checkpoint,
+            "/models/x",
+            ["x"],
+            limit,
+            max_num_seqs=99,
+            sampling_defaults=sampling_defaults(checkpoint, "auto", {}),
+            requires_model=requires_model,
+        )
+        return service, router
 
     return build
 
@@ -100,6 +116,24 @@ def test_the_models_own_defaults(make: Services) -> None:
     sampling = completion(service, "a").sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 1.0)
     assert completion(service, "a").sampling.seed != sampling.seed
+
+
+def test_max_new_tokens_caps_every_answer_and_is_the_default(make: Services) -> None:
+    service, _ = make(generation_config={"max_new_tokens": 9})
+    assert chat(service, "hello").sampling.max_tokens == 9
+    assert completion(service, "a").sampling.max_tokens == 9
+    assert completion(service, "a", max_tokens=3).sampling.max_tokens == 3
+    assert completion(service, "a", max_tokens=500).sampling.max_tokens == 9
+    assert completion(service, "a", max_tokens=None).sampling.max_tokens == 9
+
+
+def test_a_model_may_be_required(make: Services) -> None:
+    service, _ = make(requires_model=True)
+    assert service.check_model("x") == "x"
+    with pytest.raises(RequestError, match=r"^model: missing; .*--require-model.*: x$") as caught:
+        service.check_model(None)
+    assert (caught.value.param, caught.value.status) == ("model", 400)
+    assert make()[0].check_model(None) == "x"
 
 
 # ---- nobody waits for a long text

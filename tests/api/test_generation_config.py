@@ -1,0 +1,167 @@
+"""Whose sampling defaults a request gets: the model folder's, none, another folder's, and what overrides them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster import LLM, SamplingParams
+from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.text import Tokenizer
+from tests.api.conftest import FLAGS
+from tests.support.checkpoints import EOS_ID, reference_greedy
+from tests.support.cluster import LiveCluster
+
+PROMPT = "Once upon a time"
+NUM_TOKENS = 24
+SEEDS = (1, 2, 3)
+OWN = {"temperature": 0, "repetition_penalty": 1.9, "top_k": 5, "do_sample": False}
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+MakeCluster = Callable[..., LiveCluster]
+
+
+@pytest.fixture(scope="module")
+def greedy(model: Path) -> list[int]:
+    """The reference's answer, which no default changes."""
+    return reference_greedy(model, Tokenizer(model).encode(PROMPT), NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def ending(greedy: list[int]) -> int:
+    """A token in the middle of that answer, to end it."""
+    return next(token for at, token in enumerate(greedy) if at > 3 and token not in greedy[:at])
+
+
+@pytest.fixture(scope="module")
+def opinionated(model: Path, ending: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model; its folder has defaults of its own, and one more token that ends answers."""
+    folder = tmp_path_factory.mktemp("opinionated") / "model"
+    shutil.copytree(model, folder)
+    (folder / "generation_config.json").write_text(json.dumps({**OWN, "eos_token_id": [EOS_ID, ending]}))
+    return folder
+
+
+def running(folder: Path, model: Path, *flags: str) -> LiveCluster:
+    return LiveCluster(folder, model, arguments=[*FLAGS, *flags])
+
+
+@pytest.fixture(scope="module")
+def automatic(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with running(tmp_path_factory.mktemp("auto"), opinionated) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def neutral(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    flags = ["--generation-config=vllm", "--require-model", "--api-workers=2"]
+    with running(tmp_path_factory.mktemp("vllm"), opinionated, *flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def overridden(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Greedy comes from another folder, the cap from the override; the penalty of neither."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "generation_config.json").write_text('{"temperature": 0, "repetition_penalty": 1.9}')
+    override = '{"max_new_tokens": 3, "repetition_penalty": null}'
+    flags = [f"--generation-config={other}", f"--override-generation-config={override}"]
+    with running(tmp_path_factory.mktemp("path"), opinionated, *flags) as cluster:
+        yield cluster
+
+
+def ask(cluster: LiveCluster, **fields: Any) -> list[int]:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, **fields}
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"return_token_ids": True, **body})
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+def test_auto_is_the_model_folders_file(automatic: LiveCluster, greedy: list[int]) -> None:
+    penalized = ask(automatic, temperature=0, repetition_penalty=1.9)
+    assert penalized != greedy
+    assert [ask(automatic, seed=seed) for seed in SEEDS] == [penalized] * len(SEEDS)
+    assert ask(automatic, repetition_penalty=1) == greedy  # what a request says comes first
+
+
+def test_vllm_is_the_documented_defaults(neutral: LiveCluster, greedy: list[int]) -> None:
+    drawn = [ask(neutral, seed=seed) for seed in SEEDS]
+    assert drawn == [ask(neutral, seed=seed, **NEUTRAL) for seed in SEEDS]
+    assert len({tuple(each) for each in drawn}) > 1
+    assert ask(neutral, temperature=0) == greedy
+
+
+def test_the_models_ends_stay_ends(
+    automatic: LiveCluster, neutral: LiveCluster, overridden: LiveCluster, greedy: list[int], ending: int
+) -> None:
+    until_end = greedy[: greedy.index(ending) + 1]
+    for cluster in (automatic, neutral):
+        assert ask(cluster, temperature=0, repetition_penalty=1, ignore_eos=False) == until_end
+    prompt = Tokenizer(Path(overridden.launch.model)).encode(PROMPT) + until_end[:-2]
+    found = ask(overridden, prompt=prompt, ignore_eos=False)
+    assert found == until_end[-2:]
+
+
+def test_another_folder_and_an_override(overridden: LiveCluster, greedy: list[int]) -> None:
+    for max_tokens in (None, 3, NUM_TOKENS):
+        assert ask(overridden, max_tokens=max_tokens) == greedy[:3]
+    assert ask(overridden, max_tokens=2) == greedy[:2]
+    body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+    answer = overridden.client.post(f"{overridden.url}/v1/chat/completions", json=body).json()
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+def test_a_model_is_required_where_the_flag_says_so(
+    automatic: LiveCluster, neutral: LiveCluster, path: str, body: dict[str, Any]
+) -> None:
+    assert automatic.client.post(automatic.url + path, json=body).status_code == 200
+    assert neutral.client.post(neutral.url + path, json={**body, "model": "tiny"}).status_code == 200
+    for nothing in ({}, {"model": None}):
+        answer = neutral.client.post(neutral.url + path, json={**body, **nothing})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "model"
+        assert error["message"].startswith("model: missing; ")
+        assert error["message"].endswith(": tiny")
+
+
+# ---- offline
+
+
+def offline(model: Path, prefill: int = 0, decode: int = 0, **arguments: Any) -> list[int]:
+    with LLM(str(model), num_blocks=64, max_model_len=256, prefill=prefill, decode=decode, **arguments) as llm:
+        (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=NUM_TOKENS, seed=7), use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+
+def test_llm_takes_both_by_their_python_names(opinionated: Path, greedy: list[int], ending: int) -> None:
+    until_end = greedy[: greedy.index(ending) + 1]
+    assert offline(opinionated, override_generation_config={"repetition_penalty": None}) == until_end
+    assert offline(opinionated, generation_config="vllm", override_generation_config='{"temperature": 0}') == until_end
+    capped = {"temperature": 0, "max_new_tokens": 2}
+    assert offline(opinionated, 1, 1, generation_config="vllm", override_generation_config=capped) == until_end[:2]
+
+
+def test_llm_names_the_argument_that_is_wrong(opinionated: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^override_generation_config: 'temprature' is no .*did you mean temp"):
+        LLM(str(opinionated), override_generation_config={"temprature": 1})
+    with pytest.raises(ConfigError, match=r"^override_generation_config .*expected a mapping"):
+        LLM(str(opinionated), override_generation_config={"temperature": object()})
+    with pytest.raises(ModelError, match=r"^generation_config 'nowhere': no folder with"):
+        LLM(str(opinionated), generation_config="nowhere")

@@ -1,0 +1,108 @@
+"""start_servers.sh sources CANN's environment where it is installed, once, in whichever shell it runs."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWN = ("TOOLKIT", "ATB", "LD_LIBRARY_PATH", "PD_CLUSTER_SERVE_GENERATION_CONFIG", "PD_CLUSTER_SERVE_REQUIRE_MODEL")
+# As CANN's scripts are: they do not know `set -eu`, their last status means nothing, and that of ATB is for bash only.
+TOOLKIT = """\
+export ASCEND_TOOLKIT_HOME={home}
+export LD_LIBRARY_PATH=$ASCEND_TOOLKIT_HOME/lib64:$LD_LIBRARY_PATH
+export TOOLKIT="${{TOOLKIT}}{name}$NOT_SET_ANYWHERE"
+false
+"""
+ATB = """\
+path="${BASH_SOURCE[0]}"
+if [[ -f "$path" ]] && [[ "$path" =~ 'set_env.sh' ]]; then
+    export ATB_HOME_PATH=$(dirname "$path")/latest
+    export LD_LIBRARY_PATH=$ATB_HOME_PATH/lib:$LD_LIBRARY_PATH
+    export ATB="${ATB}atb$NOT_SET_ANYWHERE"
+fi
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """start_servers.sh in a tree whose `pd-cluster` shows its arguments and what its environment has."""
+    for name in ("scripts/start_servers.sh", "deploy/ascend_env.sh"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    shows = "".join(f'echo "{name}=${name}"\n' for name in SHOWN)
+    command = tmp_path / "bin" / "pd-cluster"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$@"\n{shows}')
+    command.chmod(0o755)
+    return tmp_path / "scripts" / "start_servers.sh"
+
+
+def install(root: Path, folder: str = "ascend-toolkit") -> Path:
+    """A made-up CANN with ATB; its toolkit's home."""
+    home = root / folder / "latest"
+    home.mkdir(parents=True)
+    (root / folder / "set_env.sh").write_text(TOOLKIT.format(home=home, name=folder))
+    atb = root / "nnal" / "atb"
+    atb.mkdir(parents=True, exist_ok=True)
+    (atb / "set_env.sh").write_text(ATB)
+    return home
+
+
+def start(script: Path, shell: str = "sh", *flags: str, **env: str) -> dict[str, str]:
+    path = f"{script.parents[1] / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [shell, str(script), *flags], env={"PATH": path, **env}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    arguments, *shown = done.stdout.splitlines()
+    assert arguments.split() == ["serve", *flags]
+    return dict(line.split("=", 1) for line in shown)
+
+
+@pytest.mark.parametrize("shell", ["sh", "dash", "bash"])
+@pytest.mark.parametrize("folder", ["ascend-toolkit", "cann"])
+def test_cann_is_sourced_where_it_is(script: Path, tmp_path: Path, shell: str, folder: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    root = tmp_path / "Ascend"
+    home = install(root, folder)
+    found = start(script, shell, "--port=1", ASCEND_ROOT=str(root))
+    assert (found["TOOLKIT"], found["ATB"]) == (folder, "atb")
+    assert found["LD_LIBRARY_PATH"].split(":")[:2] == [str(root / "nnal/atb/latest/lib"), str(home / "lib64")]
+
+
+def test_nothing_is_sourced_where_it_is_absent(script: Path) -> None:
+    found = start(script, ASCEND_ROOT="/nowhere", LD_LIBRARY_PATH="mine")
+    assert (found["TOOLKIT"], found["ATB"], found["LD_LIBRARY_PATH"]) == ("", "", "mine")
+
+
+def test_nothing_is_sourced_twice(script: Path, tmp_path: Path) -> None:
+    root = tmp_path / "Ascend"
+    home = install(root)
+    atb = root / "nnal" / "atb" / "latest"
+    path = f"{atb}/lib:{home}/lib64"
+    sourced = {"ASCEND_TOOLKIT_HOME": str(home), "ATB_HOME_PATH": str(atb), "LD_LIBRARY_PATH": path}
+    found = start(script, ASCEND_ROOT=str(root), TOOLKIT="mine", ATB="mine", **sourced)
+    assert (found["TOOLKIT"], found["ATB"], found["LD_LIBRARY_PATH"]) == ("mine", "mine", path)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside"])
+def test_ascend_toolkit_home_names_the_toolkit(script: Path, tmp_path: Path, inside: bool) -> None:
+    """Set, but not sourced: its set_env.sh comes before that of ASCEND_ROOT."""
+    install(tmp_path / "Ascend")
+    home = install(tmp_path / "elsewhere", "mine")
+    if inside:
+        (home.parent / "set_env.sh").rename(home / "set_env.sh")
+    found = start(script, ASCEND_ROOT=str(tmp_path / "Ascend"), ASCEND_TOOLKIT_HOME=str(home))
+    assert found["TOOLKIT"] == "mine"
+
+
+def test_the_defaults_are_the_guide_s_and_the_operator_s_come_first(script: Path) -> None:
+    names = ("PD_CLUSTER_SERVE_GENERATION_CONFIG", "PD_CLUSTER_SERVE_REQUIRE_MODEL")
+    found = start(script, "sh", "--generation-config=auto", ASCEND_ROOT="/nowhere")
+    assert [found[name] for name in names] == ["vllm", "1"]
+    own = dict(zip(names, ("auto", "0"), strict=True))
+    assert [start(script, ASCEND_ROOT="/nowhere", **own)[name] for name in names] == ["auto", "0"]

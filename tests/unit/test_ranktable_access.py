@@ -1,0 +1,189 @@
+"""Who may read the tables that are written, and what one learns who may not."""
+
+import grp
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.cluster.place import find_place, secret_of
+from ranktable_tools import check, cli, load_global, merge, permission_warnings
+
+OTHER_ID = 65534  # of a user and of a group
+GEN = ["--prefill-server-list", "0", "--decode-server-list", "1", "--api-server", "--device", "cpu"]
+HERE = ["--server-ip", "10.0.0.1"]
+
+
+def modes(folder: Path) -> set[int]:
+    return {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
+def written(folder: Path, *options: str, expected: int = 0) -> Path:
+    assert cli.main(["gen", *GEN, *HERE, "--save-dir", str(folder), *options]) == expected
+    return folder / "global_ranktable_10.0.0.1.json"
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ([], 0o600),
+        (["--file-mode", "0640"], 0o640),
+        (["--file-mode=640"], 0o640),
+        (["--file-mode", "0o644"], 0o644),
+        (["--group", str(os.getgid())], 0o640),
+        (["--group", str(os.getgid()), "--file-mode", "0600"], 0o600),
+    ],
+)
+def test_both_command_lines_and_merge_write_with_the_mode(tmp_path: Path, options: list[str], mode: int) -> None:
+    old = os.umask(0o077)
+    try:
+        table = written(tmp_path / "a", *options)
+        assert cli.reference_main(["--mode", "gen", *GEN, *HERE, "--save-dir", str(tmp_path / "b"), *options]) == 0
+        listed = ["--global-ranktable-list", str(table)]
+        assert cli.main(["merge", *listed, "--save-dir", str(tmp_path / "c"), *options]) == 0
+        assert cli.reference_main(["--mode", "merge", *listed, "--save-dir", str(tmp_path / "d"), *options]) == 0
+    finally:
+        os.umask(old)
+    assert [modes(tmp_path / name) for name in "abcd"] == [{mode}] * 4
+
+
+def test_a_group_by_its_name(tmp_path: Path) -> None:
+    own = grp.getgrgid(os.getgid())
+    table = written(tmp_path, "--group", own.gr_name)
+    assert table.stat().st_gid == own.gr_gid
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file to any group")
+def test_a_group_that_this_machine_does_not_know(tmp_path: Path) -> None:
+    table = written(tmp_path, "--group", "54321")
+    assert (table.stat().st_gid, modes(tmp_path)) == (54321, {0o640})
+
+
+def test_a_mode_for_everybody_says_what_that_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = written(tmp_path, "--file-mode", "0644")
+    err = capsys.readouterr().err
+    assert err.startswith("note: --file-mode 0644: everybody on this machine can read the tables")
+    assert "--secret-file" in err
+    assert len(permission_warnings([table])) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--file-mode", "0777", "only the owner can write, such as 0640"),
+        ("--file-mode", "0660", "such as 0640"),
+        ("--file-mode", "0440", "such as 0640"),
+        ("--file-mode", "u=rw", "octal"),
+        ("--file-mode", "0698", "octal"),
+        ("--file-mode", "4640", "octal"),
+        ("--group", "no-such-group-here", "no such group; give its number, as `id -g` prints it"),
+        ("--group", "99999999999", "no such group"),
+        ("--group", "-1", ""),
+    ],
+)
+def test_a_wrong_value_is_one_line(
+    tmp_path: Path, option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for main, head in ((cli.main, ["gen"]), (cli.reference_main, ["--mode", "gen"])):
+        with pytest.raises(SystemExit) as caught:
+            main([*head, *GEN, option, value, "--save-dir", str(tmp_path)])
+        assert caught.value.code == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert f"{option}" in err
+        assert words in err
+    assert not list(tmp_path.iterdir())
+
+
+# ---- as another user
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One that another user may look into, which pytest's own are not."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def as_another_user(work: Callable[[], object]) -> str:
+    """What `work` raises in a child process that is not root and, where this one may choose, somebody else."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        line = "nothing raised"
+        try:
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setgid(OTHER_ID)
+                os.setuid(OTHER_ID)
+            work()
+        except BaseException as error:
+            line = f"{type(error).__name__}: {error}"
+        os.write(write, line.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        said = stream.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def readers(table: Path) -> dict[str, Callable[[], object]]:
+    """Everything that reads a global table."""
+    env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(table)}
+    return {
+        "load": lambda: load_global(table),
+        "merge": lambda: merge([table]),
+        "place": lambda: find_place(env),
+        "secret": lambda: secret_of(env, None),
+    }
+
+
+@pytest.mark.parametrize("what", ["load", "merge", "place", "secret"])
+def test_a_table_that_may_not_be_read_says_who_may(folder: Path, what: str) -> None:
+    table = written(folder)
+    if os.getuid() != 0:
+        table.chmod(0)
+    said = as_another_user(readers(table)[what])
+    group = OTHER_ID if os.getuid() == 0 else os.getgid()
+    mode = "0600" if os.getuid() == 0 else "0000"
+    kind = "RankTableError" if what in ("load", "merge") else "ConfigError"
+    assert said.startswith(f"{kind}: {table}: (file): found 'mode {mode} of "), said
+    assert f"gid {group}) may read; its owner: chgrp {group} {table} && chmod 640 {table}" in said
+    assert said.endswith(f"or write it with --group {group}")
+    assert "\n" not in said
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_with_the_readers_group_it_is_read(folder: Path) -> None:
+    table = written(folder, "--group", str(OTHER_ID))
+    assert as_another_user(lambda: load_global(table)) == "nothing raised"
+    assert as_another_user(lambda: find_place({"GLOBAL_RANK_TABLE_FILE_PATH": str(table)})).startswith(
+        "ConfigError: RANK_TABLE_FILE_PATH is not set"
+    )
+
+
+@pytest.mark.parametrize("what", ["load", "place", "secret"])
+def test_a_folder_that_may_not_be_searched(folder: Path, what: str) -> None:
+    table = written(folder / "closed")
+    (folder / "closed").chmod(0o700 if os.getuid() == 0 else 0)
+    said = as_another_user(readers(table)[what])
+    (folder / "closed").chmod(0o700)
+    assert f"{table}: (file): found 'a folder that may not be searched', expected a table that " in said
+
+
+def test_check_and_the_command_line_do_not_fall_over(folder: Path) -> None:
+    table = written(folder / "closed")
+    (folder / "closed").chmod(0o700 if os.getuid() == 0 else 0)
+
+    def checked() -> None:
+        (fault,) = check(table)
+        raise SystemExit(f"{cli.main(['check', str(table)])} {permission_warnings([table])} {fault.field}")
+
+    said = as_another_user(checked)
+    (folder / "closed").chmod(0o700)
+    assert said == "SystemExit: 1 [] (file)"

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from .offline.lmdeploy.pipeline import pipeline
     from .offline.lmdeploy.templates import ChatTemplateConfig
     from .offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from .offline.sampling import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+    from .offline.sampling import (
+        GuidedDecodingParams,
+        GuidedDecodingRequest,
+        LLMGuidedOptions,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 
@@ -21,6 +27,8 @@ _MODULES = {  # name -> where it is; imported when it is first asked for: proces
     "RequestMetrics": "offline.outputs",
     "RequestOutput": "offline.outputs",
     "GuidedDecodingParams": "offline.sampling",
+    "GuidedDecodingRequest": "offline.sampling",
+    "LLMGuidedOptions": "offline.sampling",
     "SamplingParams": "offline.sampling",
     "StructuredOutputsParams": "offline.sampling",
     "AsyncEngine": "offline.lmdeploy.async_engine",
@@ -40,6 +48,8 @@ __all__ = [
     "GenOut",
     "GenerationConfig",
     "GuidedDecodingParams",
+    "GuidedDecodingRequest",
+    "LLMGuidedOptions",
     "PytorchEngineConfig",
     "RequestMetrics",
     "RequestOutput",

@@ -70,7 +70,7 @@ class TextService:
         self._requires_model = requires_model
         self._intake = Intake(
             self.tokenizer,
-            checkpoint.path / "tokenizer.json",
+            (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json",
             limits,
             lambda: self.max_model_len,
             seed,

@@ -30,6 +30,7 @@ from pd_cluster.offline.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from pd_cluster.offline.prompts import Known, Prompt
 from pd_cluster.types import Logprobs
 
 MAX_RUNNING = 512  # requests at a time; more would only wait in the engine
@@ -136,7 +137,7 @@ def _failed(ask: Ask, error: Exception, generation: Generation | None, arrival: 
     known = generation.prompt_token_ids if generation is not None else prompt if isinstance(prompt, list) else []
     return RequestOutput(
         request_id=ask.request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
+        prompt=_text_of(prompt),
         prompt_token_ids=known,
         outputs=Outputs([CompletionOutput(finish_reason="error")]),
         metrics=RequestMetrics(arrival_time=arrival.wall_s, finished_time=time.time()),
@@ -148,7 +149,12 @@ def _failed(ask: Ask, error: Exception, generation: Generation | None, arrival: 
 def _prompt_text(service: TextService, ask: Ask, generation: Generation) -> str | None:
     if ask.prompt is None:  # the template's text is not kept; its tokens are
         return service.tokenizer.decode(generation.prompt_token_ids, skip_special_tokens=False)
-    return ask.prompt if isinstance(ask.prompt, str) else None
+    return _text_of(ask.prompt)
+
+
+def _text_of(prompt: Prompt | None) -> str | None:
+    """As it was given."""
+    return prompt.text if isinstance(prompt, Known) else prompt if isinstance(prompt, str) else None
 
 
 def _output(service: TextService, ask: Ask, generation: Generation, piece: Piece) -> CompletionOutput:

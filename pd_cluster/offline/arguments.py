@@ -71,16 +71,25 @@ OTHERS_WITHOUT_EFFECT = {
     "enable_custom_all_reduce": Ignored("there is no custom all-reduce"),
     "enable_logprob": Ignored("logprobs are there for who asks"),
     "graph_optimization_config": Ignored("graphs are captured for the sizes in use"),
+    "dynamic_load_weight": Ignored("weights are loaded once", values=("0",)),
+    "long_prefill_token_threshold": Ignored("prefill shares a step's tokens in order of arrival"),
+    "max_concurrency": NO_SERVER,
+    "max_long_partial_prefills": Ignored("prefill shares a step's tokens in order of arrival"),
     "max_num_partial_prefills": Ignored("prefill shares a step's tokens in order of arrival"),
+    "max_waiting_time": NO_SERVER,
+    "splitwise_role": Ignored("give prefill= and decode=, the numbers of worker processes", values=("mixed",)),
+    "static_decode_blocks": Ignored("a request takes blocks as it needs them"),
     "use_cudagraph": Ignored("graphs are captured for the sizes in use"),
     "use_warmup": Ignored("a model is tried when it is loaded"),
 }
 OTHERS_REFUSED = {
     "enable_expert_parallel": "experts are not placed by themselves",
     "enable_mm": "images, audio and video are not supported",
+    "guided_decoding_disable_any_whitespace": "whitespace follows the guide; leave it out",
+    "innode_prefill_ports": "give prefill= and decode=, the numbers of worker processes",
+    "lm_head_fp32": "logits are computed in the model's dtype; give dtype='float32'",
     "kv_cache_ratio": "blocks are not divided between prompts and answers: every request may have any of them",
     "mm_processor_kwargs": "images, audio and video are not supported",
-    "splitwise_role": "give prefill= and decode=, the numbers of worker processes",
 }
 # The signature's own values, which ask for nothing.
 DEFAULTS = {"gpu_memory_utilization": 0.9}

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.parse import checked
 from pd_cluster.api.protocol import CompletionRequest
@@ -115,7 +117,7 @@ def _check_numbers(request: CompletionRequest | ChatCompletionRequest) -> None:
 
 
 def _check_together(params: SamplingParams) -> None:
-    if params.max_tokens_includes_prompt and not isinstance(params.max_tokens, int):
+    if params.max_tokens_includes_prompt and params.max_tokens is msgspec.UNSET:
         raise RequestError(
             "max_tokens_includes_prompt: needs max_tokens, which it is about", param="max_tokens_includes_prompt"
         )

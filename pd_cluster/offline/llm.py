@@ -1,8 +1,7 @@
 """`LLM`: generate and chat from Python, in the names and shapes of TACO-LLM, FastDeploy and vLLM.
 
 It stands on the same text service as the HTTP API, so parameters mean the same in both, and are checked by the same
-code. There is no `entrypoints.llm` or `engine.sampling_params` as FastDeploy has them: `from pd_cluster import LLM,
-SamplingParams` is the one place.
+code. FastDeploy's own modules and shapes are in pd_cluster/fastdeploy/.
 """
 
 from __future__ import annotations
@@ -178,6 +177,12 @@ class LLM:
         params = paired(sampling_params, len(conversations))
         asks = asks_for_chats(conversations, params, template, self._new_seed, self._has_tool_parser)
         return self._answered(asks, use_tqdm)
+
+    @property
+    def nums_blocks(self) -> list[int]:
+        """KV cache blocks of each instance."""
+        instances = self._offline.service.router.membership.instances
+        return [instance.info.num_blocks for instance in instances if instance.info is not None]
 
     def close(self) -> None:
         """Ends the engine; once is enough."""

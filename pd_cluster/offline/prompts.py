@@ -14,16 +14,26 @@ from typing import Any
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.sampling import HALF, SamplingParams, is_text
 
+
+class Known(list[int]):
+    """Token ids whose text is given too: the ids are computed, the text is told."""
+
+    def __init__(self, token_ids: list[int], text: str) -> None:
+        super().__init__(token_ids)
+        self.text = text
+
+
 Prompt = str | list[int]
 MULTIMODAL = ("multimodal_data", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 KINDS = "a string, a list of token ids, a dict, or a list of one of these"
 
 
 def read_prompts(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
-    """Both names that `generate` has for them."""
-    if (prompts is None) == (prompt_token_ids is None):
-        what = "nothing to continue" if prompts is None else "prompt_token_ids are given too"
-        raise RequestError(f"prompts: {what}; give prompts, or prompt_token_ids", param="prompts")
+    """Both names that `generate` has for them. Where both are given, texts come with their token ids."""
+    if prompts is None and prompt_token_ids is None:
+        raise RequestError("prompts: nothing to continue; give prompts, or prompt_token_ids", param="prompts")
+    if prompts is not None and prompt_token_ids is not None:
+        return _pairs(read_prompts(prompts, None), read_prompts(None, prompt_token_ids))
     name, given = ("prompts", prompts) if prompts is not None else ("prompt_token_ids", prompt_token_ids)
     if isinstance(given, str | Mapping):
         return [_prompt(name, given)]
@@ -36,6 +46,20 @@ def read_prompts(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
     if len(kinds) > 1 or not kinds <= {"strings", "dicts", "lists"}:
         raise RequestError(f"{name}: {' and '.join(sorted(kinds))} in one list; give {KINDS}", param=name)
     return [_prompt(f"{name}[{at}]", each) for at, each in enumerate(several)]
+
+
+def _pairs(texts: list[Prompt], ids: list[Prompt]) -> list[Prompt]:
+    if len(texts) != len(ids):
+        raise RequestError(
+            f"prompt_token_ids: {len(ids)} for {len(texts)} prompts; give as many, or one of the two alone",
+            param="prompt_token_ids",
+        )
+    found: list[Prompt] = []
+    for at, (text, token_ids) in enumerate(zip(texts, ids, strict=True)):
+        if not isinstance(text, str) or isinstance(token_ids, str):
+            raise RequestError(f"prompts[{at}]: beside prompt_token_ids it must be a text", param="prompts")
+        found.append(Known(token_ids, text))
+    return found
 
 
 def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
@@ -87,7 +111,7 @@ def _prompt(name: str, given: Any) -> Prompt:
 
 def _from_mapping(name: str, given: Mapping[str, Any]) -> Prompt:
     for key in MULTIMODAL:
-        if given.get(key):
+        if _has_any(given.get(key)):
             raise RequestError(f"{name}.{key}: images, audio and video are not supported; leave it out", param=key)
     known = ("prompt", "prompt_token_ids")
     for key in given:
@@ -96,12 +120,20 @@ def _from_mapping(name: str, given: Mapping[str, Any]) -> Prompt:
             hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
             raise RequestError(f"{name}.{reprlib.repr(str(key))[1:-1]}: not known{hint}", param="prompts")
     found = [key for key in known if given.get(key) is not None]
+    text = given.get("prompt")
+    if len(found) == 2 and isinstance(text, str):
+        return Known(_token_ids(f"{name}.prompt_token_ids", given["prompt_token_ids"]), _text(f"{name}.prompt", text))
     if len(found) != 1:
         raise RequestError(f"{name}: must have one of {' and '.join(known)}", param="prompts")
     value = given[found[0]]
     if isinstance(value, str) and found == ["prompt"]:
         return _text(f"{name}.prompt", value)
     return _token_ids(f"{name}.{found[0]}", value)
+
+
+def _has_any(value: Any) -> bool:
+    """Lists of nothing are no images."""
+    return any(map(_has_any, value.values())) if isinstance(value, Mapping) else bool(value)
 
 
 def _text(name: str, given: str) -> str:

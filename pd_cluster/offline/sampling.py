@@ -9,7 +9,7 @@ import dataclasses
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -39,6 +39,31 @@ class GuidedDecodingParams:
         found["guided_decoding_backend"] = self.backend
         found["guided_whitespace_pattern"] = self.whitespace_pattern
         return found | ({"response_format": {"type": "json_object"}} if self.json_object else {})
+
+
+class LLMGuidedOptions(TypedDict, total=False):
+    """TACO-LLM's and vLLM's of before, for `guided_options_request`: at most one guide, as GuidedDecodingParams."""
+
+    guided_json: Any
+    guided_regex: str
+    guided_choice: list[str]
+    guided_grammar: str
+    guided_json_object: bool
+    guided_decoding_backend: str
+    guided_whitespace_pattern: str
+
+
+@dataclass(slots=True)
+class GuidedDecodingRequest:
+    """The same as an object. A second guide is a RequestError, when it is used."""
+
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_json_object: bool | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -36,6 +36,7 @@ LAYERS: list[tuple[str, ...]] = [
         "messages",
         "pytorch",
         "turbomind",
+        "fastdeploy",
         "bench",
         "show",
         "trace",

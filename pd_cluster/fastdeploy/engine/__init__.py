@@ -1,0 +1,1 @@
+"""FastDeploy's package of that name."""

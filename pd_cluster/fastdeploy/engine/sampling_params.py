@@ -1,0 +1,20 @@
+"""FastDeploy's SamplingParams. Its document: https://paddlepaddle.github.io/FastDeploy/offline_inference"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pd_cluster.offline import sampling
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams(sampling.SamplingParams):
+    """As `pd_cluster.SamplingParams`, but `max_tokens` counts the tokens of prompt and answer together.
+
+    None, the default: as many as the context has room for.
+    """
+
+    max_tokens: int | msgspec.UnsetType | None = None
+    max_tokens_includes_prompt: bool = True

@@ -1,0 +1,94 @@
+"""FastDeploy's LLM. Its document: https://paddlepaddle.github.io/FastDeploy/offline_inference"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pd_cluster.fastdeploy.engine.request import RequestOutput
+from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
+from pd_cluster.offline import llm
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 64  # tokens
+LOG_FILE = "fastdeploy.log"
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """A model, its tokenizer and the memory for its KV cache. Usable in `with`; `close` gives everything back.
+
+    `arguments`: those of FastDeploy's page of parameters, of `pd_cluster.LLM`, or flags of `pd-cluster serve` by their
+    Python names; honoured, accepted with one warning where they cannot matter, or refused with the reason.
+
+    The number of KV cache blocks is written to log/fastdeploy.log (`FD_LOG_DIR` names another folder), as FastDeploy
+    does. Raises ConfigError or ModelError, in one line that names the argument.
+    """
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        self._llm = llm.LLM(model, **{"block_size": BLOCK_SIZE, **arguments})
+        for num_blocks in self._llm.nums_blocks:
+            _write_log(f"Doing profile, the total_block_num:{num_blocks}")
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Continues prompts, adding nothing to them. One output for each, in their order.
+
+        `prompts`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of one of these.
+        `others`: further ones of `pd_cluster.LLM.generate`. Raises RequestError before any work.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return _own(self._llm.generate(prompts, params, use_tqdm=use_tqdm, **others))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params | None = None,
+        use_tqdm: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several. `others`: further ones of `pd_cluster.LLM.chat`.
+
+        `chat_template_kwargs` are the template's variables, such as {"enable_thinking": False}. Raises RequestError.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return _own(self._llm.chat(messages, params, use_tqdm, chat_template_kwargs=chat_template_kwargs, **others))
+
+    def close(self) -> None:
+        """Ends the engine; once is enough."""
+        self._llm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _own(found: list[Any]) -> list[RequestOutput]:
+    return [RequestOutput.of(each, at) for at, each in enumerate(found)]
+
+
+def _write_log(line: str) -> None:
+    """Where nothing can be written, a warning says so, and what would have been."""
+    folder = Path(os.environ.get("FD_LOG_DIR") or "log")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / LOG_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} INFO {line}\n")
+    except OSError as error:
+        log.warning("%s: cannot be written: %s; %s", folder / LOG_FILE, error, line)

@@ -1,0 +1,64 @@
+"""FastDeploy's ErnieBotTokenizer, for whatever model: its folder's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from pd_cluster.api.chat_protocol import ChatFields
+from pd_cluster.api.conversation import conversation_of
+from pd_cluster.api.parse import parse
+from pd_cluster.errors import RequestError
+from pd_cluster.hub import resolve_model
+from pd_cluster.text import Tokenizer
+
+
+class ErnieBotTokenizer:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def from_pretrained(cls, path: str, revision: str = "") -> Self:
+        """A model's folder, or a hub's model. Raises ModelError."""
+        return cls(Tokenizer(resolve_model(str(path), revision, needs_weights=False)))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.vocab_size
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str | list[int]:
+        """The prompt that the model's chat template makes, or its token ids. Parts of a message may be texts alone.
+
+        `variables` are the template's, such as `enable_thinking`. Raises RequestError.
+        """
+        template = self._tokenizer.template
+        if template is None:
+            raise RequestError("conversation: the model's folder has no chat template", param="messages")
+        body = {
+            "messages": list(conversation),
+            "add_generation_prompt": add_generation_prompt,
+            "chat_template_kwargs": variables or None,
+        }
+        try:
+            request = parse(msgspec.json.encode(body), ChatFields)
+        except (TypeError, ValueError) as error:  # what JSON has no word for
+            raise RequestError(f"conversation: {error}", param="messages") from None
+        text = conversation_of(request, template.variables).render(template)
+        return self._tokenizer.encode(text, False) if tokenize else text
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text, add_special_tokens)}

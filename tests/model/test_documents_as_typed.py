@@ -1,0 +1,304 @@
+"""The examples of the offline documents as they are typed, with only import line and model path changed, and each
+documented call with its arguments in the document's order. All on a real engine.
+
+What needs images, adapters or quantised weights is refused by name; other tests show that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pd_cluster as lmdeploy
+from pd_cluster import (
+    LLM,
+    AsyncEngine,
+    ChatTemplateConfig,
+    GenerationConfig,
+    PytorchEngineConfig,
+    TurbomindEngineConfig,
+    pipeline,
+)
+from pd_cluster import SamplingParams as TacoParams
+from pd_cluster.checkpoint import SHIPPED_MODEL
+from pd_cluster.errors import RequestError
+
+MODEL = str(SHIPPED_MODEL)
+GREETING = "Hello! How can I help you?"
+PROMPTS = ["Hi, pls intro yourself", "Shanghai is"]
+PLAIN = ChatTemplateConfig("base")  # of LMDeploy's own: texts go to the model as they are
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[AsyncEngine]:
+    with pipeline(MODEL) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL, max_model_len=512) as engine:
+        yield engine
+
+
+# ---- LMDeploy: how a pipeline is made
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pipeline(MODEL),
+        lambda: pipeline(MODEL, None, TurbomindEngineConfig(), None, "ERROR"),
+        lambda: pipeline(MODEL, None, PytorchEngineConfig(session_len=1024)),
+        lambda: pipeline(MODEL, None, "pytorch", PytorchEngineConfig(session_len=1024)),
+        lambda: pipeline(MODEL, None, "turbomind", None, None, 32, 1, "ERROR"),
+        lambda: AsyncEngine(MODEL, None, "turbomind", None, None, 32, 1),
+        lambda: lmdeploy.pipeline(MODEL, backend="pytorch", backend_config=PytorchEngineConfig("", 1, 1024)),
+    ],
+    ids=["alone", "later order", "later order, config", "early order, config", "early order", "AsyncEngine", "named"],
+)
+def test_a_pipeline_in_the_orders_of_both_documents(make: Any) -> None:
+    with make() as pipe:
+        assert pipe(["hi"])[0].text == GREETING
+
+
+def test_too_many_or_doubled_positions_are_python_s_own_error() -> None:
+    with pytest.raises(TypeError, match="at most 8 positional"):
+        pipeline(MODEL, None, None, None, "ERROR", "pytorch", 32, 1, 1)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="multiple values for argument 'backend_config'"):
+        pipeline(MODEL, None, None, backend_config=None)  # type: ignore[call-overload]
+
+
+# ---- LMDeploy: its calls
+
+
+@pytest.mark.parametrize("name", ["__call__", "batch_infer"])
+def test_a_call_with_every_option_by_its_place(pipe: AsyncEngine, name: str) -> None:
+    """(prompts, gen_config, do_preprocess or chat_template_config, request_output_len, top_k, top_p, temperature,
+    repetition_penalty, ignore_eos): each of them acts, and as it does by its name.
+    """
+    call = getattr(pipe, name)
+    with pytest.warns(FutureWarning):
+        (response,) = call(["hi"], None, True, 3, 1, 0.9, 0.5, 1.0, False)
+    with pytest.warns(FutureWarning):
+        (by_name,) = call(["hi"], request_output_len=3, top_k=1, top_p=0.9, temperature=0.5)
+    assert (response.text, response.generate_token_len, response.finish_reason) == (by_name.text, 3, "length")
+    with pytest.warns(FutureWarning):
+        (endless,) = call(["hi"], None, None, 40, 1, 1.0, 1.0, 1.0, True)
+    assert (endless.generate_token_len, endless.finish_reason) == (40, "length")
+    assert endless.text.startswith(GREETING)
+    with pytest.warns(FutureWarning):
+        (repeated,) = call(["1, 1, 1, 1,"], None, False, 40, 1, 1.0, 1.0, 1.0, True)
+    with pytest.warns(FutureWarning):
+        (penalised,) = call(["1, 1, 1, 1,"], None, False, 40, 1, 1.0, 1.0, 2.0, True)
+    assert penalised.text != repeated.text
+    plain = call(["hi"], GenerationConfig(max_new_tokens=8), PLAIN)
+    assert plain == call(["hi"], GenerationConfig(max_new_tokens=8), False)
+    assert plain != call(["hi"], GenerationConfig(max_new_tokens=8), True)
+
+
+def test_a_stream_with_its_options_by_their_places(pipe: AsyncEngine) -> None:
+    whole = pipe(["hi"], GenerationConfig(max_new_tokens=6))[0]
+    parts = list(pipe.stream_infer(["hi"], GenerationConfig(max_new_tokens=6), True))
+    assert "".join(part.text for part in parts) == whole.text
+    with pytest.warns(FutureWarning):
+        parts = list(pipe.stream_infer(["hi"], None, True, 6, 1))
+    assert "".join(part.text for part in parts) == whole.text
+
+
+def test_generate_with_every_option_by_its_place(pipe: AsyncEngine) -> None:
+    """(messages, session_id, gen_config, chat_template_config, stream_response, sequence_start, sequence_end, step,
+    request_output_len, stop, stop_words, top_k, top_p, temperature, repetition_penalty, ignore_eos).
+    """
+
+    async def turn(*places: Any) -> list[Any]:
+        return [out async for out in pipe.generate(*places)]
+
+    old = (4, False, None, 1, 1.0, 1.0, 1.0, False)
+    with pytest.warns(FutureWarning):
+        (whole,) = asyncio.run(turn("hi", 1, None, None, False, True, True, 0, *old))
+    assert (whole.generate_token_len, whole.finish_reason) == (4, "length")
+    with pytest.warns(FutureWarning):
+        parts = asyncio.run(turn("hi", 1, None, None, True, True, True, 0, *old))
+    assert "".join(part.response for part in parts) == whole.response
+    with pytest.warns(FutureWarning):
+        (stopped,) = asyncio.run(turn("hi", 1, None, None, False, True, True, 0, 40, False, ["can"], 1))
+    assert stopped.response == "Hello! How "
+    (first,) = asyncio.run(turn("hi", 2, GenerationConfig(max_new_tokens=9), PLAIN, False, True, False))
+    (second,) = asyncio.run(turn("there", 2, GenerationConfig(max_new_tokens=9), PLAIN, False, False, True))
+    assert second.history_token_len == first.input_token_len + first.generate_token_len
+    assert asyncio.run(turn("", 2, None, None, True, True, True, 0, None, True)) != []  # stop
+
+
+def test_a_generator_of_a_session(pipe: AsyncEngine) -> None:
+    """get_generator(stop, session_id), by place."""
+
+    async def ask() -> str:
+        generator = await pipe.get_generator(False, 5)
+        return "".join([out.response async for out in generator.generate("hi")])
+
+    assert asyncio.run(ask()) == GREETING
+    pipe.stop_session(5)
+    pipe.end_session(5)
+
+
+@pytest.mark.parametrize("top_k", [1, 40])
+def test_n_answers(pipe: AsyncEngine, top_k: int) -> None:
+    """Greedy ones are alike; drawn ones are those that as many requests with seeds of their own would not all be."""
+    config = GenerationConfig(n=4, max_new_tokens=12, top_k=top_k, temperature=2.0, random_seed=3, ignore_eos=True)
+    responses = pipe(PROMPTS, config)
+    for response in responses:
+        texts = [choice.text for choice in response.choices]
+        assert len(texts) == 4
+        assert response.text == texts[0]
+        assert [choice.choice for choice in response.choices] == [0, 1, 2, 3]
+        assert len(set(texts)) == 1 if top_k == 1 else len(set(texts)) > 1
+    streamed: dict[tuple[int, int], str] = {}
+    for part in pipe.stream_infer(PROMPTS, config):
+        key = part.index, part.choice
+        streamed[key] = streamed.get(key, "") + part.text
+    assert streamed == {(r.index, c.choice): c.text for r in responses for c in r.choices}
+
+
+def test_a_session_has_one_answer(pipe: AsyncEngine) -> None:
+    async def ask() -> None:
+        async for _ in pipe.generate("hi", 7, GenerationConfig(n=2)):
+            pass
+
+    with pytest.raises(RequestError, match=r"^n: 2; a session goes on from one answer"):
+        asyncio.run(ask())
+
+
+# ---- TACO-LLM
+
+
+def test_a_taco_llm_with_every_argument_by_its_place() -> None:
+    """The constructor's nineteen, in the document's order and with its defaults."""
+    documented = (MODEL, None, "auto", False, False, 1, "auto", None, None, None)
+    documented += (0, 0.9, 4, 0, None, None, 8192, False, False)  # type: ignore[assignment]
+    with LLM(*documented) as llm:
+        (output,) = llm.generate("User: hi", TacoParams(max_tokens=4, temperature=0), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4
+
+
+def test_taco_s_calls_by_place(llm: LLM) -> None:
+    """chat(messages, sampling_params, use_tqdm, lora_request, chat_template, add_generation_prompt) and
+    generate(prompts, sampling_params, prompt_token_ids, use_tqdm, lora_request, prompt_adapter_request,
+    guided_options_request).
+    """
+    params = TacoParams(max_tokens=16, temperature=0)
+    messages = [{"role": "user", "content": "hi"}]
+    (output,) = llm.chat(messages, params, False, None, None, True)
+    assert output.outputs[0].text == GREETING
+    (bare,) = llm.chat(messages, params, False, None, "{{ messages[0].content }}", False)
+    assert bare.prompt == "hi"
+    guide = lmdeploy.LLMGuidedOptions(guided_choice=["yes", "no"])
+    (guided,) = llm.generate(["Is it?"], params, None, False, None, None, guide)
+    assert guided.outputs[0].text in ("yes", "no")
+    asked = lmdeploy.GuidedDecodingRequest(guided_regex="[0-9]{3}")
+    (numbers,) = llm.generate(["Is it?"], params, None, False, None, None, asked)
+    assert numbers.outputs[0].text.isdecimal()
+
+
+def test_prompts_beside_their_token_ids(llm: LLM) -> None:
+    """The ids are computed, the text is told."""
+    params = TacoParams(max_tokens=6, temperature=0)
+    (alone,) = llm.generate(prompt_token_ids=[5, 6, 7], sampling_params=params, use_tqdm=False)
+    (both,) = llm.generate(["five six seven"], params, [[5, 6, 7]], False)
+    (inside,) = llm.generate({"prompt": "five six seven", "prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    assert both.prompt == inside.prompt == "five six seven"
+    assert both.prompt_token_ids == inside.prompt_token_ids == [5, 6, 7]
+    assert both.outputs[0].token_ids == inside.outputs[0].token_ids == alone.outputs[0].token_ids
+    with pytest.raises(RequestError, match="prompt_token_ids: 1 for 2 prompts"):
+        llm.generate(["a", "b"], params, [[5]])
+
+
+# ---- FastDeploy
+
+
+def test_fastdeploy_s_first_two_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    from pd_cluster.fastdeploy import LLM, SamplingParams
+
+    msg1 = [
+        {"role": "system", "content": "I'm a helpful AI assistant."},
+        {"role": "user", "content": "把李白的静夜思改写为现代诗"},
+    ]
+    msg2 = [
+        {"role": "system", "content": "I'm a helpful AI assistant."},
+        {"role": "user", "content": "Write me a poem about large language model."},
+    ]
+    messages = [msg1, msg2]
+
+    # 采样参数
+    sampling_params = SamplingParams(top_p=0.95, max_tokens=6400)
+
+    # 加载模型
+    llm = LLM(model=MODEL, tensor_parallel_size=1, max_model_len=512)
+
+    # 批量进行推理
+    outputs = llm.chat(messages, sampling_params)
+
+    # 输出结果
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs.text
+        assert "helpful" in str(prompt)
+        assert generated_text
+
+    prompts = ["User: 帮我写一篇关于深圳文心公园的500字游记和赏析。\nAssistant: 好的。"]
+    outputs = llm.generate(prompts, sampling_params)
+    for output in outputs:
+        assert output.prompt == prompts[0]
+        assert output.outputs.text
+    llm.close()
+    (line,) = (tmp_path / "log" / "fastdeploy.log").read_text().splitlines()
+    head, _, number = line.rpartition("total_block_num:")
+    assert head.endswith("INFO Doing profile, the ")
+    assert int(number) * 64 >= 512
+
+
+def test_fastdeploy_s_module_paths_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`max_tokens` counts the prompt, `index` is the prompt's place in the batch, durations are as documented."""
+    monkeypatch.setenv("FD_LOG_DIR", str(tmp_path))
+    from pd_cluster.fastdeploy.engine.request import CompletionOutput, RequestMetrics, RequestOutput
+    from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
+    from pd_cluster.fastdeploy.entrypoints.llm import LLM
+    from pd_cluster.fastdeploy.input.ernie_tokenizer import ErnieBotTokenizer
+
+    tokenizer = ErnieBotTokenizer.from_pretrained(MODEL)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert isinstance(prompt, str)
+    prompt_ids = tokenizer.apply_chat_template(messages)
+    with LLM(model=MODEL, max_model_len=512) as llm:
+        images: list[Any] = []
+        (answer,) = llm.generate(
+            prompts={"prompt": prompt, "multimodal_data": {"image": images, "video": images}},
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=6400),
+        )
+        assert answer.outputs.text == GREETING  # type: ignore[union-attr]
+        assert answer.prompt_token_ids == prompt_ids
+        (short,) = llm.generate([prompt_ids], SamplingParams(temperature=0.0, max_tokens=len(prompt_ids) + 3), False)
+        assert len(short.outputs.token_ids) == 3  # type: ignore[union-attr]
+        found = llm.chat([messages, messages, messages], SamplingParams(temperature=0.0), False, {"unknown": 1})
+        several = llm.generate([prompt], SamplingParams(n=2, temperature=1.0, max_tokens=200), False)
+    for at, output in enumerate(found):
+        assert isinstance(output, RequestOutput)
+        assert isinstance(output.outputs, CompletionOutput)
+        assert isinstance(output.metrics, RequestMetrics)
+        metrics, outputs = output.metrics, output.outputs
+        assert (outputs.index, outputs.text, output.finished, output.error_code) == (at, GREETING, True, 200)
+        assert outputs.send_idx == len(outputs.token_ids) - 1
+        assert metrics.inference_start_time is not None
+        assert metrics.inference_start_time >= metrics.arrival_time
+        assert metrics.first_token_time is not None
+        assert metrics.model_forward_time is not None
+        assert metrics.model_execute_time is not None
+        assert 0 < metrics.first_token_time <= metrics.model_forward_time <= metrics.model_execute_time
+    assert isinstance(several[0].outputs, list)
+    assert len(several[0].outputs) == 2

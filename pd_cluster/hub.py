@@ -16,7 +16,8 @@ from pd_cluster.errors import ModelError
 log = logging.getLogger(__name__)
 
 # What is fetched: never code, and weights in one form only.
-PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model")
+WEIGHTS = "*.safetensors"
+PATTERNS = ("*.json", WEIGHTS, "*.jinja", "*.model")
 INDEX = "model.safetensors.index.json"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -36,7 +37,8 @@ def resolve_model(
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ModelError(f"{flag} {model}: no such folder")
-    found = _cached(model, revision, download_dir)
+    patterns = PATTERNS if needs_weights else tuple(each for each in PATTERNS if each != WEIGHTS)
+    found = _cached(model, revision, download_dir, patterns)
     if found is not None and _is_whole(found, needs_weights):
         return found
     named = f"{model}, revision {revision}" if revision else model
@@ -46,16 +48,21 @@ def resolve_model(
             f"{flag} {named}: no such folder, and {have} in the local Hugging Face cache; {OFFLINE[0]} keeps it from "
             f"being fetched"
         )
-    return _fetched(model, revision, download_dir, f"{flag} {named}", needs_weights)
+    return _fetched(model, revision, download_dir, patterns, f"{flag} {named}")
 
 
-def _cached(model: str, revision: str, download_dir: str) -> Path | None:
+def _cached(model: str, revision: str, download_dir: str, patterns: tuple[str, ...]) -> Path | None:
+    """None also for what was begun and is not whole, as far as the hub's library knows."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         place = snapshot_download(
-            model, revision=revision or None, cache_dir=download_dir or None, local_files_only=True
+            model,
+            revision=revision or None,
+            cache_dir=download_dir or None,
+            local_files_only=True,
+            allow_patterns=list(patterns),
         )
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
@@ -70,7 +77,7 @@ def _is_whole(path: Path, needs_weights: bool) -> bool:
         return False
     index = path / INDEX
     if not index.exists():
-        return any(path.glob("*.safetensors"))
+        return any(path.glob(WEIGHTS))
     try:
         files = set(json.loads(index.read_bytes())["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
@@ -78,12 +85,11 @@ def _is_whole(path: Path, needs_weights: bool) -> bool:
     return all((path / name).exists() for name in files)
 
 
-def _fetched(model: str, revision: str, download_dir: str, named: str, needs_weights: bool) -> Path:
+def _fetched(model: str, revision: str, download_dir: str, patterns: tuple[str, ...], named: str) -> Path:
     """Processes of a host that want the same files wait for the one that fetches them. Raises ModelError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -93,7 +99,6 @@ def _fetched(model: str, revision: str, download_dir: str, named: str, needs_wei
     if not sys.stderr.isatty():
         disable_progress_bars()
     log.info("fetching %s from the hub", named.partition(" ")[2])
-    patterns = PATTERNS if needs_weights else tuple(each for each in PATTERNS if each != "*.safetensors")
     try:
         place = snapshot_download(
             model, revision=revision or None, cache_dir=download_dir or None, allow_patterns=list(patterns)
@@ -108,12 +113,12 @@ def _fetched(model: str, revision: str, download_dir: str, named: str, needs_wei
         ) from None
     except HFValidationError:
         raise ModelError(f"{named}: no such folder, and no name that a hub's model could have") from None
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # of many libraries, whatever the network does
         raise ModelError(
             f"{named}: no such folder, not in the local Hugging Face cache, and it cannot be fetched: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
         ) from None
     path = Path(place)
-    if needs_weights and not (path / "config.json").exists():
+    if WEIGHTS in patterns and not (path / "config.json").exists():
         raise ModelError(f"{named}: the hub's model has no config.json")
     return path

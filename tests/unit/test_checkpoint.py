@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
+from pd_cluster.config import EngineConfig
 from pd_cluster.errors import ModelError
 from pd_cluster.weight_files import SAMPLE_NBYTES
 from tests.support.checkpoints import make_tokenizer
@@ -61,7 +62,8 @@ def test_what_is_no_folder_and_no_name(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["nobody/nothing-of-this-name", "bad name/with spaces?"])
-def test_a_name_that_is_not_in_the_cache(model: str) -> None:
+def test_a_name_that_is_not_in_the_cache(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "no model of that name in the local Hugging Face cache" in fault(model)
 
 
@@ -157,9 +159,11 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]
 def test_how_long_a_sequence_can_be(folder: Path, config: dict[str, Any], expected: int) -> None:
     make_folder(folder, {"model_type": "llama", **config})
     opened = Checkpoint.open(str(folder))
-    assert opened.max_position_embeddings == expected
-    with pytest.raises(ModelError, match=f"{expected}; use at most that"):
-        opened.max_model_len(expected + 1)
+    assert opened.max_position_embeddings == opened.max_model_len(None) == expected
+    most = max(expected, opened.rope.most)
+    assert opened.max_model_len(most) == most
+    with pytest.raises(ModelError, match=f"{most}; use at most that"):
+        opened.max_model_len(most + 1)
 
 
 @pytest.mark.parametrize(
@@ -303,25 +307,29 @@ def test_adapters_beside_the_model_are_named(folder: Path, caplog: pytest.LogCap
 # ---- --generation-config
 
 
+def opened_with(folder: Path, generation_config: str) -> Checkpoint:
+    return Checkpoint.of(EngineConfig(model=str(folder), generation_config=generation_config))
+
+
 def test_another_folders_generation_config(tmp_path: Path) -> None:
     folder, other = make_folder(tmp_path / "model"), tmp_path / "other"
     other.mkdir()
     (folder / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [2, 7]}')
     (other / "generation_config.json").write_text('{"top_k": 3}')
     for source in ("auto", "vllm"):
-        opened = Checkpoint.open(str(folder), source)
+        opened = opened_with(folder, source)
         assert (opened.eos_token_ids, opened.generation_file) == ({2, 7}, folder / "generation_config.json")
-    opened = Checkpoint.open(str(folder), str(other))
+    opened = opened_with(folder, str(other))
     assert opened.generation_config == {"top_k": 3, "eos_token_id": [2, 7]}
     assert (opened.eos_token_ids, opened.generation_file) == ({2, 7}, other / "generation_config.json")
     (other / "generation_config.json").write_text('{"eos_token_id": 9}')
-    assert Checkpoint.open(str(folder), str(other)).eos_token_ids == {9}
+    assert opened_with(folder, str(other)).eos_token_ids == {9}
 
 
 @pytest.mark.parametrize("given", ["vlm", "", "/nowhere"])
 def test_a_generation_config_that_is_not_there(folder: Path, given: str) -> None:
     with pytest.raises(ModelError) as caught:
-        Checkpoint.open(str(folder), given)
+        opened_with(folder, given)
     assert str(caught.value) == (
         f"--generation-config {given!r}: no folder with a generation_config.json; give such a folder, auto or vllm"
     )

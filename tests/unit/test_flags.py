@@ -181,12 +181,12 @@ def test_negative_numbers_of_flags_without_effect(argv: list[str]) -> None:
     assert warnings == [f"--max-log-len has no effect: {NO_EFFECT['--max-log-len'].why}"]
 
 
-@pytest.mark.parametrize("argv", [["--max-seq-len-to-capture", "9"], ["--max_seq_len_to_capture=9"]])
+@pytest.mark.parametrize("argv", [["--scheduler-delay-factor", "9"], ["--scheduler_delay_factor=9"]])
 def test_one_warning_for_a_flag_without_effect(argv: list[str]) -> None:
     options, warnings = parse("--port", "8088", *argv, "--max-num-seqs=4")
     assert (options["port"], options["max_num_seqs"]) == (8088, 4)
     assert len(warnings) == 1
-    assert "--max-seq-len-to-capture has no effect" in warnings[0]
+    assert "--scheduler-delay-factor has no effect" in warnings[0]
 
 
 @pytest.mark.parametrize(

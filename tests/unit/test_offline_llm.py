@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import io
 import logging
@@ -17,7 +16,6 @@ import pytest
 import pd_cluster
 from pd_cluster import LLM, RequestOutput, SamplingParams
 from pd_cluster.errors import InstanceLost, RequestError
-from pd_cluster.offline import llm as llm_module
 from pd_cluster.offline.outputs import CompletionOutput, Outputs
 from pd_cluster.offline.progress import Progress
 from pd_cluster.types import Logprobs, PromptOutput, TokenOutput
@@ -61,14 +59,6 @@ def test_the_package_has_the_names_and_stays_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_where_the_documents_modules_are_not_is_told() -> None:
-    """FastDeploy has them, too, as `entrypoints.llm` and `engine.sampling_params`."""
-    for name, told in (("entrypoints", "entrypoints.llm"), ("engine.sampling_params", "engine.sampling_params")):
-        assert importlib.util.find_spec(f"pd_cluster.{name}") is None
-        assert told in " ".join((llm_module.__doc__ or "").split())
-    assert "from pd_cluster import LLM, SamplingParams" in " ".join((llm_module.__doc__ or "").split())
 
 
 def test_every_exported_name_is_there_and_no_other() -> None:
@@ -117,7 +107,8 @@ def test_token_ids_under_their_older_name(make: MakeLLM, given: Any, wanted: lis
     ("arguments", "error"),
     [
         ({}, "prompts: nothing to continue; give prompts, or prompt_token_ids"),
-        ({"prompts": "a", "prompt_token_ids": [1]}, "prompts: prompt_token_ids are given too"),
+        ({"prompts": ["a", "b"], "prompt_token_ids": [1]}, "prompt_token_ids: 1 for 2 prompts; give as many"),
+        ({"prompts": [[1]], "prompt_token_ids": [[1]]}, "prompts[0]: beside prompt_token_ids it must be a text"),
         ({"prompts": "a", "inputs": "b"}, "prompts: 'a': inputs are given too"),
         ({"prompts": []}, "prompts: empty"),
         ({"prompts": ["a", [1]]}, "prompts: lists and strings in one list"),

@@ -130,14 +130,8 @@ def test_arguments_of_chats_reach_the_text_service(make: MakeLLM) -> None:
     ("arguments", "warning"),
     [
         ({"trust_remote_code": True}, "trust_remote_code has no effect: code from a model folder is never run"),
-        (
-            {"max_context_len_to_capture": 10},
-            "max_context_len_to_capture has no effect: graphs are captured for the sizes in use",
-        ),
-        (
-            {"max_seq_len_to_capture": 10},
-            "max_seq_len_to_capture has no effect: graphs are captured for the sizes in use",
-        ),
+        ({"static_decode_blocks": 2}, "static_decode_blocks has no effect: a request takes blocks as it needs them"),
+        ({"max_waiting_time": 2}, "max_waiting_time has no effect: nothing is served offline"),
         ({"disable_custom_all_reduce": True}, "disable_custom_all_reduce has no effect: there is no custom all-reduce"),
         ({"disable_async_output_proc": True}, "disable_async_output_proc has no effect: there is no such switch"),
         ({"port": 9001}, "port has no effect: nothing is served offline"),
@@ -162,6 +156,7 @@ def test_what_cannot_matter_here_is_said_once(
         {"enforce_eager": False},
         {"trust_remote_code": False},
         {"tokenizer_mode": "auto"},
+        {"tokenizer_mode": "slow"},
         {"cpu_offload_gb": 0},
         {"quantization": None},
         {"enable_mm": False},
@@ -181,16 +176,16 @@ def test_what_asks_for_nothing_goes_without_a_word(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"tokenizer_mode": "slow"}, "tokenizer_mode 'slow': not supported (tokenizers are always fast); leave it out"),
-        ({"tokenizer_mode": "fast"}, "tokenizer_mode 'fast': not supported (tokenizers are always fast); leave it out"),
+        ({"tokenizer_mode": "fast"}, "tokenizer_mode 'fast': not supported (fast and slow tokenizers give the same"),
         ({"quantization": "awq"}, "quantization 'awq': quantized weights are not supported yet; leave it out"),
         ({"quantization": "gptq"}, "quantization 'gptq': quantized weights are not supported yet; leave it out"),
         ({"quantization": "fp8"}, "quantization 'fp8': quantized weights are not supported yet; leave it out"),
-        ({"revision": "main"}, "revision 'main': give model the folder of the revision; leave it out"),
-        (
-            {"tokenizer_revision": "main"},
-            "tokenizer_revision 'main': the tokenizer comes from the model folder; leave it out",
-        ),
+        ({"hf_overrides": "{"}, "hf_overrides '{': expected a JSON object"),
+        ({"hf_overrides": {"a": len}}, "hf_overrides {'a': <built-in function len>}: expected a mapping as JSON has"),
+        ({"rope_theta": -1.0}, "rope_theta -1: must be above 0 and finite"),
+        ({"max_seq_len_to_capture": 0}, "max_seq_len_to_capture 0: must be at least 1"),
+        ({"splitwise_role": "prefill"}, "splitwise_role 'prefill': not supported (give prefill= and decode=,"),
+        ({"lm_head_fp32": True}, "lm_head_fp32 True: logits are computed in the model's dtype"),
         ({"cpu_offload_gb": 2}, "cpu_offload_gb 2: weights are not offloaded; leave it out"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0: must be at least 1"),
         ({"dtype": "int4"}, "dtype 'int4': expected one of auto, float32, float16, bfloat16, float, half"),
@@ -224,17 +219,16 @@ def test_what_cannot_be_had_is_refused_by_name(make: MakeLLM, arguments: dict[st
     assert str(caught.value).startswith(error)
 
 
-def test_the_tokenizer_may_be_named_as_long_as_it_is_the_models(tmp_path: Path) -> None:
+def test_what_names_the_files_of_the_model_reaches_the_engine() -> None:
     model = str(SHIPPED_MODEL)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / "tokenizer.json").write_bytes((SHIPPED_MODEL / "tokenizer.json").read_bytes())
-    for given in (model, SHIPPED_MODEL, str(copy)):
-        config_of({"model": model, "tokenizer": given})
-    (copy / "tokenizer.json").write_text("{}")
-    for other in (str(copy), str(tmp_path / "nothing")):
-        with pytest.raises(ConfigError, match="another one than the model's; the tokenizer comes from the model"):
-            config_of({"model": model, "tokenizer": other})
+    given = {"tokenizer": SHIPPED_MODEL, "tokenizer_revision": "t", "revision": "r", "download_dir": "/d"}
+    others = {"hf_overrides": {"rope_theta": 5}, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    engine = config_of({"model": model, **given, **others, "max_context_len_to_capture": 99}).engine
+    assert (engine.tokenizer, engine.tokenizer_revision, engine.revision) == (model, "t", "r")
+    assert engine.download_dir == "/d"
+    assert engine.hf_overrides == {"rope_theta": 5, "rope_scaling": others["rope_scaling"]}
+    assert engine.max_seq_len_to_capture == 99
+    assert config_of({"model": model, "rope_theta": 7.0}).engine.hf_overrides == {"rope_theta": 7.0}
 
 
 def test_worker_processes_get_their_own_flags(make: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:

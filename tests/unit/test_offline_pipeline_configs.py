@@ -172,15 +172,14 @@ def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
         (turbomind.EngineConfig(quant_policy=4), "EngineConfig.quant_policy 4: the KV cache keeps the model's dtype"),
         (TurbomindEngineConfig(quant_policy=8), "TurbomindEngineConfig.quant_policy 8"),
         (turbomind.EngineConfig(kv_bits=4), "EngineConfig.kv_bits 4"),
-        (TurbomindEngineConfig(rope_scaling_factor=2.0), "rope_scaling_factor 2.0: positions follow"),
-        (turbomind.EngineConfig(use_dynamic_ntk=True), "use_dynamic_ntk True"),
-        (TurbomindEngineConfig(use_logn_attn=True), "use_logn_attn True"),
+        (TurbomindEngineConfig(rope_scaling_factor=0.5), "rope_scaling_factor 0.5: must be a number of at least 1"),
+        (turbomind.EngineConfig(use_dynamic_ntk=3), "use_dynamic_ntk 3: must be True or False"),  # type: ignore[arg-type]
+        (TurbomindEngineConfig(use_logn_attn=None), "use_logn_attn None: must be True or False"),  # type: ignore[arg-type]
         (TurbomindEngineConfig(model_format="awq"), "model_format 'awq': weights are read as Hugging Face"),
         (turbomind.EngineConfig(model_format="llama"), "model_format 'llama': weights are read as Hugging Face"),
         (turbomind.EngineConfig(model_format="what"), "model_format 'what'"),
         (PytorchEngineConfig(adapters={"a": "/a"}), "PytorchEngineConfig.adapters .*: LoRA adapters are not served"),
-        (PytorchEngineConfig(revision="main"), "revision 'main': nothing is downloaded"),
-        (PytorchEngineConfig(download_dir="/x"), "download_dir '/x': nothing is downloaded"),
+        (PytorchEngineConfig(revision=5), "revision 5: must be a text"),  # type: ignore[arg-type]
         (PytorchEngineConfig(eviction_type="swap"), "eviction_type 'swap': expected recompute or copy"),
         (PytorchEngineConfig(tp=0), "tp 0: must be a whole number of at least 1"),
         (PytorchEngineConfig(max_batch_size="8"), "max_batch_size '8': must be a whole number"),  # type: ignore[arg-type]
@@ -194,6 +193,25 @@ def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
 def test_what_is_not_here_is_refused_by_name(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_of("/models/x", config)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        (TurbomindEngineConfig(), {}),
+        (TurbomindEngineConfig(rope_scaling_factor=2), {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        (turbomind.EngineConfig(use_dynamic_ntk=True), {"rope_scaling": {"rope_type": "dynamic"}}),
+        (turbomind.EngineConfig(use_logn_attn=True), {"use_logn_attn": True}),
+    ],
+)
+def test_fields_of_positions_replace_config_json_s(config: Any, overrides: dict[str, Any]) -> None:
+    assert engine_of("/models/x", config).config.hf_overrides == overrides
+
+
+@pytest.mark.parametrize("config", [PytorchEngineConfig, TurbomindEngineConfig])
+def test_a_hub_s_revision_and_where_it_is_kept(config: Any) -> None:
+    engine = engine_of("a/b", config(revision="v2", download_dir="/x")).config
+    assert (engine.model, engine.revision, engine.download_dir) == ("a/b", "v2", "/x")
 
 
 @pytest.mark.parametrize("model_format", [None, "hf"])
@@ -268,7 +286,8 @@ def test_ignore_eos_goes_beyond_the_ends_of_answers_that_a_template_knows(tokeni
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        ({"n": 2}, "n", "n: 2; a response has one text, so only 1 is supported"),
+        ({"n": 0}, "n", "^n: 0"),
+        ({"n": True}, "n", "^n: True"),
         ({"max_new_tokens": "x"}, "max_new_tokens", "^max_new_tokens: 'x': Input should be"),
         ({"top_p": 1.5}, "top_p", "^top_p: 1.5"),
         ({"top_k": -2}, "top_k", "^top_k: -2"),

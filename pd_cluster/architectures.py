@@ -73,6 +73,7 @@ FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}  # whose t
 INHERITED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 # Fields of such names are numbers of tokens beyond which a sequence is computed in another way.
 LENGTHS = re.compile(r"window|chunk_size|block_size|block_length|local_attention|floor_scale|original_max_position")
+COUNTS = re.compile(r"^num_|^max_|pattern|every|layers")  # these never are
 
 
 def why_not(config: Config) -> str | None:
@@ -126,7 +127,7 @@ def thresholds(config: Config) -> dict[int, str]:
     found: dict[int, str] = {}
     for name, value in _fields(config):
         last = name.rpartition(".")[2]
-        if isinstance(value, int) and value > 1 and LENGTHS.search(last) and not last.startswith(("num_", "max_")):
+        if isinstance(value, int) and value > 1 and LENGTHS.search(last) and not COUNTS.search(last):
             found.setdefault(value, name)
     return dict(sorted(found.items()))
 

@@ -124,6 +124,7 @@ def test_lengths_of_a_config() -> None:
     config = {
         "sliding_window": 512,
         "max_window_layers": 28,
+        "sliding_window_pattern": 6,
         "use_sliding_window": True,
         "chunk_size_feed_forward": 0,
         "rope_parameters": {"sliding_attention": {"original_max_position_embeddings": 64}},

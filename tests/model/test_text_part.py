@@ -99,6 +99,18 @@ def test_tied_embeddings_wherever_they_are_told(tmp_path: Path, name: str, ties:
     assert generate(make_core(folder, **TEXT_ONLY), prompts(), GREEDY) == reference_greedy(folder, prompts(), 20)
 
 
+def test_overrides_are_of_the_text_models_config(tmp_path: Path) -> None:
+    folder = make_multimodal(tmp_path / "model", "llava")
+    before = reference_greedy(folder, prompts(), 20)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    other = make_multimodal(tmp_path / "other", "llava")
+    change_config(other, text_config={**text, "rope_parameters": {**text["rope_parameters"], "rope_theta": 77.0}})
+    expected = reference_greedy(other, prompts(), 20)
+    assert expected != before
+    core = make_core(folder, **TEXT_ONLY, hf_overrides={"rope_theta": 77.0})
+    assert generate(core, prompts(), GREEDY) == expected
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     folder = make_multimodal(tmp_path, "gemma3")
     with ranks(folder, 2, **TEXT_ONLY) as core:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NUM_BEYOND = 8  # tokens after a length
 NUM_BEFORE = 4  # tokens before it whose logits are compared, too
 COMPANY = 12  # tokens of another sequence in the same steps
-MOST_FLOP = {"cpu": 2e13}  # of all these sequences together: up to a few minutes on few cores
+MOST_FLOP = {"cpu": 5e12}  # of all these sequences together: about a minute on few cores
 MOST_FLOP_ELSEWHERE = 2e15
 NOTHING_MORE = SamplingParams(max_tokens=0)  # positions may depend on the most tokens that a request may get
 MOST_SCORES_NBYTES = 2 << 30  # that a layer of transformers' own attention holds at once

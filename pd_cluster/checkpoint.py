@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pd_cluster.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
 from pd_cluster.config import EngineConfig
 from pd_cluster.errors import ModelError
 from pd_cluster.hub import resolve_model
@@ -32,6 +34,7 @@ SUPPORTED_MODEL_TYPES = (
 DEFAULT_POSITIONS = {"gpt2": 1024}
 GENERATION_FILE = "generation_config.json"
 MODELS_OWN = ("auto", "vllm")  # of --generation-config: where answers end is the model folder's matter in both
+POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-chat"
 
@@ -41,17 +44,19 @@ class Checkpoint:
     """A folder with config.json, tokenizer.json and *.safetensors.
 
     `config` is config.json with the overrides in place, `tokenizer_path` the folder of tokenizer.json; None: no text.
-    `identity` is a digest of config, tokenizer and weights' headers, and of a sample of each weight file: two processes
-    with the same identity and the same Numerics can exchange KV cache.
+    `identity` is a digest of config, tokenizer and weights' headers, of a sample of each weight file, and of whether
+    the text model alone is served: two processes with the same identity and the same Numerics can exchange KV cache.
     """
 
     path: Path
-    config: dict[str, Any]
+    config: dict[str, Any]  # of the text model
     generation_config: dict[str, Any]
     identity: str
     tokenizer_path: Path | None
     overrides: dict[str, Any] = field(default_factory=dict)
     generation_folder: Path | None = None  # where generation_config is from, when it is another folder
+    part_of: str = ""  # the model_type of the whole, where the text model of a multimodal folder is served
+    is_unproven: bool = False  # its type is not listed, and --try-unlisted has it
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -64,13 +69,23 @@ class Checkpoint:
         path = resolve_model(engine.model, engine.revision, engine.download_dir)
         tokenizer_path = _tokenizer_path(engine, path)
         overrides = engine.hf_overrides
-        config = overridden(read_json(path / "config.json"), overrides)
-        model_type = config.get("model_type")
-        if model_type not in SUPPORTED_MODEL_TYPES:
-            raise ModelError(f"{path / 'config.json'}: {_not_supported(config)}")
+        file = path / "config.json"
+        whole = read_json(file)
+        config, part_of = overridden(whole, overrides), ""
+        if engine.language_model_only and not _is_listed(whole) and (text := text_part(whole)) is not None:
+            config, part_of = overridden(text, overrides), str(whole.get("model_type"))
+        is_unproven = not _is_listed(config)
+        if is_unproven:
+            config = _unlisted(file, config, whole, engine.try_unlisted, part_of)
+        check_plain(path, whole)
         check_plain(path, config)
         own, folder = _generation_config(path, engine.generation_config)
-        return cls(path, config, own, _identity(path, tokenizer_path), tokenizer_path, overrides, folder)
+        identity = _identity(path, tokenizer_path, part_of)
+        return cls(path, config, own, identity, tokenizer_path, overrides, folder, part_of, is_unproven)
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config["model_type"])
 
     @property
     def rope(self) -> Rope:
@@ -80,6 +95,14 @@ class Checkpoint:
     def hf_overrides(self) -> str:
         """As Numerics has them."""
         return canonical(self.overrides)
+
+    def warn_if_unproven(self) -> None:
+        """Logs that only the proof at load vouches for this model."""
+        if self.is_unproven:
+            log.warning(
+                "unproven: model_type %s is not listed; it is served because --try-unlisted asks for it",
+                self.model_type,
+            )
 
     def warn_of_ignored_files(self) -> None:
         """Logs the files that would change what the model computes elsewhere, and do not here."""
@@ -133,15 +156,42 @@ def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
     return None if has_none else found
 
 
-def _not_supported(config: dict[str, Any]) -> str:
-    text = config.get("text_config")
-    model_type = text.get("model_type") if isinstance(text, dict) else None
-    if model_type in SUPPORTED_MODEL_TYPES:
-        return (
-            f"model_type {config.get('model_type')!r} takes more than text, which is not supported; "
-            f"make a folder of its {model_type} alone (docs/models.md says how)"
+def _is_listed(config: Config) -> bool:
+    return config.get("model_type") in SUPPORTED_MODEL_TYPES
+
+
+def _unlisted(
+    file: Path, config: dict[str, Any], whole: dict[str, Any], try_unlisted: Sequence[str], part_of: str
+) -> dict[str, Any]:
+    """Returns the config of a type to try, with its defaults filled in. Raises ModelError with the true reason."""
+    model_type = config.get("model_type")
+    flag = f"--try-unlisted {model_type}: " if model_type in try_unlisted else ""
+    place = f"{flag}{file}: {'text_config: ' if part_of else ''}model_type {model_type!r}"
+    text = None if part_of else text_part(whole)
+    if text is not None and _is_listed(text):
+        raise ModelError(f"{place} {MULTIMODAL}; --language-model-only serves its {text['model_type']} alone")
+    if reason := _why_never(config):
+        raise ModelError(f"{place} is not supported: it {reason}; supported are {', '.join(SUPPORTED_MODEL_TYPES)}")
+    if not flag:
+        raise ModelError(
+            f"{place} is not supported: it is not listed, and no test compares it with transformers; --try-unlisted "
+            f"{model_type} serves it as unproven, if a proof holds when it is loaded; supported are "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
-    return f"model_type {config.get('model_type')!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+    filled = defaults_of(str(model_type)) | config
+    if not any(filled.get(name) for name in POSITION_FIELDS):
+        raise ModelError(f"{place} has no {' or '.join(POSITION_FIELDS)}: write how many tokens a sequence can have")
+    return filled
+
+
+def _why_never(config: Config) -> str | None:
+    """Returns why an unlisted type cannot even be tried, as what follows "it"; None if it can."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and is_native(model_type):
+        return why_not(config)
+    if config.get("auto_map"):
+        return "is computed by code in its folder (auto_map), which is never run, and transformers has none of its own"
+    return "is not known to the transformers that is installed"
 
 
 def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
@@ -149,7 +199,7 @@ def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
 
     With longrope it is the original length: a longer context turns all positions of every longer request otherwise.
     """
-    name = next((name for name in ("max_position_embeddings", "n_positions") if config.get(name)), "no length:")
+    name = next((name for name in POSITION_FIELDS if config.get(name)), "no length:")
     limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))
     reach = Rope.of(config).reach
     return name, min(limit, reach) if reach else limit
@@ -185,8 +235,8 @@ def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | N
     return ends | read_json(folder / GENERATION_FILE), folder
 
 
-def _identity(path: Path, tokenizer_path: Path | None) -> str:
-    digest = hashlib.sha256()
+def _identity(path: Path, tokenizer_path: Path | None, part_of: str) -> str:
+    digest = hashlib.sha256(b"language model only" if part_of else b"")
     files = [path / "config.json"]
     if tokenizer_path is not None:
         files.append(tokenizer_path / "tokenizer.json")

@@ -99,6 +99,16 @@ def serve(
             "only when asked for: it has not been timed here yet. On CPU: auto or sdpa."
         ),
     ] = "auto",
+    try_unlisted: Annotated[
+        list[str] | None,
+        ENGINE(
+            metavar="TYPE",
+            help="Serve this model_type though it is not listed, if a proof at load holds; may be given again.",
+        ),
+    ] = None,
+    language_model_only: Annotated[
+        bool, ENGINE("--language-model-only", help="Of a multimodal model, serve the text model alone.")
+    ] = False,
     block_size: Annotated[
         int | None, ENGINE(help="Tokens in a KV cache block; 16, on NPUs 128 when not given.")
     ] = None,
@@ -246,6 +256,12 @@ def up(
     decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
     restart: Annotated[str, typer.Option(help="on-failure or no: what becomes of a worker that dies.")] = "on-failure",
     spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line; fork none.")] = False,
+    try_unlisted: Annotated[
+        list[str] | None, typer.Option(metavar="TYPE", help="Serve this model_type as unproven; may be given again.")
+    ] = None,
+    language_model_only: Annotated[
+        bool, typer.Option("--language-model-only", help="Of a multimodal model, serve the text model alone.")
+    ] = False,
     arguments: Annotated[list[str] | None, typer.Argument(help="After --: flags for every instance.")] = None,
 ) -> None:
     """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
@@ -255,9 +271,10 @@ def up(
     gc.disable()  # until the cluster is ready
     from pd_cluster.cluster.launcher import SPAWN, Launch, run_until_signal
     from pd_cluster.cluster.place import use_openai
-    from pd_cluster.flags import normalize, split_keys
+    from pd_cluster.flags import choice_of_model, normalize, split_keys
 
     flags, keys = split_keys(normalize(arguments or []))
+    flags += choice_of_model(try_unlisted or (), language_model_only)
     launch = Launch(
         model=model,
         num_prefill=prefill,

@@ -109,6 +109,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     max_seq_len_to_capture: int | None = None  # tokens; longer contexts run without graphs
     tensor_parallel_size: int = 1
+    try_unlisted: tuple[str, ...] = ()  # types that are served though no test compares them with transformers
+    language_model_only: bool = False  # of a multimodal folder
     seed: int | None = None  # of the scheduler: requests without a seed get theirs from it
     generation_config: str = "auto"  # auto, vllm or a folder: where answers end, and how requests sample by default
 

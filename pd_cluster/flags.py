@@ -153,6 +153,14 @@ def split_keys(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, keys
 
 
+def choice_of_model(try_unlisted: Sequence[str], language_model_only: bool) -> list[str]:
+    """The flags that say what of which models is served."""
+    return [
+        *(f"--try-unlisted={model_type}" for model_type in try_unlisted),
+        *("--language-model-only" for _ in range(language_model_only)),
+    ]
+
+
 def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:
     """Looks at arguments that `serve` has no parameter for. Returns warnings; raises ConfigError."""
     warnings: list[str] = []

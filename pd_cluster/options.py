@@ -58,6 +58,8 @@ class ServeOptions:
     max_seq_len_to_capture: int | None
     spawn: bool
     attention_backend: str
+    try_unlisted: list[str] | None
+    language_model_only: bool
     num_blocks: int | None
     kv_cache_memory: float | None
     gpu_memory_utilization: float | None
@@ -138,6 +140,8 @@ class ServeOptions:
             enforce_eager=self.enforce_eager,
             attention_backend=self.attention_backend,
             max_seq_len_to_capture=self.max_seq_len_to_capture,
+            try_unlisted=tuple(self.try_unlisted or ()),
+            language_model_only=self.language_model_only,
             tensor_parallel_size=1 if self.tensor_parallel_size is None else self.tensor_parallel_size,
             seed=self.seed,
             generation_config=self.generation_config,

@@ -71,6 +71,7 @@ class Edge:
         self.config = config
         self.checkpoint = Checkpoint.of(engine)
         self.checkpoint.warn_of_ignored_files()
+        self.checkpoint.warn_if_unproven()
         self._defaults = sampling_defaults(self.checkpoint, engine.generation_config, config.sampling_override)
         if self._defaults and index is None:
             told = ", ".join(f"{name} {value:g}" for name, value in self._defaults.items())

@@ -24,6 +24,7 @@ def model_routes(service: TextService) -> APIRouter:
             "owned_by": "pd-cluster",
             "root": service.model,
             "max_model_len": service.max_model_len,
+            **({"unproven": True} if service.is_unproven else {}),
         }
 
     @routes.api_route("/v1/models/", methods=LOOKING)

@@ -207,6 +207,7 @@ class Model(BaseModel):
     owned_by: str
     root: str = Field(description="The model folder, as the server was told.")
     max_model_len: int = Field(description="Tokens of prompt and output together.")
+    unproven: bool = Field(default=False, description="Its model_type is not listed; --try-unlisted serves it.")
 
 
 class ModelList(BaseModel):

@@ -63,6 +63,7 @@ class TextService:
         self.shows_token_ids = shows_token_ids
         self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser)
         self.model = model
+        self.is_unproven = checkpoint.is_unproven
         self.served_model_names = served_model_names or [model]
         self._max_model_len = max_model_len
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))

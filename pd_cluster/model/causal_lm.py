@@ -19,7 +19,7 @@ from pd_cluster.model.ops import Heads, Norm, Ops, Rope
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.rope import LengthRotary, LogN
 
-FORGETFUL = ("StableLmAttention",)  # the layers around these do not hand the batch on
+FORGETFUL = ("StableLmAttention", "NemotronAttention")  # the layers around these do not hand the batch on
 
 
 class CausalLM(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from pd_cluster.architectures import PLAIN_TYPES
 from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.device import CPU, Device
 from pd_cluster.errors import ConfigError, ModelError
@@ -34,9 +36,11 @@ from pd_cluster.model.packing import pack_modules
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import Plan
-from pd_cluster.model.parallel.shard import read_shard
+from pd_cluster.model.parallel.shard import has_head, read_shard, read_text_part
 from pd_cluster.model.proof import check_finite
 from pd_cluster.model.rope import USE_LOGN, LogN, put_lengths
+from pd_cluster.model.trial import check_fields, prove_packing
+from pd_cluster.numerics import overridden
 from pd_cluster.types import Request, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -73,6 +77,8 @@ def load_model(
 ) -> CausalLM:
     """The whole model, or this rank's share of it. Raises ModelError when the weights do not fit the architecture."""
     share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
+    if share is not None and checkpoint.is_unproven:
+        raise ModelError(f"--tensor-parallel-size {share.group.size}: no proof would see a wrong split; use 1")
     model = load_plain(checkpoint, dtype, device, share)
     put_lengths(model, checkpoint.rope)
     logn = logn_of(checkpoint)
@@ -81,8 +87,8 @@ def load_model(
     attention = choose_attention(attention_backend, model.config, layout, device, has_sinks, max_num_seqs)
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn)
-    if logn is not None or not can_fuse(model):
-        num_packed = pack_modules(model)
+    if logn is not None or checkpoint.is_unproven or not can_fuse(model):  # some unlisted types have others' classes
+        num_packed = prove_packing(plain, device, dtype) if checkpoint.is_unproven else pack_modules(model)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         return plain
     expected = _probe_logits(plain, layout, device)
@@ -137,13 +143,33 @@ def plan_of(checkpoint: Checkpoint, tp_size: int) -> Plan:
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
-    """transformers' own, with what the checkpoint's overrides say. Raises ModelError for values that cannot be."""
-    if not checkpoint.overrides:
+    """Returns transformers' config with the checkpoint's overrides; that of the text model where it is served alone.
+
+    Raises ModelError for values that cannot be.
+    """
+    overrides = checkpoint.overrides
+    if not checkpoint.part_of and not overrides:
         return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
     try:
-        return CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
+        settings = text_settings(checkpoint.path, overrides) if checkpoint.part_of else checkpoint.config
+        return CONFIG_MAPPING[checkpoint.model_type].from_dict(settings)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"--hf-overrides {checkpoint.hf_overrides}: {error}") from error
+        place = f"--hf-overrides {checkpoint.hf_overrides}" if overrides else str(checkpoint.path / "config.json")
+        raise ModelError(f"{place}: {error}") from error
+
+
+def text_settings(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config of a multimodal folder's text model, as transformers has it."""
+    whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text = whole.text_config
+    own = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+    if text.model_type in PLAIN_TYPES:  # it has three-dimensional positions, whose parts are equal in texts
+        rope = {name: value for name, value in (own.get("rope_parameters") or {}).items() if "mrope" not in name}
+        own["rope_parameters"] = {**rope, "rope_type": "default"} if rope.get("rope_type") == "mrope" else rope
+    # Models differ in which of the two configs counts; untied output layers have weights in the files.
+    is_tied = any(getattr(config, "tie_word_embeddings", False) for config in (whole, text))
+    own["tie_word_embeddings"] = is_tied and not has_head(folder)
+    return overridden(own, overrides)
 
 
 def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share | None = None) -> torch.nn.Module:
@@ -156,10 +182,13 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     if checkpoint.overrides:
         source["config"] = config_of(checkpoint)
     architecture: Any = AutoModelForCausalLM
-    if share is not None:
-        local = share.plan.local_config()
+    if share is not None or checkpoint.part_of:
+        if share is not None:
+            local = share.plan.local_config()
+            weights = read_shard(checkpoint.path, share.plan, share.group.rank, bool(checkpoint.part_of))
+        else:
+            local, weights = config_of(checkpoint), read_text_part(checkpoint.path)
         architecture = AutoModelForCausalLM._model_mapping[type(local)]
-        weights = read_shard(checkpoint.path, share.plan, share.group.rank)
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     try:
         model, info = architecture.from_pretrained(
@@ -190,6 +219,8 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{checkpoint.path}: the safetensors lack {len(missing)} weights, such as {missing[0]}")
+    if checkpoint.is_unproven:
+        check_fields(model)
     layer_types = set(getattr(model.config, "layer_types", None) or ())
     if layer_types - {"full_attention", "sliding_attention"}:
         raise ModelError(f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full and sliding are supported")

@@ -33,6 +33,7 @@ class LengthRotary(torch.nn.Module):
         super().__init__()
         self.rotary = rotary
         self.batch: ForwardBatch | None = None
+        self.is_left_alone = False  # transformers decides, for whole forward passes to compare with
         self._rope = rope
         self._short: torch.Tensor = rotary.original_inv_freq
         self._turn: Callable[..., Turns] = inspect.unwrap(type(rotary).forward)  # without transformers' own decision
@@ -40,6 +41,11 @@ class LengthRotary(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Turns:
         """`position_ids` [1, num_tokens]. Outside of a step, all of them are a short request's."""
+        if self.is_left_alone:
+            self.rotary.inv_freq = self._short.to(x.device, copy=True)  # some write into it
+            self.rotary.max_seq_len_cached = self.rotary.original_max_seq_len
+            found: Turns = self.rotary(x, position_ids)
+            return found
         if self.batch is None:
             return self._turned(x, position_ids, 0)
         lens = self._lengths(self.batch)
@@ -47,16 +53,16 @@ class LengthRotary(torch.nn.Module):
         if len(distinct) == 1:
             return self._turned(x, position_ids, int(distinct[0]))
         rows = np.repeat(lens, self.batch.query_lens)
-        found: Turns | None = None
+        turned: Turns | None = None
         for length in distinct.tolist():
             own = on_device({"rows": np.flatnonzero(rows == length)}, self.batch.pool.device)["rows"]
             cos, sin = self._turned(x, position_ids[:, own], length)
-            if found is None:
+            if turned is None:
                 shape = (1, position_ids.shape[1], cos.shape[-1])
-                found = cos.new_empty(shape), sin.new_empty(shape)
-            found[0][:, own], found[1][:, own] = cos, sin
-        assert found is not None
-        return found
+                turned = cos.new_empty(shape), sin.new_empty(shape)
+            turned[0][:, own], turned[1][:, own] = cos, sin
+        assert turned is not None
+        return turned
 
     def _lengths(self, batch: ForwardBatch) -> Ints:
         """[num_seqs], each what decides of its request's frequencies."""

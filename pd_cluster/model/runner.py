@@ -18,7 +18,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import Kind, SwapSpace
 from pd_cluster.model.attention.choice import check_backend, default_block_size
 from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
+from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.choice import can_choose, choose, tell
 from pd_cluster.model.cpu.memory import keep_what_is_freed
 from pd_cluster.model.graphs import DecodeGraphs
@@ -28,9 +28,11 @@ from pd_cluster.model.profile import peak_of_a_step
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sizing import num_pool_blocks, num_swap_blocks
 from pd_cluster.model.tokens import After, DeviceTokens
+from pd_cluster.model.trial import prove_lengths, trial
 from pd_cluster.numerics import Numerics
 from pd_cluster.streams import capture
 from pd_cluster.types import Request
+from pd_cluster.weight_files import num_weights
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class ModelRunner:
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
         checkpoint = Checkpoint.of(config)
+        checkpoint.warn_if_unproven()
         self.max_model_len = checkpoint.max_model_len(config.max_model_len)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.model_identity = checkpoint.identity
@@ -65,9 +68,17 @@ class ModelRunner:
             hf_overrides=checkpoint.hf_overrides,
             rope=checkpoint.rope,
         )
-        self.model = load_model(
-            checkpoint, dtype, device, self.group, config.attention_backend, block_size, config.max_num_seqs
-        )
+        with trial(checkpoint):
+            self._load(config, checkpoint, dtype, block_size)
+        self._graphs = self._make_graphs(config)
+        # Where the device is the host, why should it; and HCCL's broadcast of tokens has never been tried.
+        self.goes_ahead = device.is_accelerator and (self.group.size == 1 or device.kind != "npu")
+        self.group.loaded()
+
+    def _load(self, config: EngineConfig, checkpoint: Checkpoint, dtype: str, block_size: int) -> None:
+        """Model, pool and proof. Raises ModelError for what must not be served."""
+        device, backend = self.device, config.attention_backend
+        self.model = load_model(checkpoint, dtype, device, self.group, backend, block_size, config.max_num_seqs)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, dtype)
         if self.group.size > 1:
@@ -77,10 +88,10 @@ class ModelRunner:
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
         self.window = prove(self.model, self.pool)
-        self._graphs = self._make_graphs(config)
-        # Where the device is the host, why should it; and HCCL's broadcast of tokens has never been tried.
-        self.goes_ahead = device.is_accelerator and (self.group.size == 1 or device.kind != "npu")
-        self.group.loaded()
+        if checkpoint.is_unproven:
+            assert isinstance(self.model, PlainCausalLM)  # see load_model
+            size = num_weights(checkpoint.path)
+            prove_lengths(self.model, self.pool, self.max_model_len, size, checkpoint.rope)
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """Only for fused layers, which are known to launch the same again and never to ask the device.

@@ -41,6 +41,7 @@ HONOURED = (
     *("enforce_eager", "attention_backend", "max_seq_len_to_capture"),
     *("revision", "download_dir", "tokenizer", "tokenizer_revision", "skip_tokenizer_init"),
     *("hf_overrides", "rope_scaling", "rope_theta"),
+    *("try_unlisted", "language_model_only"),
     *("preemption_mode", "swap_space", "growth_tokens", "seed", "max_logprobs", "guided_decoding_backend"),
     *("generation_config", "override_generation_config"),
     *("chat_template", "response_role", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"),

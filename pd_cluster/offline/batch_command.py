@@ -25,6 +25,12 @@ def run_batch(
     chat_template: Annotated[str, typer.Option(help="File of a chat template, or the template itself.")] = "",
     tool_call_parser: Annotated[str, typer.Option(help="How the model writes tool calls; as of serve.")] = "",
     reasoning_parser: Annotated[str, typer.Option(help="How the model marks its reasoning; as of serve.")] = "",
+    try_unlisted: Annotated[
+        list[str] | None, typer.Option(metavar="TYPE", help="Serve this model_type as unproven; may be given again.")
+    ] = None,
+    language_model_only: Annotated[
+        bool, typer.Option("--language-model-only", help="Of a multimodal model, serve the text model alone.")
+    ] = False,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill processes; none: one engine does it all.")] = 0,
     decode: Annotated[int, typer.Option(min=0, help="Decode processes, as many as you like beside --prefill.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that are worked at at once.")] = 256,
@@ -49,6 +55,8 @@ def run_batch(
             block_size=block_size,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
+            try_unlisted=tuple(try_unlisted or ()),
+            language_model_only=language_model_only,
         ),
         chat=ChatConfig(
             template=template_given(chat_template) if chat_template else "",

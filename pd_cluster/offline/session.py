@@ -22,6 +22,7 @@ from pd_cluster.checkpoint import Checkpoint
 from pd_cluster.cluster.launcher import Launch
 from pd_cluster.config import ApiConfig, ChatConfig, EngineConfig, RoutingConfig
 from pd_cluster.errors import Closed, ConfigError
+from pd_cluster.flags import choice_of_model
 from pd_cluster.offline.local import NO_TIMEOUTS, SPLIT_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.split import SplitCluster
@@ -210,6 +211,7 @@ def _launch(config: OfflineConfig) -> Launch:
         flags.append(f"--hf-overrides={json.dumps(engine.hf_overrides)}")
     if engine.enforce_eager:
         flags.append("--enforce-eager")
+    flags += choice_of_model(engine.try_unlisted, engine.language_model_only)
     if not engine.enable_prefix_caching:
         flags.append("--no-enable-prefix-caching")
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.errors import ModelError
@@ -139,35 +138,6 @@ def test_layers_that_do_not_write_once_and_in_order(layers: tuple[int, ...]) -> 
     prove_every_layer_writes(Writes(0, 1, 2), pool)
     with pytest.raises(ModelError, match=r"strange: layers .* wrote the KV pool instead of each of 3 once, in order"):
         prove_every_layer_writes(Writes(*layers), pool)
-
-
-# ---- a multimodal checkpoint
-
-
-def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
-    """Refused with what to do; what docs/models.md says to do gives a folder that is served."""
-    source, target = tmp_path / "source", tmp_path / "target"
-    text = checkpoints.make_checkpoint(source, "gemma3_text")
-    config = transformers.Gemma3Config(
-        text_config=transformers.AutoConfig.from_pretrained(text).to_dict(),
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-        mm_tokens_per_image=4,
-    )
-    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(source)
-    with pytest.raises(ModelError, match=r"'gemma3' takes more than text.*gemma3_text alone \(docs/models.md"):
-        make_core(source)
-    document = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
-    code = document.partition("```python\n")[2].partition("```")[0]
-    code = code.replace("/path/to/gemma-3", str(source)).replace("/path/to/text", str(target))
-    exec(compile(code, "docs/models.md", "exec"), {})
-    make_core(target)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "olmo2"])

@@ -161,7 +161,7 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if architecture != "llama":
-        _shake(model)
+        shake(model)
     model.generation_config = transformers.GenerationConfig(eos_token_id=EOS_ID, bos_token_id=257, pad_token_id=PAD_ID)
     model.save_pretrained(folder)
     tokenizer = make_tokenizer()
@@ -176,7 +176,7 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **
     return folder
 
 
-def _shake(model: Any) -> None:
+def shake(model: Any) -> None:
     """Biases, norms and sinks are made as zeros and ones, and so would not be noticed when they are missing.
 
     With tied embeddings, what Gemma's layers add is made larger: else each token's successor is itself.

@@ -13,7 +13,17 @@ import typer.core
 
 from pd_cluster import flags
 from pd_cluster.errors import ConfigError
-from pd_cluster.flags import ALIASES, MANY_VALUES, NO_EFFECT, REFUSED, REFUSED_UNLESS, judge, normalize, split_keys
+from pd_cluster.flags import (
+    ALIASES,
+    MANY_VALUES,
+    NO_EFFECT,
+    REFUSED,
+    REFUSED_UNLESS,
+    choice_of_model,
+    judge,
+    normalize,
+    split_keys,
+)
 from tests.support.serve_command import serve_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +160,18 @@ def test_several_keys(argv: list[str], rest: list[str]) -> None:
     """`serve` takes them all, and `up` takes them off its children's command lines."""
     assert parse(*argv)[0]["api_key"] == ["k_1", "k=2"]
     assert split_keys(normalize(argv)) == (rest, ["k_1", "k=2"])
+
+
+def test_which_models_may_be_tried() -> None:
+    """One type a flag; `up` hands them on to its instances."""
+    flags = choice_of_model(["gpt_neo", "helium"], True)
+    assert flags == ["--try-unlisted=gpt_neo", "--try-unlisted=helium", "--language-model-only"]
+    options, warnings = parse(*flags)
+    assert (list(options["try_unlisted"]), options["language_model_only"], warnings) == (  # type: ignore[call-overload]
+        ["gpt_neo", "helium"],
+        True,
+        [],
+    )
 
 
 def test_no_error_shows_a_key() -> None:

@@ -1,30 +1,72 @@
-"""One rank's weights, read from the safetensors files slice by slice: what another rank holds is never read."""
+"""Reads weights from the safetensors files slice by slice: never those of other ranks, nor, for the text part of a
+multimodal model, those of its other parts.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.parallel.plan import Cut, Plan
+from pd_cluster.model.parallel.plan import WHOLE, Cut, Plan
 
 INDEX = "model.safetensors.index.json"
+# Names of a text model's weights in a multimodal folder: as transformers 5 and 4 write them, without a head, and where
+# the text model has no prefix of its own.
+TEXT_WEIGHTS = re.compile(
+    r"(?:model\.language_model|language_model\.model|language_model|model(?!\.(?:visual|vision|audio)))"
+    r"\.(?P<rest>(?:model\.)?(?:embed_tokens|layers|norm)\..+)|(?:language_model\.|model\.)?(?P<head>lm_head\..+)"
+)
+
+Cutter = Callable[[str, tuple[int, ...]], Cut]
 
 
-def read_shard(folder: Path, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
-    """Name in the files to this rank's share. Raises ModelError."""
+def read_shard(folder: Path, plan: Plan, rank: int, is_text_part: bool = False) -> dict[str, torch.Tensor]:
+    """Maps names to this rank's shares. Raises ModelError."""
+    return _read(folder, lambda key, shape: plan.cut(key, shape, rank), text_name if is_text_part else str)
+
+
+def read_text_part(folder: Path) -> dict[str, torch.Tensor]:
+    """Maps names to weights of the text model in a multimodal folder. Raises ModelError."""
+    return _read(folder, lambda key, shape: WHOLE, text_name)
+
+
+def has_head(folder: Path) -> bool:
+    """Tells whether a multimodal folder has weights of its text model's output layer. Raises ModelError."""
+    return any(text_name(key).startswith("lm_head.") for file in weight_files(folder) for key in _names(file))
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as stream:
+            return list(stream.keys())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read: {error}") from error
+
+
+def text_name(key: str) -> str:
+    """Returns a weight's name in the text model by itself; "" for a weight of another part."""
+    found = TEXT_WEIGHTS.fullmatch(key)
+    if found is None:
+        return ""
+    return found["head"] or f"model.{found['rest'].removeprefix('model.')}"
+
+
+def _read(folder: Path, cut: Cutter, name_of: Callable[[str], str]) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as stream:
                 for key in stream.keys():  # noqa: SIM118  (not a dict)
+                    if not (name := name_of(key)):
+                        continue
                     stored = stream.get_slice(key)
-                    shape = tuple(stored.get_shape())
-                    weights[key] = _take(stored, plan.cut(key, shape, rank))
+                    weights[name] = _take(stored, cut(name, tuple(stored.get_shape())))
         except (OSError, RuntimeError, ValueError) as error:
             raise ModelError(f"{file}: cannot be read: {error}") from error
     return weights

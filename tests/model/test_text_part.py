@@ -1,0 +1,149 @@
+"""--language-model-only: the text model of a multimodal folder says what the whole one says to texts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pd_cluster import LLM, SamplingParams
+from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.config import EngineConfig
+from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.types import SamplingParams as Sampling
+from tests.support.engines import generate, make_core, random_prompt
+from tests.support.multimodal import MODELS, change_config, make_multimodal, reference_greedy, rewrite_weights
+from tests.support.ranks import ranks
+
+GREEDY = Sampling(max_tokens=20, temperature=0.0)
+LENGTHS = (1, 16, 17, 41, 100)
+TEXT_ONLY = {"language_model_only": True, "block_size": 16, "max_num_batched_tokens": 40, "num_blocks": 96}
+
+
+def prompts() -> list[list[int]]:
+    return [random_prompt(random.Random(1), length) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_as_the_whole_model_continues_them(tmp_path: Path, name: str) -> None:
+    """In chunks, all in one batch; then again from the prefix cache."""
+    folder = make_multimodal(tmp_path, name)
+    expected = reference_greedy(folder, prompts(), 20)
+    assert sum(len(set(output)) > 5 for output in expected) > 3, "the reference repeats itself"
+    core = make_core(folder, **TEXT_ONLY)
+    for _ in range(2):
+        assert generate(core, prompts(), GREEDY) == expected
+
+
+def test_what_is_not_of_the_text_model_is_never_read(tmp_path: Path) -> None:
+    folder = make_multimodal(tmp_path, "gemma3")
+    expected = reference_greedy(folder, prompts(), 20)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    text = {key: weight for key, weight in weights.items() if "language_model" in key}
+    assert len(text) < len(weights)
+    save_file(text, file, metadata={"format": "pt"})
+    assert generate(make_core(folder, **TEXT_ONLY), prompts(), GREEDY) == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("model.language_model.", "language_model.model."), ("model.language_model.", "language_model.")],
+)
+def test_other_names_of_the_same_weights(tmp_path: Path, old: str, new: str) -> None:
+    """As transformers 4 wrote them, and as a model without a head does."""
+    folder = make_multimodal(tmp_path, "llava")
+    expected = reference_greedy(folder, prompts(), 20)
+    for written in ("model.language_model.", "language_model.model."):
+        rewrite_weights(folder, written, "model.language_model.")
+    rewrite_weights(folder, old, new)
+    rewrite_weights(folder, "lm_head.", "language_model.lm_head.")
+    assert generate(make_core(folder, **TEXT_ONLY), prompts(), GREEDY) == expected
+
+
+def test_a_config_that_leaves_out_what_transformers_knows(tmp_path: Path) -> None:
+    """As google/gemma-3 has it: without vocab_size, positions and heads."""
+    changes = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    folder = make_multimodal(tmp_path, "gemma3", hidden_size=64, num_hidden_layers=1, layer_types=None, **changes)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    for name in (*changes, "max_position_embeddings", "layer_types", "eos_token_id"):
+        text.pop(name, None)
+    change_config(folder, text_config=text)
+    opened = Checkpoint.of(EngineConfig(model=str(folder), language_model_only=True))
+    assert (opened.config["vocab_size"], opened.max_position_embeddings) == (262_208, 131_072)
+    core = make_core(folder, **{**TEXT_ONLY, "max_model_len": 512})
+    assert generate(core, prompts()[:1], GREEDY) == reference_greedy(folder, prompts()[:1], 20)
+
+
+def test_a_config_whose_text_fields_are_among_all_others(tmp_path: Path) -> None:
+    """As Qwen/Qwen2.5-VL has it."""
+    folder = make_multimodal(tmp_path, "qwen2_5_vl")
+    expected = reference_greedy(folder, prompts(), 20)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps(flat))
+    assert generate(make_core(folder, **TEXT_ONLY), prompts(), GREEDY) == expected
+
+
+@pytest.mark.parametrize("ties", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_tied_embeddings_wherever_they_are_told(tmp_path: Path, name: str, ties: tuple[bool, bool]) -> None:
+    """`ties`: by the whole config, and by the text model's; transformers' classes go by one or the other."""
+    folder = make_multimodal(tmp_path, name, is_tied=ties[0], tie_word_embeddings=ties[1])
+    assert generate(make_core(folder, **TEXT_ONLY), prompts(), GREEDY) == reference_greedy(folder, prompts(), 20)
+
+
+def test_overrides_are_of_the_text_models_config(tmp_path: Path) -> None:
+    folder = make_multimodal(tmp_path / "model", "llava")
+    before = reference_greedy(folder, prompts(), 20)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    other = make_multimodal(tmp_path / "other", "llava")
+    change_config(other, text_config={**text, "rope_parameters": {**text["rope_parameters"], "rope_theta": 77.0}})
+    expected = reference_greedy(other, prompts(), 20)
+    assert expected != before
+    core = make_core(folder, **TEXT_ONLY, hf_overrides={"rope_theta": 77.0})
+    assert generate(core, prompts(), GREEDY) == expected
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    folder = make_multimodal(tmp_path, "gemma3")
+    with ranks(folder, 2, **TEXT_ONLY) as core:
+        assert generate(core, prompts(), GREEDY) == reference_greedy(folder, prompts(), 20)
+
+
+def test_the_flag_is_named_and_another_identity(tmp_path: Path) -> None:
+    folder = make_multimodal(tmp_path, "gemma3")
+    with pytest.raises(ModelError, match=r"'gemma3' takes more than text.*; --language-model-only serves its"):
+        make_core(folder)
+    with pytest.raises(ModelError, match="; language_model_only serves its gemma3_text alone"):
+        LLM(str(folder))
+    part = Checkpoint.of(EngineConfig(model=str(folder), language_model_only=True))
+    assert (part.model_type, part.part_of, part.is_unproven) == ("gemma3_text", "gemma3", False)
+    change_config(folder, model_type="gemma3_text")  # the same files could be served as they are
+    whole = Checkpoint.open(str(folder)).identity
+    change_config(folder, model_type="gemma3")
+    assert whole != Checkpoint.of(EngineConfig(model=str(folder), language_model_only=True)).identity
+
+
+def test_offline_and_images(tmp_path: Path) -> None:
+    folder = make_multimodal(tmp_path, "gemma3")
+    with LLM(str(folder), language_model_only=True, num_blocks=96) as llm:
+        params = SamplingParams(temperature=0, max_tokens=20)
+        found = llm.generate(prompts(), params, use_tqdm=False)
+        assert [list(each.outputs[0].token_ids) for each in found] == reference_greedy(folder, prompts(), 20)
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        with pytest.raises(RequestError, match=r"content\[0\]: only parts of type 'text' are supported"):
+            llm.chat([{"role": "user", "content": [image]}], params, use_tqdm=False)
+
+
+def test_a_text_part_that_cannot_be_served(tmp_path: Path) -> None:
+    folder = make_multimodal(tmp_path, "llava")
+    change_config(folder, text_config={"model_type": "mamba", "state_size": 16})
+    with pytest.raises(ModelError, match="text_config: model_type 'mamba' is not supported: it keeps a state"):
+        make_core(folder, **TEXT_ONLY)

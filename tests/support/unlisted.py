@@ -1,0 +1,36 @@
+"""Tiny checkpoints of types that are not listed: those that --try-unlisted serves, and those that it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import checkpoints
+from tests.support.checkpoints import MIXED_LAYERS, NO_GROUPS
+
+# model_type -> what differs from tests/support/checkpoints.COMMON
+SERVED: dict[str, dict[str, Any]] = {
+    "helium": {},
+    "nemotron": {},  # its layers do not hand the batch on
+    "persimmon": {**NO_GROUPS, "qk_layernorm": True},
+    "bitnet": {},
+    "iquestcoder": {},
+    "mellum": {**MIXED_LAYERS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "granitemoe_swa": {**MIXED_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+# ... and the reason, which config.json does not show
+FAILED: dict[str, tuple[dict[str, Any], str]] = {
+    "bloom": ({}, r"bloom: layers \[\] wrote the KV pool instead of each of 3 once"),
+    "gptj": ({"rotary_dim": 8}, "gptj has attention functions of its own instead of those"),
+    "diffllama": ({}, r"diffllama: layers \[0, 0, 1, 1, 2, 2\] wrote the KV pool instead of each of 3 once"),
+    "gpt_neox_japanese": ({}, r"gpt_neox_japanese: layers \[\] wrote the KV pool instead of each of 3 once"),
+}
+
+
+def make(folder: Path, architecture: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
+    own = SERVED.get(architecture) or FAILED.get(architecture, ({}, ""))[0]
+    name = checkpoints.CONFIG_MAPPING[architecture].__name__
+    monkeypatch.setitem(checkpoints.CONFIGS, architecture, (name, own))
+    return checkpoints.make_checkpoint(folder, architecture, **changes)

@@ -1,0 +1,163 @@
+"""What a config.json alone says of a type that is not listed: the true reason, with --try-unlisted and without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster import architectures
+from pd_cluster.architectures import defaults_of, text_part, thresholds
+from pd_cluster.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
+from pd_cluster.config import EngineConfig
+from pd_cluster.errors import ModelError
+from tests.unit.test_checkpoint import make_folder
+
+# As on the Hub, without what says nothing here.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "mamba", "state_size": 16, "conv_kernel": 4}, "keeps a state besides keys and values (state_size)"),
+    ({"model_type": "falcon_mamba", "conv_kernel": 4}, "keeps a state besides keys and values (conv_kernel)"),
+    ({"model_type": "falcon_mamba"}, "keeps a state besides keys and values (its class is stateful)"),
+    (
+        {"model_type": "jamba", "attn_layer_period": 8, "mamba_d_state": 16},
+        "keeps a state besides keys and values (mamba_",
+    ),
+    ({"model_type": "lfm2", "conv_L_cache": 3}, "keeps a state besides keys and values (conv_L_cache)"),
+    (
+        {"model_type": "olmo_hybrid", "layer_types": ["linear_attention", "full_attention"]},
+        "keeps a state besides keys and values (layer_types has linear_attention)",
+    ),
+    ({"model_type": "t5", "is_encoder_decoder": True}, "is an encoder-decoder model (is_encoder_decoder)"),
+    ({"model_type": "bart"}, "is an encoder-decoder model"),
+    ({"model_type": "bert", "position_embedding_type": "absolute"}, "is an encoder: its tokens see later ones"),
+    ({"model_type": "distilbert"}, "is an encoder: its tokens see later ones"),
+    ({"model_type": "vit"}, "is no language model: transformers has no causal one of it"),
+    ({"model_type": "llama4", "vision_config": {"x": 1}}, "takes more than text (vision_config)"),
+    ({"model_type": "blip-2"}, "takes more than text (images)"),
+    ({"model_type": "qwen2_audio", "audio_config": {"x": 1}}, "takes more than text (audio_config)"),
+    (
+        {"model_type": "llama4_text", "layer_types": ["chunked_attention"]},
+        "attends within chunks (layer_types has chunked_attention)",
+    ),
+    ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "attends within chunks (attention_chunk_size)"),
+    ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "has latent attention (kv_lora_rank)"),
+    ({"model_type": "glm_moe_dsa", "index_topk": 2048}, "attends to tokens that it chooses (index_topk)"),
+    (
+        {"model_type": "mpt", "attn_config": {"alibi": True}},
+        "adds a bias by distance to its scores (attn_config.alibi)",
+    ),
+    (
+        {"model_type": "helium", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        "has positions of several dimensions (rope_scaling.mrope_section, mrope)",
+    ),
+    ({"model_type": "helium", "add_cross_attention": True}, "has cross attention (add_cross_attention)"),
+    (
+        {"model_type": "helium", "attention_sort": "by_age"},
+        "has attention_sort 'by_age', which is not known to leave attention and KV cache as they are",
+    ),
+    ({"model_type": "nobody_knows"}, "is not known to the transformers that is installed"),
+    (
+        {"model_type": "kimi_own", "auto_map": {"AutoConfig": "configuration.Own"}},
+        "is computed by code in its folder (auto_map), which is never run, and transformers has none of its own",
+    ),
+    ({"model_type": None}, "is not known to the transformers that is installed"),
+]
+
+
+def opened(folder: Path, **choice: Any) -> Checkpoint:
+    return Checkpoint.of(EngineConfig(model=str(folder), **choice))
+
+
+def fault(folder: Path, config: dict[str, Any], **choice: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        opened(folder, **choice)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED)
+def test_the_true_reason(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    place = f"{tmp_path / 'config.json'}: model_type {config['model_type']!r} is not supported: it {reason}"
+    assert fault(tmp_path, config).startswith(place)
+    tried = fault(tmp_path, config, try_unlisted=(config["model_type"],))
+    assert tried.startswith(f"--try-unlisted {config['model_type']}: {place}")
+
+
+def test_one_that_may_be_tried(tmp_path: Path) -> None:
+    """`auto_map` does not matter where transformers has the type itself."""
+    folder = make_folder(tmp_path / "model", model_type="helium", auto_map={"AutoConfig": "own.Config"})
+    config = json.loads((folder / "config.json").read_text())
+    for choice in ({}, {"try_unlisted": ("nemotron",)}):
+        message = fault(folder, config, **choice)
+        assert "it is not listed, and no test compares it with transformers; --try-unlisted helium serves it" in message
+        assert ", ".join(SUPPORTED_MODEL_TYPES) in message
+    assert opened(folder, try_unlisted=("nemotron", "helium")).is_unproven
+    assert not opened(make_folder(folder), try_unlisted=("llama",)).is_unproven
+
+
+def test_what_a_config_leaves_out(tmp_path: Path) -> None:
+    """transformers' defaults count; a type that has no length by itself must have one in config.json."""
+    folder = make_folder(tmp_path / "model", {"model_type": "helium", "vocab_size": 7})
+    found = opened(folder, try_unlisted=("helium",))
+    assert (found.max_position_embeddings, found.config["vocab_size"]) == (4096, 7)
+    assert "has no max_position_embeddings or n_positions" in fault(
+        folder, {"model_type": "bloom"}, try_unlisted=("bloom",)
+    )
+
+
+def test_without_transformers_the_worker_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "_folder", lambda: None)
+    architectures._table.cache_clear()
+    architectures._statements.cache_clear()
+    try:
+        folder = make_folder(tmp_path / "model", model_type="nobody_knows")
+        assert opened(folder, try_unlisted=("nobody_knows",)).is_unproven
+        assert "keeps a state" in fault(folder, {"model_type": "mamba", "state_size": 4}, try_unlisted=("mamba",))
+    finally:
+        architectures._table.cache_clear()
+        architectures._statements.cache_clear()
+
+
+def test_lengths_of_a_config() -> None:
+    config = {
+        "sliding_window": 512,
+        "max_window_layers": 28,
+        "sliding_window_pattern": 6,
+        "use_sliding_window": True,
+        "chunk_size_feed_forward": 0,
+        "rope_parameters": {"sliding_attention": {"original_max_position_embeddings": 64}},
+        "local_attention": 512,
+        "max_position_embeddings": 4096,
+    }
+    found = {64: "rope_parameters.sliding_attention.original_max_position_embeddings", 512: "sliding_window"}
+    assert thresholds(config) == found
+    assert list(thresholds(config)) == [64, 512]
+
+
+def test_the_text_part() -> None:
+    whole = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"model_type": "gemma3_text"}}
+    text = text_part(whole)
+    assert text is not None
+    assert (text["model_type"], text["eos_token_id"]) == ("gemma3_text", [1, 106])
+    assert text["max_position_embeddings"] == 131072
+    flat = text_part({"model_type": "qwen2_5_vl", "vocab_size": 9, "vision_config": {"depth": 1}})
+    assert flat is not None
+    assert (flat["model_type"], flat["vocab_size"], flat["vision_config"]) == ("qwen2", 9, None)
+    for other in ({"model_type": "llama"}, {"text_config": {}}, {"text_config": "gemma3_text"}):
+        assert text_part(other) is None
+    assert defaults_of("nobody_knows") == {}
+
+
+def test_a_multimodal_model_without_a_listed_text_part(tmp_path: Path) -> None:
+    whole = {"model_type": "mllama", "vision_config": {"x": 1}, "text_config": {"model_type": "mllama_text_model"}}
+    assert "'mllama' is not supported: it takes more than text (vision_config)" in fault(tmp_path, whole)
+    assert "text_config: model_type 'mllama_text_model' is not supported: it" in fault(
+        tmp_path, whole, language_model_only=True
+    )
+
+
+def test_the_flag_on_a_text_model_changes_nothing(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    assert opened(folder, language_model_only=True) == opened(folder)

@@ -17,19 +17,28 @@ def links_of(cluster: LiveCluster) -> dict[str, str]:
     return {peer.partition("@")[0]: state for peer, state in cluster.instance("prefill-0")["links"].items()}
 
 
-def test_unequal_pools_and_a_pair_that_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Another block size is converted; other KV options are refused by name, shown, and never routed to."""
+REFUSED = {  # decode instance -> its flag, and what the refusal names
+    "decode-0": ("--kv-wire-dtype=int8", "--kv-wire-dtype differs: auto on the prefill instance and int8 on"),
+    "decode-3": ("--attention-backend=sdpa", "--attention-backend differs: auto on the prefill instance and sdpa on"),
+    "decode-4": ("--dtype=bfloat16", "--dtype differs: float32 on the prefill instance and bfloat16 on"),
+    "decode-5": ("--rope-theta=5000", "--hf-overrides differs: {} on the prefill instance and {"),
+}
+
+
+def test_unequal_pools_and_pairs_that_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Another block size is converted; other KV options or numerics are refused by name, and never routed to."""
     model = checkpoint("llama")
-    unlike = {"decode-0": ["--kv-wire-dtype=int8"], "decode-1": ["--block-size=8"]}
-    with_dist = {"decode-2": ["--block-size=24", "--kv-transport=dist"]}
-    cluster = LiveCluster(tmp_path, model, num_decode=3, member_arguments={**unlike, **with_dist})
+    unlike = {"decode-1": ["--block-size=8"], "decode-2": ["--block-size=24", "--kv-transport=dist"]}
+    unlike |= {name: [flag] for name, (flag, _) in REFUSED.items()}
+    cluster = LiveCluster(tmp_path, model, num_decode=6, member_arguments=unlike)
     try:
         cluster.start()
 
         def refused() -> bool:
-            return any("--kv-wire-dtype differs: auto" in line for line in cluster.health()[1].get("links", []))
+            told = cluster.health()[1].get("links", [])
+            return all(any(name in line and why in line for line in told) for name, (_, why) in REFUSED.items())
 
-        cluster.wait_until("/health names the refused pair", refused, 90)
+        cluster.wait_until("/health names the refused pairs", refused, 90)
         cluster.wait_until("the others serve", lambda: set(links_of(cluster).values()) >= {"up (shm)", "up (dist)"})
         status, body = cluster.health()
         assert (status, body["status"]) == (200, "degraded")
@@ -44,7 +53,7 @@ def test_unequal_pools_and_a_pair_that_is_refused(checkpoint: Checkpoints, tmp_p
             errors = in_parallel([job([*prompt, 5]) for prompt in prompts], concurrency=4)
             assert not errors, errors[0]
             prompts = [[*prompt, 5, 6, 7] for prompt in prompts]
-        assert cluster.instance("decode-0")["kv_received_nbytes"] == 0
+        assert not any(cluster.instance(name)["kv_received_nbytes"] for name in REFUSED)
         cluster.assert_home()
         assert all(cluster.instance(name)["kv_received_nbytes"] for name in ("decode-1", "decode-2"))
     finally:

@@ -15,7 +15,7 @@ OWN = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "eos_t
 
 
 def checkpoint(own: dict[str, Any], folder: Path = Path("/models/x")) -> Checkpoint:
-    return Checkpoint(folder, {}, own, "")
+    return Checkpoint(folder, {}, own, "", folder)
 
 
 def test_the_models_file_or_none_of_it() -> None:

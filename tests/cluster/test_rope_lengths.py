@@ -1,0 +1,62 @@
+"""Contexts beyond those that a model was trained with, across the split: P, D and every replay turn positions alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_death import PROMPT, caught
+from tests.model.test_rope_lengths import DYNAMIC, SHAPES, TRAINED, assert_by_length
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import random_prompt
+
+NUM_TOKENS = 700
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    return make_checkpoint(place, "llama", rope_parameters=DYNAMIC, max_position_embeddings=TRAINED)
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Two ranks on one side, one on the other."""
+    arguments = ["--max-model-len=1024", "--num-blocks=256"]
+    place = tmp_path_factory.mktemp("rope")
+    sizes = {"decode-0": 2}
+    with LiveCluster(place, folder, num_decode=2, arguments=arguments, tp_sizes=sizes) as running:
+        yield running
+
+
+def test_answers_of_all_lengths_across_the_split(cluster: LiveCluster, folder: Path) -> None:
+    """The second round finds its prefixes in the caches of both sides, under the roots of their lengths."""
+    rng = random.Random(8)
+    prompts = [(random_prompt(rng, length), max_tokens) for length, max_tokens in SHAPES]
+
+    def job(prompt: list[int], max_tokens: int) -> Callable[[], None]:
+        return lambda: assert_by_length(folder, prompt, cluster.complete(prompt, max_tokens), max_tokens)
+
+    for _ in range(2):
+        errors = in_parallel([job(prompt, max_tokens) for prompt, max_tokens in prompts * 2], concurrency=6)
+        assert not errors, errors[0]
+    cluster.assert_home()
+    assert any(cluster.instance(name)["kv_received_nbytes"] for name in ("decode-0", "decode-1"))
+
+
+def test_a_replay_keeps_the_length(cluster: LiveCluster, folder: Path) -> None:
+    """What goes on elsewhere has fewer tokens to come, and the same length."""
+    expected = cluster.complete(PROMPT, NUM_TOKENS)
+    assert_by_length(folder, PROMPT, expected, NUM_TOKENS)
+    stream, begun, victim = caught(cluster, NUM_TOKENS)
+    cluster.kill(victim)
+    (rest,) = stream.to_the_end()
+    assert begun[0] + rest == expected
+    cluster.await_exit(victim)
+    cluster.start_member(victim)
+    cluster.await_ready()
+    cluster.assert_home()

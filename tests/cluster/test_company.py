@@ -1,0 +1,87 @@
+"""A request's numbers across the split do not depend on its company, in a model 2,048 wide: as in one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.config import EngineConfig
+from pd_cluster.offline.session import Offline, OfflineConfig
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import random_prompt
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 2304,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.05,
+}
+LENGTHS = (5, 1, 33, 16, 40, 2, 60, 17)
+NUM_TOKENS = 8
+ENGINE = ["--num-blocks=128", "--max-model-len=200"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("wide"), "llama", **WIDE)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Without prefix caching: every answer is computed."""
+    place = tmp_path_factory.mktemp("company")
+    with LiveCluster(place, model, arguments=[*ENGINE, "--no-enable-prefix-caching"]) as running:
+        yield running
+
+
+def numbers(cluster: LiveCluster, prompt: list[int]) -> Any:
+    """Tokens and logprobs of an answer, as its JSON has them: a float's shortest text names its bits."""
+    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 4, "ignore_eos": True}
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | {"return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert len(choice["token_ids"]) == NUM_TOKENS
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def test_alone_and_among_eight_split_and_not(cluster: LiveCluster, model: Path) -> None:
+    rng = random.Random(4)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    alone = [numbers(cluster, prompt) for prompt in prompts]
+    together: dict[int, Any] = {}
+
+    def job(at: int) -> Callable[[], None]:
+        return lambda: together.update({at: numbers(cluster, prompts[at])})
+
+    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
+    assert not errors, errors[0]
+    assert [together[at] for at in range(len(prompts))] == alone
+    assert cluster.instance("decode-0")["kv_received_nbytes"] > 0
+    assert in_one_process(model, prompts) == alone
+
+
+def in_one_process(model: Path, prompts: list[list[int]]) -> list[Any]:
+    """The same answers from an engine in this process, all together."""
+    from pd_cluster.api.protocol import CompletionRequest
+
+    engine = EngineConfig(model=str(model), num_blocks=128, max_model_len=200, enable_prefix_caching=False)
+    with Offline(OfflineConfig(engine=engine)) as offline:
+
+        async def work() -> list[Any]:
+            request = CompletionRequest(prompt="", max_tokens=NUM_TOKENS, temperature=0, logprobs=4, ignore_eos=True)
+            generations = [await offline.service.completion(request, prompt) for prompt in prompts]
+            pieces = await offline.service.complete(generations)
+            return [
+                (piece.token_ids, [told.logprobs.logprob for told in piece.logprobs if told.logprobs is not None])
+                for piece in pieces
+            ]
+
+        return offline.run(work())

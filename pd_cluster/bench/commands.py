@@ -78,6 +78,20 @@ def engine(
     run(make_bench(peers, workload, rounds, threads, peers_dir, quick, full), json)
 
 
+@app.command("rows")
+def rows(
+    rounds: Annotated[int, typer.Option(min=1, help="Processes for each model.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of either kind in each.")] = 150,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """What a decode step of one sequence pays so that its numbers are the same alone and among others."""
+    from pd_cluster.bench.rows import run
+
+    run(rounds, steps, threads, quick, json)
+
+
 @app.command("kv")
 def kv(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,

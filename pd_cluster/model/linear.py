@@ -29,19 +29,19 @@ class PackedLinear:
     another order from 1,025 inputs on (AVX-512), and four take no longer than one, while two and three do.
     """
 
-    __slots__ = ("_bias", "_least_rows", "_most_padding", "_run", "_weight")
+    __slots__ = ("_bias", "_most_padding", "_run", "_weight", "least_rows")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self._bias = bias
         self._run = torch.ops.mkldnn._linear_pointwise.default
-        self._least_rows = LEAST_ROWS if weight.shape[1] > MOST_INPUTS_OF_ONE_ROW else 1
+        self.least_rows = LEAST_ROWS if weight.shape[1] > MOST_INPUTS_OF_ONE_ROW else 1
         self._most_padding = MOST_PADDED // max(1, weight.numel())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows = x.shape[-2]
-        if num_rows < self._least_rows:
-            padding = self._least_rows - num_rows if num_rows else 0
+        if num_rows < self.least_rows:
+            padding = self.least_rows - num_rows if num_rows else 0
         else:
             padding = padded(num_rows, self._most_padding) - num_rows
         if padding:

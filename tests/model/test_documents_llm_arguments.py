@@ -176,7 +176,7 @@ ENGINE_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "error"), ENGINE_ARGUMENTS)
-def test_a_real_model_is_refused_with_what_it_cannot_have(path: Path, arguments: dict[str, Any], error: str) -> None:
+def test_a_real_model_is_refused_what_it_cannot_have(path: Path, arguments: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(str(path), **arguments)
     assert str(caught.value).startswith(error)

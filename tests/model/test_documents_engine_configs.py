@@ -40,13 +40,13 @@ def path(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(path: Path) -> list[list[int]]:
-    """The answers to TEXTS."""
+    """Returns the answers to TEXTS."""
     return [reference_greedy(path, make_tokenizer().encode(text).ids, NUM_TOKENS)[:NUM_TOKENS] for text in TEXTS]
 
 
 @pytest.fixture
 def opened(path: Path) -> Open:
-    """`with opened(**arguments of pipeline) as (pipe, watched):`"""
+    """`with opened(**arguments) as (pipe, watched)` calls `pipeline` with these arguments."""
 
     @contextmanager
     def opening(**arguments: Any) -> Iterator[tuple[AsyncEngine, Watched]]:
@@ -61,7 +61,7 @@ def of(*kinds: Any) -> Any:
 
 
 def small(kind: Any, **fields: Any) -> Any:
-    """A configuration with a pool that is made quickly."""
+    """Returns a configuration with a pool that is made quickly."""
     if "num_gpu_blocks" in fields or "cache_max_entry_count" in fields:
         return kind(**fields)
     return kind(**fields, **({"num_gpu_blocks": 64} if kind in PYTORCH else {"cache_max_entry_count": 0.001}))
@@ -78,7 +78,7 @@ def ask(pipe: AsyncEngine, texts: list[str]) -> list[Response]:
 
 @of(*KINDS)
 def test_fields_that_are_not_given_have_their_defaults(opened: Open, reference: list[list[int]], kind: Any) -> None:
-    """Half of the memory for the cache among them."""
+    """The cache has half of the memory, which is among them."""
     with opened(backend_config=kind()) as (pipe, watched):
         assert watched.runner.pool.layout.block_size == (64 if kind in PYTORCH else 128)
         assert watched.runner.pool.layout.dtype == "float32", "quant_policy 0: the cache has the model's dtype"
@@ -147,7 +147,7 @@ def test_cache_max_entry_count_is_a_share_of_the_memory(opened: Open, kind: Any)
 @of(*PYTORCH)
 @pytest.mark.parametrize("eviction_type", ["recompute", "copy"])
 def test_eviction_type_is_what_happens_when_the_cache_is_full(opened: Open, kind: Any, eviction_type: str) -> None:
-    """Recomputed, or copied to the host and back; the answers, which outgrow the cache, stay the same."""
+    """Requests are recomputed, or copied to the host and back; their answers stay the same."""
     config = kind(eviction_type=eviction_type, session_len=128, num_gpu_blocks=32, block_size=4)
     gen_config = GenerationConfig(max_new_tokens=40, ignore_eos=True)
     with opened(backend_config=config) as (pipe, watched):
@@ -223,7 +223,7 @@ def test_either_backend_answers_alike(path: Path, reference: list[list[int]], ma
 
 
 def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of this package; the default leaves nothing below an error of what LMDeploy's part has to say."""
+    """The default logs errors alone; a lower level logs what this package says when it loads a model."""
     logs = [logging.getLogger(name) for name in ("pd_cluster", "pd_cluster.offline.lmdeploy")]
     before = [log.level for log in logs]
     try:

@@ -1,4 +1,4 @@
-"""`LLM` as the documents have it, with a real engine: prompts in every shape, chats, and what comes out."""
+"""Shows `LLM` of the documents with a real engine: prompts in every shape, chats, and what comes out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ids(text: str) -> list[int]:
 
 
 def assert_answers(outputs: list[RequestOutput], path: Path, prompts: list[list[int]]) -> None:
-    """The prompts' tokens, in order, each with the reference's answer."""
+    """Asserts that the outputs are the prompts', in order, each with the reference's answer."""
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert [output.outputs.token_ids for output in outputs] == [reference_greedy(path, each, 6)[:6] for each in prompts]
 
@@ -81,7 +81,7 @@ def test_token_ids_under_their_older_name_are_answered(llm: LLM, path: Path, giv
 
 
 def test_answers_have_the_order_of_the_input(llm: LLM, path: Path) -> None:
-    """Those of the first prompts are the longest, so the last prompts' are ready first."""
+    """The first prompts have the longest answers, so the last prompts' answers are ready first."""
     prompts = [[at, at + 1] for at in range(5, 11)]
     params = [SamplingParams(temperature=0, max_tokens=1 + 4 * (5 - at), ignore_eos=True) for at in range(6)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -170,7 +170,7 @@ def test_a_template_of_the_call_and_its_variables(llm: LLM, path: Path) -> None:
 
 
 def test_generate_thinks_as_the_model_does(tmp_path: Path) -> None:
-    """It splits nothing off and has no switch; a chat of the same model does and has."""
+    """`generate` splits no reasoning off and has no switch for it; a chat of the same model splits it off."""
     family = FAMILIES["qwen3"]
     model = str(family.make(tmp_path))
     talk = family.ask(tmp_path, "reasoning, content", [USER])
@@ -227,7 +227,7 @@ def test_adapters_are_refused(llm: LLM, name: str) -> None:
 
 
 def test_names_that_the_examples_import_are_usable(path: Path) -> None:
-    """FastDeploy's script with the import changed, in a process of its own."""
+    """FastDeploy's script runs in a process of its own, with only the import changed."""
     script = (
         "from pd_cluster import LLM, SamplingParams\n"
         f"llm = LLM(model={str(path)!r}, tensor_parallel_size=1, max_model_len=64)\n"

@@ -1,4 +1,4 @@
-"""`LLM`'s documented arguments and the model folder, with a real engine: what each changes, and what is refused."""
+"""Shows what each documented argument of `LLM` changes in a real engine, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def info_of(llm: LLM) -> Any:
 
 
 def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Worked out from the memory: half as many of twice the size, so that their product, the tokens, stays."""
+    """The number follows from the memory: blocks of twice the size are half as many, and hold as many tokens."""
     num_tokens = []
     for block_size in (32, 64):
         with (
@@ -49,7 +49,7 @@ def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.Lo
 
 
 def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All at once: each value that asks for nothing, or for what has no effect on this engine."""
+    """The call has every value that asks for nothing, or for what has no effect on this engine."""
     with LLM(
         str(path),
         tokenizer_mode="auto",
@@ -77,7 +77,7 @@ def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, ca
 
 
 def test_gpu_memory_utilization_is_a_share_of_the_memory(path: Path) -> None:
-    """Of the host's, where the engine computes on the CPU."""
+    """The memory is the host's, since the engine computes on the CPU."""
     num_blocks = []
     for share in (0.0005, 0.002):
         with LLM(str(path), gpu_memory_utilization=share, max_model_len=MAX_MODEL_LEN) as llm:
@@ -88,7 +88,7 @@ def test_gpu_memory_utilization_is_a_share_of_the_memory(path: Path) -> None:
 
 
 def test_arguments_of_the_engine_act(path: Path) -> None:
-    """Of a step: sequences, tokens, the size of blocks and their number; and whether beginnings are cached."""
+    """They bound the sequences and tokens of a step, size the pool, and switch the prefix cache on and off."""
     prompts = [list(range(5 * at, 5 * at + 40)) for at in range(6)]
     wanted = [reference_greedy(path, prompt, 6)[:6] for prompt in prompts]
     for caches in (True, False):
@@ -119,7 +119,7 @@ def test_arguments_of_the_engine_act(path: Path) -> None:
 
 
 def test_swap_space_holds_requests_with_several_candidates(path: Path) -> None:
-    """Where the pool is too small for them, with preemption_mode "swap"; otherwise 0 will do."""
+    """The pool is too small for them; preemption_mode "swap" moves them out, without it 0 is enough."""
     params = SamplingParams(n=2, best_of=4, seed=3, max_tokens=40, ignore_eos=True)
     answers, num_moves, room = [], [], []
     for swap_space, mode in ((0.001, "swap"), (0.002, "swap"), (0, "recompute")):

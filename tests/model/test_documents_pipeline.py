@@ -1,7 +1,6 @@
-"""LMDeploy's calls, sessions and chat templates with a real engine: what each documented option changes.
+"""Shows what each documented option of LMDeploy's calls, sessions and chat templates changes with a real engine.
 
-The early document's `generate`, `stop_session`, `end_session` and `get_generator` are told by what the shipped model
-then knows of the conversation: an answer must be that to the whole conversation as one prompt.
+What a session knows is seen by its answer: it must be the answer to the whole conversation as one prompt.
 """
 
 from __future__ import annotations

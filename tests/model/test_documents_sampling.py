@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def folder(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose greedy answer to TEXT ends early, unless the end of sequence is ignored."""
+    """Returns a checkpoint whose greedy answer to TEXT ends early, unless the end of sequence is ignored."""
     made = checkpoint("llama", max_position_embeddings=1024)
     greedy = reference_greedy(made, IDS, NUM_TOKENS)
     assert len(greedy) == NUM_TOKENS
@@ -56,7 +56,7 @@ def ways(*options: str, among: tuple[Way, ...] = WAYS) -> Any:
 
 @pytest.fixture
 def ask(request: pytest.FixtureRequest, engines: Engines) -> Ask:
-    """`ask(num, **options)`: so many answers to TEXT."""
+    """`ask(num, **options)` returns so many answers to TEXT."""
     way: Way = request.param
     return lambda num=1, **options: way.ask(engines, TEXT, num, options)
 
@@ -65,20 +65,20 @@ def ask(request: pytest.FixtureRequest, engines: Engines) -> Ask:
 
 
 def logits_after(folder: Path, ids: list[int]) -> torch.Tensor:
-    """[vocab_size]"""
+    """Returns the logits of the next token, [vocab_size]."""
     with torch.inference_mode():
         logits: torch.Tensor = reference_model(folder)(torch.tensor([ids])).logits[0, -1]
     return logits.clone()
 
 
 def likeliest(folder: Path) -> tuple[list[int], list[float]]:
-    """First tokens of an answer at temperature 1, the likeliest first, and their probabilities."""
+    """Returns the first tokens of an answer at temperature 1, the likeliest first, and their probabilities."""
     found = logits_after(folder, IDS).softmax(-1).sort(descending=True)
     return found.indices.tolist(), found.values.tolist()
 
 
 def adjusted_greedy(folder: Path, adjust: Callable[[torch.Tensor, list[int]], None]) -> list[int]:
-    """The likeliest tokens, one after the other, after `adjust(logits, output so far)`."""
+    """Takes the likeliest token, again and again, after `adjust(logits, output so far)`."""
     output: list[int] = []
     for _ in range(NUM_TOKENS):
         logits = logits_after(folder, IDS + output)
@@ -127,7 +127,7 @@ def reference_ends(folder: Path) -> list[int]:
 
 
 def test_defaults_of_lengths(engines: Engines) -> None:
-    """512 tokens for LMDeploy's, 16 for `generate`, and for a chat as many as there is room for."""
+    """LMDeploy's calls give 512 tokens, `generate` gives 16, and a chat as many as there is room for."""
     config = GenerationConfig(ignore_eos=True)
     assert len(engines.pipe(TEXT, gen_config=config, do_preprocess=False).token_ids) == 512
     with pytest.warns(FutureWarning):
@@ -220,7 +220,7 @@ def test_a_repetition_penalty_weighs_what_was_there(ask: Ask, folder: Path, pena
 
 
 def num_repeated(output: list[int]) -> int:
-    """Tokens that were in the prompt or in the output before."""
+    """Counts tokens that were in the prompt or earlier in the output."""
     return sum(token in IDS + output[:at] for at, token in enumerate(output))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that differ from others in what their JSON files say."""
+"""Copies checkpoints and changes what their JSON files say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def copy_of(folder: Path, to: Path, changes: Mapping[str, Mapping[str, Any]]) -> Path:
-    """A copy in the folder `to`; `changes` are by file, and None takes a field out."""
+    """Returns a copy within the folder `to`. `changes` are by file; None takes a field out."""
     made = to / "model"
     shutil.copytree(folder, made)
     for name, fields in changes.items():

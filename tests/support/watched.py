@@ -1,4 +1,4 @@
-"""Real engines, and notes of each of their steps: sequences and tokens that it had, blocks that it moved."""
+"""Watches real engines: each step is noted with its sequences, its tokens and the blocks that it moved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pd_cluster.model.runner import ModelRunner
 
 @dataclass
 class Watched:
-    """One engine. The lists have an entry for each of its steps."""
+    """Holds one engine's parts. The lists have an entry for each of its steps."""
 
     scheduler: Scheduler
     runner: ModelRunner
@@ -28,7 +28,7 @@ class Watched:
 
 @contextmanager
 def watching() -> Iterator[list[Watched]]:
-    """The engines that this process makes meanwhile."""
+    """Yields the list of the engines that this process makes within the block."""
     made: list[Watched] = []
     build_core = build.build_core
 

@@ -1,4 +1,4 @@
-"""Every documented way to give sampling parameters to an offline engine, under one set of names.
+"""Asks an offline engine in every documented way of giving sampling parameters, under one set of names.
 
 A way takes one text, a number of answers and options under `SamplingParams`' names, and returns each answer's tokens.
 """
@@ -31,7 +31,7 @@ Ask = Callable[..., list[list[int]]]
 
 
 class Way(NamedTuple):
-    """`takes` None: every option of the tests."""
+    """`takes` holds the options that the way has; None stands for all of them."""
 
     name: str
     ask: Callable[[Engines, str, int, dict[str, Any]], list[list[int]]]
@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 
 def _params(num: int, options: dict[str, Any]) -> list[SamplingParams]:
-    """One for each answer: with another seed, unless there is one."""
+    """Returns one for each answer; unless the options have a seed, each has its own."""
     return [SamplingParams(**({"seed": at} | options)) for at in range(num)]
 
 
@@ -84,7 +84,7 @@ def _place(name: str) -> int:
 
 
 def _turns(engines: Engines, text: str, given: list[dict[str, Any]]) -> list[list[int]]:
-    """Sessions side by side, one for each of `given`."""
+    """Answers one session for each of `given`, all at the same time."""
 
     async def turn(session_id: int, options: dict[str, Any]) -> list[int]:
         steps = engines.pipe.generate(text, session_id, do_preprocess=False, stream_response=False, **options)

@@ -39,7 +39,10 @@ PROOF_TESTS = re.compile(r"`[^`]+`(?:, `[^`]+`)*(?P<slow> \(slow\))?")
 PROOF_REFUSED = re.compile(r"refused: [^`\s][^`]*, `[^`]+`(?:, `[^`]+`)*")
 PROOF_NOT_APPLICABLE = re.compile(r"not applicable \((?:operator|vendor)\): \S.*")
 # Modules with a stand-in for the engine: tests of what they make show what reaches an engine, not what it does.
-STAND_INS = ("tests.support.playback", "tests.support.playback_offline", "tests.support.offline")
+STAND_INS = (
+    *("tests.support.playback", "tests.support.playback_offline", "tests.support.offline", "tests.support.toy_model"),
+    *("tests.support.router_world", "tests.support.elastic_world", "tests.support.handoff_world"),
+)
 UNESCAPED_PIPE = re.compile(r"(?<!\\)\|")
 
 
@@ -50,7 +53,7 @@ class Row(NamedTuple):
     proof: str
 
     def state(self) -> str:
-        """One of STATES, or malformed."""
+        """Returns one of STATES, or malformed."""
         if self.proof == "not yet":
             return "not yet"
         if PROOF_NOT_APPLICABLE.fullmatch(self.proof):
@@ -133,7 +136,7 @@ def id_complaints(page: str) -> list[str]:
 
 @cache
 def collected(path: Path) -> dict[str, bool]:
-    """`test_a`, `TestB::test_c` of a file as pytest would collect them, without parameters -> whether it is slow.
+    """Returns a file's tests as pytest would collect them (`test_a`, `TestB::test_c`) -> whether each is slow.
 
     A test that is always skipped proves nothing and isn't in it. Marks of single parameters aren't seen.
     """
@@ -168,7 +171,7 @@ def flatten(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def is_slow_module(node: ast.stmt) -> bool:
-    """Whether this is `pytestmark = …` with the mark in it."""
+    """Returns whether this is `pytestmark = …` with the mark in it."""
     match node:
         case ast.Assign(targets=[ast.Name(id="pytestmark")], value=ast.List(elts=marks) | ast.Tuple(elts=marks)):
             return has_mark(marks, "slow")
@@ -184,7 +187,7 @@ def has_mark(marks: list[ast.expr], name: str) -> bool:
 
 @cache
 def has_stand_in(path: Path) -> bool:
-    """Whether the file's tests may have a stand-in for the engine."""
+    """Returns whether the file's tests may have a stand-in for the engine."""
     return any(
         isinstance(node, ast.ImportFrom) and node.module in STAND_INS
         for node in ast.parse(path.read_text(encoding="utf-8")).body
@@ -208,13 +211,13 @@ def why_no_test(node_id: str, root: Path) -> str:
 
 
 def split(node_id: str) -> tuple[str, str]:
-    """The file, and the test without its parameters."""
+    """Returns the file, and the test without its parameters."""
     file_name, _, name = node_id.partition("::")
     return file_name, name.partition("[")[0]
 
 
 def strength_complaints(page: str, root: Path = ROOT) -> list[str]:
-    """Proven rows that no quick test or no real engine shows."""
+    """Returns complaints about proven rows that no quick test or no real engine shows."""
     complaints = []
     for row in rows(page):
         tests = [split(node_id) for node_id in row.node_ids() if not why_no_test(node_id, root)]
@@ -231,7 +234,7 @@ def strength_complaints(page: str, root: Path = ROOT) -> list[str]:
 
 
 def counts(page: str, title: str = "all") -> list[int]:
-    """Rows of a section, and how many of them there are in each of STATES."""
+    """Counts the rows of a section, all and then those in each of STATES."""
     states = [row.state() for row in rows(page) if title in (row.title, "all")]
     return [len(states), *(states.count(state) for state in STATES)]
 
@@ -257,7 +260,7 @@ def with_summary(page: str) -> str:
 
 
 def with_line(readme: str, page: str) -> str:
-    """README with the page's sums in it. Raises ValueError when their place isn't there once."""
+    """Returns README with the page's sums in it. Raises ValueError when their place isn't there once."""
     num_rows, *sums = counts(page)
     told = ", ".join(f"{count} {state}" for count, state in zip(sums, STATES, strict=True))
     return between(readme, LINE_START, LINE_END, f"\n{num_rows} rows: {told}.\n")

@@ -58,7 +58,6 @@ def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, ca
         swap_space=0,
         cpu_offload_gb=0,
         enforce_eager=True,
-        max_context_len_to_capture=128,
         disable_custom_all_reduce=True,
         disable_async_output_proc=True,
         max_model_len=MAX_MODEL_LEN,
@@ -72,7 +71,7 @@ def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, ca
     told = [record.getMessage().split()[0] for record in caplog.records if record.levelno >= logging.WARNING]
     assert sorted(told) == [
         *("disable_async_output_proc", "disable_custom_all_reduce", "dtype"),
-        *("max_context_len_to_capture", "metrics_port", "port"),
+        *("metrics_port", "port"),
     ]
 
 
@@ -159,12 +158,10 @@ def test_a_float32_checkpoint_stays_float32_and_this_is_said(
 
 
 ENGINE_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"tokenizer_mode": "slow"}, "tokenizer_mode 'slow': not supported"),
+    ({"tokenizer_mode": "fastest"}, "tokenizer_mode 'fastest': not supported"),
     ({"quantization": "awq"}, "quantization 'awq': quantized weights are not supported"),
     ({"quantization": "gptq"}, "quantization 'gptq': quantized weights are not supported"),
     ({"quantization": "fp8"}, "quantization 'fp8': quantized weights are not supported"),
-    ({"revision": "main"}, "revision 'main': give model the folder of the revision"),
-    ({"tokenizer_revision": "main"}, "tokenizer_revision 'main': the tokenizer comes from the model folder"),
     ({"cpu_offload_gb": 2}, "cpu_offload_gb 2: weights are not offloaded"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: must be in 0 to 1"),
     ({"gpu_memory_utilization": -0.1}, "gpu_memory_utilization -0.1: must be in 0 to 1"),

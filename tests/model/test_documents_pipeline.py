@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 
 from pd_cluster import AsyncEngine, ChatTemplateConfig, pipeline
@@ -144,9 +143,45 @@ def test_a_model_name_without_a_template_leaves_the_folders(path: Path) -> None:
         assert one(engine, "hi", GREEDY).token_ids == answer_of(path, "<|user|>hi<|assistant|>")
 
 
-def test_one_choice_a_message(tiny: AsyncEngine) -> None:
-    config = GenerationConfig(n=1, max_new_tokens=4, ignore_eos=True)
-    assert len(tiny(["a", "b"], gen_config=config)) == 2  # type: ignore[arg-type]
+@pytest.mark.parametrize("top_k", [1, 0])
+def test_n_choices_a_message(tiny: AsyncEngine, top_k: int) -> None:
+    """They are drawn, or all the likeliest one; the response is the first of them."""
+    alone = tiny(["a", "b"], gen_config=GenerationConfig(n=1, max_new_tokens=8, top_k=top_k, random_seed=3))
+    found = tiny(["a", "b"], gen_config=GenerationConfig(n=3, max_new_tokens=8, top_k=top_k, random_seed=3))
+    for one_answer, several in zip(alone, found, strict=True):  # type: ignore[arg-type]
+        assert one_answer.choices == []
+        assert [each.choice for each in several.choices] == [0, 1, 2]
+        assert several.token_ids == several.choices[0].token_ids == one_answer.token_ids
+        assert len({tuple(each.token_ids) for each in several.choices}) == (1 if top_k else 3)
+
+
+def test_options_by_their_place(tiny: AsyncEngine, path: Path) -> None:
+    """The documents list them in two orders for a call, and the first one alone for `generate`."""
+    text = make_tokenizer().encode("hi").ids
+    marked = answer_of(path, "Q: hi\nA: ")
+    plain = reference_greedy(path, text, 5)[:5]
+    assert tiny("hi", GREEDY, MARKS).token_ids == marked  # type: ignore[union-attr]
+    assert tiny.batch_infer("hi", GREEDY, MARKS).token_ids == marked  # type: ignore[union-attr]
+    with pytest.warns(FutureWarning, match="request_output_len, top_k, top_p, temperature, repetition_penalty, ig"):
+        found = tiny("hi", None, False, 5, 1, 0.9, 0.7, 1.0, True)
+    assert found.token_ids == plain  # type: ignore[union-attr]
+    with pytest.warns(FutureWarning, match="will go away"):
+        steps = asyncio.run(steps_of(tiny, "hi", 1, None, MARKS, False, True, True, 0, NUM_TOKENS, False, ["zz"], 1))
+    assert steps[0].token_ids == marked[: len(steps[0].token_ids)]
+    (stopped,) = asyncio.run(steps_of(tiny, "hi", 1, GREEDY, MARKS, False, True, True, 0, None, True))
+    assert stopped.generate_token_len == 0
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_arguments_of_pipeline_by_their_place(path: Path, early: bool) -> None:
+    places: list[Any] = [SMALL, MARKS]
+    with pipeline(str(path), None, *(["turbomind", *places, 2, 1] if early else [*places, "ERROR"])) as engine:
+        assert engine.backend_config == SMALL
+        assert engine.instance_num == (2 if early else 128)
+        assert one(engine, "hi", GREEDY).token_ids == answer_of(path, "Q: hi\nA: ")
+    with AsyncEngine(str(path), None, "turbomind", SMALL, MARKS, 2, 1) as engine:
+        assert engine.instance_num == 2
+        assert one(engine, "hi", GREEDY).token_ids == answer_of(path, "Q: hi\nA: ")
 
 
 def test_keywords_beside_gen_config_have_no_effect_and_say_so(tiny: AsyncEngine) -> None:
@@ -258,23 +293,3 @@ def test_stop_words_as_a_keyword(pipe: AsyncEngine) -> None:
         warnings.simplefilter("ignore", FutureWarning)
         found = turn(pipe, "hi", 9, None, stop_words=["can"], top_k=1)
     assert found.response == "Hello! How "
-
-
-# ---- models by their id
-
-
-def test_a_model_id_is_found_where_huggingface_hub_keeps_it(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """huggingface_hub itself looks in its folders; nothing is downloaded."""
-    name, commit = "internlm/internlm-chat-7b", "0" * 40
-    kept = tmp_path / "models--internlm--internlm-chat-7b"
-    (kept / "refs").mkdir(parents=True)
-    (kept / "refs" / "main").write_text(commit)
-    (kept / "snapshots").mkdir()
-    (kept / "snapshots" / commit).symlink_to(path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pipeline(name, backend_config=SMALL) as engine:
-        assert one(engine, "hi", GREEDY).token_ids == answer_of(path, "<|user|>hi<|assistant|>")
-    with pytest.raises(ConfigError, match=r"model_path internlm/other: .* no model of that name in the local"):
-        pipeline("internlm/other")

@@ -6,7 +6,10 @@ A local cache stands for the Hugging Face hub; huggingface_hub itself reads it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,11 @@ import pytest
 from pd_cluster import LLM, SamplingParams, pipeline, turbomind
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.messages import GenerationConfig, Response, TurbomindEngineConfig
-from tests.support.checkpoints import make_tokenizer, reference_greedy
+from pd_cluster.types import SamplingParams as EngineParams
+from tests.support.checkpoints import make_checkpoint, make_tokenizer, reference_greedy
 from tests.support.copies import copy_of
+from tests.support.engines import generate, make_core
+from tests.support.local_hub import local_hub
 
 NAME = "internlm/internlm-chat-7b"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -91,6 +97,29 @@ def test_a_model_by_its_id(hub: Callable[..., None], path: Path) -> None:
         response = pipe("ab", GenerationConfig(max_new_tokens=6, ignore_eos=True), do_preprocess=False)
     assert isinstance(response, Response)
     assert response.token_ids == greedy(path, "ab")
+
+
+def test_a_model_is_fetched_from_the_hub(path: Path, tmp_path: Path) -> None:
+    """The document's script runs in a process whose hub is on this machine; code is never fetched."""
+    source = copy_of(path, tmp_path, {})
+    (source / "modeling_mine.py").write_text("raise AssertionError")
+    script = (
+        "from pd_cluster import GenerationConfig, pipeline\n"
+        f"pipe = pipeline({NAME!r})\n"
+        "response = pipe(['ab'], GenerationConfig(max_new_tokens=6, ignore_eos=True), do_preprocess=False)\n"
+        "print(response[0].token_ids)\n"
+    )
+    with local_hub(NAME, source) as (address, given):
+        env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        env |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        for _ in range(2):
+            done = subprocess.run(
+                [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=100, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip() == str(greedy(path, "ab"))
+    assert given.count("model.safetensors") == 1, "the second time it is in the cache"
+    assert "modeling_mine.py" not in given
 
 
 def test_a_model_that_cannot_be_had_is_refused(hub: Callable[..., None], path: Path) -> None:
@@ -167,3 +196,23 @@ def test_rope_scaling_factor_is_that_of_dynamic_ntk(checkpoint: Callable[..., Pa
     with pytest.raises(ConfigError, match="session_len 128"):
         first(trained)
     shutil.rmtree(scaled)
+
+
+@pytest.mark.parametrize("kind", [turbomind.EngineConfig, TurbomindEngineConfig], ids=["early", "later"])
+def test_use_logn_attn_is_log_n_attention(tmp_path: Path, kind: Any) -> None:
+    """tests/model/test_rope_lengths.py holds the engine's log-n attention against transformers' layers."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    folder = make_checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=48)
+    text, asked = "y" * 90, GenerationConfig(max_new_tokens=8, ignore_eos=True)
+    found = []
+    for switch in (True, False):
+        settings = kind(session_len=128, cache_max_entry_count=0.002, use_logn_attn=switch)
+        with pipeline(str(folder), backend_config=settings) as pipe:
+            response = pipe(text, asked, do_preprocess=False)
+        assert isinstance(response, Response)
+        overrides = {"use_logn_attn": True} if switch else {}
+        core = make_core(folder, max_model_len=128, num_blocks=64, hf_overrides=overrides)
+        sampling = EngineParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        assert [response.token_ids] == generate(core, [ids(text)], sampling)
+        found.append(response.token_ids)
+    assert found[0] != found[1]

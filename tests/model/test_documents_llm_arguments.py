@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import pd_cluster
-from pd_cluster import LLM, SamplingParams
+from pd_cluster import LLM, SamplingParams, fastdeploy
 from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.fastdeploy.engine.request import CompletionOutput
 from tests.support.checkpoints import reference_greedy
 from tests.support.copies import copy_of
 from tests.support.watched import watching
@@ -46,6 +47,19 @@ def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.Lo
         assert f"engine: {info.num_blocks} KV cache blocks of {block_size} tokens" in caplog.messages
         num_tokens.append(info.num_blocks // (64 // block_size))
     assert num_tokens[0] == num_tokens[1]
+
+
+def test_fastdeploys_blocks_have_64_tokens(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log has their number, found automatically."""
+    monkeypatch.setenv("FD_LOG_DIR", str(tmp_path))
+    with watching() as made, fastdeploy.LLM(str(path), max_model_len=MAX_MODEL_LEN) as llm:
+        (output,) = llm.generate([[5, 6]], fastdeploy.SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        assert isinstance(output.outputs, CompletionOutput)
+        assert output.outputs.token_ids == reference_greedy(path, [5, 6], 6)[:6]
+    pool = made[0].runner.pool
+    assert pool.layout.block_size == 64
+    (line,) = (tmp_path / "fastdeploy.log").read_text(encoding="utf-8").splitlines()
+    assert line.endswith(f"Doing profile, the total_block_num:{pool.num_blocks}")
 
 
 def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, caplog: pytest.LogCaptureFixture) -> None:

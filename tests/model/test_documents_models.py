@@ -203,7 +203,8 @@ def test_use_logn_attn_is_log_n_attention(tmp_path: Path, kind: Any) -> None:
     """tests/model/test_rope_lengths.py holds the engine's log-n attention against transformers' layers."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     folder = make_checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=48)
-    text, asked = "y" * 90, GenerationConfig(max_new_tokens=8, ignore_eos=True)
+    text = "".join(chr(33 + 37 * at % 90) for at in range(90))
+    asked = GenerationConfig(max_new_tokens=20, ignore_eos=True)
     found = []
     for switch in (True, False):
         settings = kind(session_len=128, cache_max_entry_count=0.002, use_logn_attn=switch)
@@ -212,7 +213,7 @@ def test_use_logn_attn_is_log_n_attention(tmp_path: Path, kind: Any) -> None:
         assert isinstance(response, Response)
         overrides = {"use_logn_attn": True} if switch else {}
         core = make_core(folder, max_model_len=128, num_blocks=64, hf_overrides=overrides)
-        sampling = EngineParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        sampling = EngineParams(max_tokens=20, temperature=0.0, ignore_eos=True)
         assert [response.token_ids] == generate(core, [ids(text)], sampling)
         found.append(response.token_ids)
     assert found[0] != found[1]

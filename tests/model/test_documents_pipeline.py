@@ -155,35 +155,6 @@ def test_n_choices_a_message(tiny: AsyncEngine, top_k: int) -> None:
         assert len({tuple(each.token_ids) for each in several.choices}) == (1 if top_k else 3)
 
 
-def test_options_by_their_place(tiny: AsyncEngine, path: Path) -> None:
-    """The documents list them in two orders for a call, and the first one alone for `generate`."""
-    text = make_tokenizer().encode("hi").ids
-    marked = answer_of(path, "Q: hi\nA: ")
-    plain = reference_greedy(path, text, 5)[:5]
-    assert tiny("hi", GREEDY, MARKS).token_ids == marked  # type: ignore[union-attr]
-    assert tiny.batch_infer("hi", GREEDY, MARKS).token_ids == marked  # type: ignore[union-attr]
-    with pytest.warns(FutureWarning, match="request_output_len, top_k, top_p, temperature, repetition_penalty, ig"):
-        found = tiny("hi", None, False, 5, 1, 0.9, 0.7, 1.0, True)
-    assert found.token_ids == plain  # type: ignore[union-attr]
-    with pytest.warns(FutureWarning, match="will go away"):
-        steps = asyncio.run(steps_of(tiny, "hi", 1, None, MARKS, False, True, True, 0, NUM_TOKENS, False, ["zz"], 1))
-    assert steps[0].token_ids == marked[: len(steps[0].token_ids)]
-    (stopped,) = asyncio.run(steps_of(tiny, "hi", 1, GREEDY, MARKS, False, True, True, 0, None, True))
-    assert stopped.generate_token_len == 0
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_arguments_of_pipeline_by_their_place(path: Path, early: bool) -> None:
-    places: list[Any] = [SMALL, MARKS]
-    with pipeline(str(path), None, *(["turbomind", *places, 2, 1] if early else [*places, "ERROR"])) as engine:
-        assert engine.backend_config == SMALL
-        assert engine.instance_num == (2 if early else 128)
-        assert one(engine, "hi", GREEDY).token_ids == answer_of(path, "Q: hi\nA: ")
-    with AsyncEngine(str(path), None, "turbomind", SMALL, MARKS, 2, 1) as engine:
-        assert engine.instance_num == 2
-        assert one(engine, "hi", GREEDY).token_ids == answer_of(path, "Q: hi\nA: ")
-
-
 def test_keywords_beside_gen_config_have_no_effect_and_say_so(tiny: AsyncEngine) -> None:
     with pytest.warns(FutureWarning, match="request_output_len: will go away, and have no effect beside gen_config"):
         response = tiny("hi", gen_config=GREEDY, request_output_len=3)

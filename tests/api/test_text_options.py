@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from pd_cluster.text import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
-from tests.support.checkpoints import EOS_ID, reference_greedy
+from tests.support.checkpoints import EOS_ID, reference_greedy, reference_model
 from tests.support.cluster import LiveCluster
 
 PROMPT = "Once upon a time"
@@ -94,6 +95,44 @@ def test_all_candidates_is_the_default(cluster: LiveCluster, everything: dict[st
     assert ask(cluster, **fields, **everything) == ask(cluster, **fields)
 
 
+def first_tokens(cluster: LiveCluster, **fields: Any) -> set[int]:
+    """Of 64 answers, each a token long."""
+    body = {"prompt": PROMPT, "max_tokens": 1, "n": 64, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | fields)
+    assert answer.status_code == 200, answer.text
+    return {choice["token_ids"][0] for choice in answer.json()["choices"]}
+
+
+def test_which_tokens_may_be_drawn(cluster: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
+    """Those that transformers' probabilities leave of top_k and top_p; more of them at a higher temperature."""
+    with torch.inference_mode():
+        logits = reference_model(model)(torch.tensor([tokenizer.encode(PROMPT)])).logits[0, -1]
+    found = logits.softmax(-1).sort(descending=True)
+    tokens, probabilities = found.indices.tolist(), found.values.tolist()
+    free = first_tokens(cluster)
+    assert not free <= {*tokens[:4]}
+    for narrow in ({"top_k": 4}, {"top_p": sum(probabilities[:3]) + probabilities[3] / 2}):
+        drawn = first_tokens(cluster, **narrow)
+        assert len(drawn) > 1
+        assert drawn <= {*tokens[:4]}
+    assert first_tokens(cluster, temperature=0.01) == {tokens[0]}
+    assert len(first_tokens(cluster, temperature=0.3)) < len(free) < len(first_tokens(cluster, temperature=2.0))
+
+
+def test_what_is_not_given_has_the_documents_default(cluster: LiveCluster) -> None:
+    body = {"prompt": PROMPT, "seed": 5, "return_token_ids": True}
+    defaults: dict[str, Any] = {"max_tokens": 16, "top_k": -1, "top_p": 1.0, "temperature": 1.0, "stop": None}
+    defaults |= {"stream": False, "n": 1, "use_beam_search": False, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    defaults |= {"length_penalty": 1.0, "ignore_eos": False, "guided_json": None}
+
+    def choices(**fields: Any) -> Any:
+        answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
+
+    assert choices() == choices(**defaults) != choices(temperature=1.5)
+
+
 # ---- how long
 
 
@@ -164,6 +203,19 @@ def test_a_stop_string_cuts_before_it(cluster: LiveCluster, greedy: Answer, toke
         assert answer.usage["completion_tokens"] == num_tokens
         assert answer.token_ids == greedy.token_ids[:num_tokens]
     cluster.assert_home()
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_of_two_stop_strings_the_first_to_come_ends_the_text(cluster: LiveCluster, is_chat: bool) -> None:
+    """The document's `["你","好"]`, in either order; guided, so that both of them come."""
+    said = "世界好,你好"
+    for stop, wanted in ((["你", "好"], "世界"), (["好", "你"], "世界"), (["你"], "世界好,"), (["她"], said)):
+        fields = {"guided_choice": [said], "stop": stop, "max_tokens": 40}
+        if is_chat:
+            (choice,) = chat(cluster, [{"role": "user", "content": PROMPT}], **fields)["choices"]
+            assert choice["message"]["content"] == wanted
+        else:
+            assert ask(cluster, **fields).text == wanted
 
 
 def test_a_streamed_stop_string_never_leaks(cluster: LiveCluster, greedy: Answer, tokenizer: Tokenizer) -> None:

@@ -10,17 +10,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pd_cluster import LLM, SamplingParams
+from pd_cluster import LLM, SamplingParams, pipeline, turbomind
 from pd_cluster.api.protocol import CompletionRequest
 from pd_cluster.api.sequence import Piece
 from pd_cluster.config import EngineConfig
 from pd_cluster.errors import ConfigError
+from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response
 from pd_cluster.offline.session import Offline, OfflineConfig
 from pd_cluster.offline.split import SplitCluster
-from tests.support.checkpoints import reference_greedy
+from tests.support.checkpoints import make_tokenizer, reference_greedy
 from tests.support.cluster import children_of
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
@@ -75,6 +77,27 @@ def test_tensor_parallel_size_alone_is_two_ranks_each(model: Path) -> None:
         found = [list(output.outputs[0].token_ids) for output in outputs]
         assert found == [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
         infos = [each.info for each in llm._offline.service.router.membership.instances]
+        assert [len(info.rank_pids) for info in infos if info is not None] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tp": 2},
+        {"backend_config": PytorchEngineConfig(tp=2, num_gpu_blocks=64)},
+        {"backend_config": turbomind.EngineConfig(tp=2, cache_max_entry_count=0.002)},
+    ],
+    ids=["pipeline", "pytorch", "early turbomind"],
+)
+def test_tp_is_two_ranks_each(model: Path, arguments: dict[str, Any]) -> None:
+    text = "Once upon a time"
+    with pytest.warns(UserWarning, match="tp=2: a prefill and a decode instance of 2 ranks each"):
+        pipe = pipeline(str(model), **arguments)
+    with pipe:
+        response = pipe(text, GenerationConfig(max_new_tokens=8), do_preprocess=False)
+        assert isinstance(response, Response)
+        assert response.token_ids == reference_greedy(model, make_tokenizer().encode(text).ids, 8)
+        infos = [each.info for each in pipe._offline.service.router.membership.instances]
         assert [len(info.rank_pids) for info in infos if info is not None] == [2, 2]
 
 

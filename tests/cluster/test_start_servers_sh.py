@@ -272,7 +272,6 @@ def test_an_operator_may_want_the_models_defaults_and_no_model(deployed: Servers
     assert drawn(deployed, temperature=0, repetition_penalty=1.9)[0] == greedy
 
 
-@pytest.mark.slow
 def test_the_documents_own_numbers(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
     """Cards 4 and 5 prefill, 6 and 7 decode, started in the document's order with its flags: two ranks on each side."""
     model = checkpoint("llama", max_position_embeddings=4096)

@@ -60,6 +60,8 @@ def test_the_documents_rank_table_lines(tmp_path: Path, more: str) -> None:
         assert done.returncode == 0, done.stderr
         (file,) = folder.glob("global_ranktable_*.json")
         address = file.stem.removeprefix("global_ranktable_")
+        with socket.socket() as listening:
+            listening.bind((address, 0))  # no other machine's would do
         locals_ = {path.name for path in folder.glob("local_*")}
         assert locals_ == {f"local_ranktable_{address}_{which}.json" for which in ("45", "67", "host")}
         groups = json.loads(file.read_text())["server_group_list"]

@@ -1,7 +1,8 @@
-"""Keeps docs/requirements.md true: its form, its ids, the tests that it names, its summary.
+"""Keeps docs/requirements.md true: its form, its ids, the tests that it names, its summary, and README's line of it.
 
-Reads tests as source and never imports them, so it knows that a test exists, not that it passes.
-`python tests/unit/test_requirements.py --fix` rewrites the summary; everything else is mended by hand.
+Reads tests as source and never imports them, so it knows that a test exists, what it is marked with and what its file
+imports, not that it passes. `python tests/unit/test_requirements.py --fix` rewrites the summary and README's line;
+everything else is mended by hand.
 """
 
 import ast
@@ -16,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "requirements.md"
+README = ROOT / "README.md"
 
 # id prefix -> (title of the section, rows on the first day: the documents are fixed, so rows are only added)
 DOCUMENTS = {
@@ -28,10 +30,19 @@ DOCUMENTS = {
 TABLE_HEAD = ["| id | what the document asks | proof |", "|---|---|---|"]
 SUMMARY_START = "<!-- summary: written by tests/unit/test_requirements.py --fix -->"
 SUMMARY_END = "<!-- end of summary -->"
+LINE_START = "<!-- requirements: written by tests/unit/test_requirements.py --fix -->"
+LINE_END = "<!-- end of requirements -->"
+STATES = ("proven", "refused", "not yet", "not applicable")
 
 ROW = re.compile(r"\| `(?P<prefix>[A-Z]{2})-(?P<number>\d{3})` \| (?P<ask>\S.*) \| (?P<proof>\S.*) \|")
-PROOF_TESTS = re.compile(r"`[^`]+`(?:, `[^`]+`)*")
-PROOF_NOT_APPLICABLE = re.compile(r"not applicable: \S.*")
+PROOF_TESTS = re.compile(r"`[^`]+`(?:, `[^`]+`)*(?P<slow> \(slow\))?")
+PROOF_REFUSED = re.compile(r"refused: [^`\s][^`]*, `[^`]+`(?:, `[^`]+`)*")
+PROOF_NOT_APPLICABLE = re.compile(r"not applicable \((?:operator|vendor)\): \S.*")
+# Modules with a stand-in for the engine: tests of what they make show what reaches an engine, not what it does.
+STAND_INS = (
+    *("tests.support.playback", "tests.support.playback_offline", "tests.support.offline", "tests.support.toy_model"),
+    *("tests.support.router_world", "tests.support.elastic_world", "tests.support.handoff_world"),
+)
 UNESCAPED_PIPE = re.compile(r"(?<!\\)\|")
 
 
@@ -42,15 +53,20 @@ class Row(NamedTuple):
     proof: str
 
     def state(self) -> str:
-        """proven | not yet | not applicable | malformed"""
+        """Returns one of STATES, or malformed."""
         if self.proof == "not yet":
             return "not yet"
         if PROOF_NOT_APPLICABLE.fullmatch(self.proof):
             return "not applicable"
+        if PROOF_REFUSED.fullmatch(self.proof):
+            return "refused"
         return "proven" if PROOF_TESTS.fullmatch(self.proof) else "malformed"
 
     def node_ids(self) -> list[str]:
-        return re.findall(r"`([^`]+)`", self.proof) if self.state() == "proven" else []
+        return re.findall(r"`([^`]+)`", self.proof) if self.state() in ("proven", "refused") else []
+
+    def says_slow(self) -> bool:
+        return self.proof.endswith(" (slow)")
 
     def __str__(self) -> str:
         return f"{self.prefix}-{self.number:03d}"
@@ -84,7 +100,7 @@ def rows(page: str) -> Iterator[Row]:
 
 
 def form_complaints(page: str) -> list[str]:
-    """Lines that mean to be a table and aren't one, and proofs of none of the three forms."""
+    """Lines that mean to be a table and aren't one, and proofs of none of the four forms."""
     complaints = []
     for lines in sections(page).values():
         for position, line in enumerate(lines):
@@ -119,28 +135,30 @@ def id_complaints(page: str) -> list[str]:
 
 
 @cache
-def names_of_tests(path: Path) -> frozenset[str]:
-    """`test_a`, `TestB::test_c` of a file as pytest would collect them, without parameters.
+def collected(path: Path) -> dict[str, bool]:
+    """Returns a file's tests as pytest would collect them (`test_a`, `TestB::test_c`) -> whether each is slow.
 
-    A test that is always skipped proves nothing and isn't in it.
+    A test that is always skipped proves nothing and isn't in it. Marks of single parameters aren't seen.
     """
-    return frozenset(collect(ast.parse(path.read_text(encoding="utf-8")).body))
+    return dict(collect(ast.parse(path.read_text(encoding="utf-8")).body))
 
 
-def collect(body: list[ast.stmt]) -> Iterator[str]:
-    classes: dict[str, list[str]] = {}
+def collect(body: list[ast.stmt], is_slow: bool = False) -> Iterator[tuple[str, bool]]:
+    classes: dict[str, list[tuple[str, bool]]] = {}
+    is_slow = is_slow or any(is_slow_module(node) for node in body)
     for node in flatten(body):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                if name.startswith("test") and not always_skipped(node):
-                    yield name
-            case ast.ClassDef(name=name) if not always_skipped(node):
+                if name.startswith("test") and not has_mark(node.decorator_list, "skip"):
+                    yield name, is_slow or has_mark(node.decorator_list, "slow")
+            case ast.ClassDef(name=name) if not has_mark(node.decorator_list, "skip"):
                 inherited = [n for base in node.bases if isinstance(base, ast.Name) for n in classes.get(base.id, [])]
-                classes[name] = [*collect(node.body), *inherited]
+                slow = is_slow or has_mark(node.decorator_list, "slow")
+                classes[name] = [*collect(node.body, slow), *((each, slow or its) for each, its in inherited)]
                 if name.startswith("Test"):
-                    yield from (f"{name}::{member}" for member in classes[name])
+                    yield from ((f"{name}::{member}", its) for member, its in classes[name])
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute(attr="TestCase")):
-                yield f"{name}::runTest"  # hypothesis: TestPool = PoolMachine.TestCase
+                yield f"{name}::runTest", is_slow  # hypothesis: TestPool = PoolMachine.TestCase
 
 
 def flatten(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -152,9 +170,28 @@ def flatten(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from flatten(getattr(node, inner, []))
 
 
-def always_skipped(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in node.decorator_list]
-    return any(isinstance(mark, ast.Attribute) and mark.attr == "skip" for mark in marks)
+def is_slow_module(node: ast.stmt) -> bool:
+    """Returns whether this is `pytestmark = …` with the mark in it."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id="pytestmark")], value=ast.List(elts=marks) | ast.Tuple(elts=marks)):
+            return has_mark(marks, "slow")
+        case ast.Assign(targets=[ast.Name(id="pytestmark")], value=mark):
+            return has_mark([mark], "slow")
+    return False
+
+
+def has_mark(marks: list[ast.expr], name: str) -> bool:
+    plain = [mark.func if isinstance(mark, ast.Call) else mark for mark in marks]
+    return any(isinstance(mark, ast.Attribute) and mark.attr == name for mark in plain)
+
+
+@cache
+def has_stand_in(path: Path) -> bool:
+    """Returns whether the file's tests may have a stand-in for the engine."""
+    return any(
+        isinstance(node, ast.ImportFrom) and node.module in STAND_INS
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+    )
 
 
 def proof_complaints(page: str, root: Path = ROOT) -> list[str]:
@@ -163,26 +200,50 @@ def proof_complaints(page: str, root: Path = ROOT) -> list[str]:
 
 
 def why_no_test(node_id: str, root: Path) -> str:
-    file_name, _, name = node_id.partition("::")
+    file_name, name = split(node_id)
     if not re.fullmatch(r"tests/(?:\w+/)*test_\w+\.py", file_name) or not name:
         return f"{node_id!r} isn't tests/…/test_….py::name"
     if not (root / file_name).is_file():
         return f"no file {file_name}"
-    name = name.partition("[")[0]
-    if name not in names_of_tests(root / file_name):
+    if name not in collected(root / file_name):
         return f"no test {name!r} in {file_name}"
     return ""
 
 
+def split(node_id: str) -> tuple[str, str]:
+    """Returns the file, and the test without its parameters."""
+    file_name, _, name = node_id.partition("::")
+    return file_name, name.partition("[")[0]
+
+
+def strength_complaints(page: str, root: Path = ROOT) -> list[str]:
+    """Returns complaints about proven rows that no quick test or no real engine shows."""
+    complaints = []
+    for row in rows(page):
+        tests = [split(node_id) for node_id in row.node_ids() if not why_no_test(node_id, root)]
+        if row.state() != "proven" or not tests:
+            continue
+        if row.says_slow() != all(collected(root / file_name)[name] for file_name, name in tests):
+            what = (
+                "has a quick test: take (slow) away" if row.says_slow() else "has slow tests only: say so, with (slow)"
+            )
+            complaints.append(f"{row}: {what}")
+        if all(has_stand_in(root / file_name) for file_name, _ in tests):
+            complaints.append(f"{row}: only tests with a stand-in for the engine; name one with a real engine")
+    return complaints
+
+
+def counts(page: str, title: str = "all") -> list[int]:
+    """Counts the rows of a section, all and then those in each of STATES."""
+    states = [row.state() for row in rows(page) if title in (row.title, "all")]
+    return [len(states), *(states.count(state) for state in STATES)]
+
+
 def summary(page: str) -> str:
     """The summary table that the rows call for."""
-    all_rows = list(rows(page))
-    lines = ["| document | rows | proven | not yet | not applicable |", "|---|---:|---:|---:|---:|"]
-    for title in [*sections(page), "all"]:
-        states = [row.state() for row in all_rows if title in (row.title, "all")]
-        counts = [len(states), *(states.count(state) for state in ("proven", "not yet", "not applicable"))]
-        lines.append(f"| {title} | {' | '.join(map(str, counts))} |")
-    return "\n".join(lines)
+    head = f"| document | rows | {' | '.join(STATES)} |\n|---|{'---:|' * (1 + len(STATES))}"
+    sums = [f"| {title} | {' | '.join(map(str, counts(page, title)))} |" for title in [*sections(page), "all"]]
+    return "\n".join([head, *sums])
 
 
 def summary_complaints(page: str) -> list[str]:
@@ -195,14 +256,24 @@ def summary_complaints(page: str) -> list[str]:
 
 def with_summary(page: str) -> str:
     """The page with the summary that its rows call for. Raises ValueError when its place isn't there once."""
-    if page.count(SUMMARY_START) != 1 or page.count(SUMMARY_END) != 1:
-        raise ValueError(f"wanted {SUMMARY_START!r} and {SUMMARY_END!r} once each")
-    before, _, rest = page.partition(SUMMARY_START)
-    _, _, after = rest.partition(SUMMARY_END)
-    return f"{before}{SUMMARY_START}\n\n{summary(page)}\n\n{SUMMARY_END}{after}"
+    return between(page, SUMMARY_START, SUMMARY_END, f"\n\n{summary(page)}\n\n")
 
 
-CHECKS = [form_complaints, id_complaints, proof_complaints, summary_complaints]
+def with_line(readme: str, page: str) -> str:
+    """Returns README with the page's sums in it. Raises ValueError when their place isn't there once."""
+    num_rows, *sums = counts(page)
+    told = ", ".join(f"{count} {state}" for count, state in zip(sums, STATES, strict=True))
+    return between(readme, LINE_START, LINE_END, f"\n{num_rows} rows: {told}.\n")
+
+
+def between(text: str, start: str, end: str, what: str) -> str:
+    if text.count(start) != 1 or text.count(end) != 1:
+        raise ValueError(f"wanted {start!r} and {end!r} once each")
+    before, _, rest = text.partition(start)
+    return f"{before}{start}{what}{end}{rest.partition(end)[2]}"
+
+
+CHECKS = [form_complaints, id_complaints, proof_complaints, strength_complaints, summary_complaints]
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +287,14 @@ def test_page_is_true(page: str, check: Callable[[str], list[str]]) -> None:
     assert not complaints, "docs/requirements.md\n" + "\n".join(complaints)
 
 
+def test_readme_has_the_pages_sums(page: str) -> None:
+    readme = README.read_text(encoding="utf-8")
+    assert readme == with_line(readme, page), "run `python tests/unit/test_requirements.py --fix`"
+
+
 OWN_TEST = "`tests/unit/test_requirements.py::test_page_is_true`"
+SLOW_TEST = "`tests/cluster/test_chaos.py::test_hosts_are_cut_off_under_load`"
+STAND_IN_TEST = "`tests/unit/test_offline_pipeline.py::test_one_prompt_has_one_response`"
 
 
 @pytest.mark.parametrize(
@@ -229,6 +307,9 @@ OWN_TEST = "`tests/unit/test_requirements.py::test_page_is_true`"
         (form_complaints, "| `PD-003` |", "| `PD-003` | one cell too many |", "not a row"),
         (form_complaints, "not yet |\n| `PD-004`", "not yet (soon) |\n| `PD-004`", "PD-003: no known form"),
         (form_complaints, "not yet |\n| `PD-004`", "not applicable |\n| `PD-004`", "PD-003: no known form"),
+        (form_complaints, "not yet |\n| `PD-004`", "not applicable: no |\n| `PD-004`", "PD-003: no known form"),
+        (form_complaints, "not yet |\n| `PD-004`", "refused: no |\n| `PD-004`", "PD-003: no known form"),
+        (form_complaints, "not yet |\n| `PD-004`", f"refused: {OWN_TEST} |\n| `PD-004`", "PD-003: no known form"),
         (
             form_complaints,
             "not yet |\n| `PD-004`",
@@ -246,7 +327,17 @@ OWN_TEST = "`tests/unit/test_requirements.py::test_page_is_true`"
             f"{OWN_TEST[:-1]}x` |\n| `PD-004`",
             "no test 'test_page_is_truex'",
         ),
-        (summary_complaints, "not yet |\n| `PD-004`", "not applicable: a |\n| `PD-004`", "out of date"),
+        (
+            proof_complaints,
+            "not yet |\n| `PD-004`",
+            f"refused: no, {OWN_TEST[:-1]}x` |\n| `PD-004`",
+            "no test 'test_page_is_truex'",
+        ),
+        (strength_complaints, "not yet |\n| `PD-004`", f"{OWN_TEST} (slow) |\n| `PD-004`", "PD-003: has a quick test"),
+        (strength_complaints, "not yet |\n| `PD-004`", f"{SLOW_TEST} |\n| `PD-004`", "PD-003: has slow tests only"),
+        (strength_complaints, "not yet |\n| `PD-004`", f"{STAND_IN_TEST} |\n| `PD-004`", "PD-003: only tests with a"),
+        (summary_complaints, "not yet |\n| `PD-004`", "not applicable (operator): a |\n| `PD-004`", "out of date"),
+        (summary_complaints, "not yet |\n| `PD-004`", f"refused: a, {OWN_TEST} |\n| `PD-004`", "out of date"),
         (summary_complaints, "not yet |\n| `PD-004`", f"{OWN_TEST} |\n| `PD-004`", "out of date"),
     ],
 )
@@ -272,10 +363,20 @@ def test_a_row_that_has_gone_is_missed() -> None:
     assert id_complaints(shorter) == ["FastDeploy offline API: 72 rows, at least 73 wanted: rows aren't removed"]
 
 
-@pytest.mark.parametrize("proof", [OWN_TEST, f"{OWN_TEST}, {OWN_TEST[:-1]}[form_complaints]`"])
-def test_a_proof_is_counted(proof: str) -> None:
+@pytest.mark.parametrize(
+    ("proof", "sums"),
+    [
+        (OWN_TEST, "1 | 0 | 110 | 0"),
+        (f"{OWN_TEST}, {OWN_TEST[:-1]}[form_complaints]`", "1 | 0 | 110 | 0"),
+        (f"{SLOW_TEST} (slow)", "1 | 0 | 110 | 0"),
+        (f"{STAND_IN_TEST}, {OWN_TEST}", "1 | 0 | 110 | 0"),
+        (f"refused: not served, as it says, {STAND_IN_TEST}", "0 | 1 | 110 | 0"),
+        ("not applicable (vendor): a command of theirs", "0 | 0 | 110 | 1"),
+    ],
+)
+def test_a_proof_is_counted(proof: str, sums: str) -> None:
     proven = with_summary(model_page().replace("not yet |\n| `LE-002`", f"{proof} |\n| `LE-002`"))
-    assert "| LMDeploy pipeline (early) | 111 | 1 | 110 | 0 |\n" in proven
+    assert f"| LMDeploy pipeline (early) | 111 | {sums} |\n" in proven
     assert [complaint for check in CHECKS for complaint in check(proven)] == []
 
 
@@ -285,6 +386,15 @@ def test_a_proof_is_counted(proof: str) -> None:
 def test_a_page_without_its_frame_is_refused(old: str, new: str) -> None:
     with pytest.raises(ValueError, match=r"sections are|once each"):
         summary_complaints(model_page().replace(old, new))
+
+
+def test_readmes_line_is_the_pages() -> None:
+    page = model_page().replace("not yet |\n| `LE-002`", f"{OWN_TEST} |\n| `LE-002`")
+    readme = f"# pd-cluster\n{LINE_START}\n1 rows\n{LINE_END}\nMore.\n"
+    line = "491 rows: 1 proven, 0 refused, 490 not yet, 0 not applicable."
+    assert with_line(readme, page) == f"# pd-cluster\n{LINE_START}\n{line}\n{LINE_END}\nMore.\n"
+    with pytest.raises(ValueError, match="once each"):
+        with_line("# pd-cluster\n", page)
 
 
 def test_collects_what_pytest_would() -> None:
@@ -301,11 +411,14 @@ if True:
 def test_skipped(): ...
 @pytest.mark.skipif(True, reason="runs on another machine")
 def test_elsewhere(): ...
+@pytest.mark.slow
+def test_in_time(): ...
 class Contract:
     def test_shared(self): ...
 class TestOne(Contract):
     def test_method(self): ...
     def helper(self): ...
+    @pytest.mark.slow
     class TestInner:
         def test_deep(self): ...
 @pytest.mark.skip
@@ -313,7 +426,8 @@ class TestSkipped:
     def test_never(self): ...
 TestPool = PoolMachine.TestCase
 """
-    assert sorted(collect(ast.parse(source).body)) == [
+    found = dict(collect(ast.parse(source).body))
+    assert sorted(found) == [
         "TestOne::TestInner::test_deep",
         "TestOne::test_method",
         "TestOne::test_shared",
@@ -321,8 +435,11 @@ TestPool = PoolMachine.TestCase
         "test_async",
         "test_conditional",
         "test_elsewhere",
+        "test_in_time",
         "test_parametrised",
     ]
+    assert [name for name, is_slow in found.items() if is_slow] == ["test_in_time", "TestOne::TestInner::test_deep"]
+    assert all(dict(collect(ast.parse(f"pytestmark = [pytest.mark.slow]\n{source}").body)).values())
 
 
 def main(arguments: list[str]) -> int:
@@ -333,6 +450,7 @@ def main(arguments: list[str]) -> int:
     if arguments:
         text = with_summary(text)
         PAGE.write_text(text, encoding="utf-8")
+        README.write_text(with_line(README.read_text(encoding="utf-8"), text), encoding="utf-8")
     complaints = [complaint for check in CHECKS for complaint in check(text)]
     print("\n".join(complaints) or summary(text))
     return int(bool(complaints))

@@ -1,0 +1,211 @@
+"""Shows what each documented argument of `LLM` changes in a real engine, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pd_cluster
+from pd_cluster import LLM, SamplingParams, fastdeploy
+from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.fastdeploy.engine.request import CompletionOutput
+from tests.support.checkpoints import reference_greedy
+from tests.support.copies import copy_of
+from tests.support.watched import watching
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+MAX_MODEL_LEN = 256
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+def info_of(llm: LLM) -> Any:
+    (instance,) = llm._offline.service.router.membership.instances
+    assert instance.info is not None
+    return instance.info
+
+
+def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The number follows from the memory: blocks of twice the size are half as many, and hold as many tokens."""
+    num_tokens = []
+    for block_size in (32, 64):
+        with (
+            caplog.at_level(logging.INFO, "pd_cluster.offline.llm"),
+            LLM(str(path), max_model_len=MAX_MODEL_LEN, block_size=block_size, kv_cache_memory=0.01) as llm,
+        ):
+            info = info_of(llm)
+        assert info.layout.block_size == block_size
+        assert f"engine: {info.num_blocks} KV cache blocks of {block_size} tokens" in caplog.messages
+        num_tokens.append(info.num_blocks // (64 // block_size))
+    assert num_tokens[0] == num_tokens[1]
+
+
+def test_fastdeploys_blocks_have_64_tokens(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log has their number, found automatically."""
+    monkeypatch.setenv("FD_LOG_DIR", str(tmp_path))
+    with watching() as made, fastdeploy.LLM(str(path), max_model_len=MAX_MODEL_LEN) as llm:
+        (output,) = llm.generate([[5, 6]], fastdeploy.SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        assert isinstance(output.outputs, CompletionOutput)
+        assert output.outputs.token_ids == reference_greedy(path, [5, 6], 6)[:6]
+    pool = made[0].runner.pool
+    assert pool.layout.block_size == 64
+    (line,) = (tmp_path / "fastdeploy.log").read_text(encoding="utf-8").splitlines()
+    assert line.endswith(f"Doing profile, the total_block_num:{pool.num_blocks}")
+
+
+def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The call has every value that asks for nothing, or for what has no effect on this engine."""
+    with LLM(
+        str(path),
+        tokenizer_mode="auto",
+        trust_remote_code=False,
+        quantization=None,
+        swap_space=0,
+        cpu_offload_gb=0,
+        enforce_eager=True,
+        disable_custom_all_reduce=True,
+        disable_async_output_proc=True,
+        max_model_len=MAX_MODEL_LEN,
+        num_blocks=64,
+        port=9001,
+        metrics_port=9002,
+    ) as llm:
+        outputs = llm.generate(["ab"], GREEDY, use_tqdm=False)
+    (output,) = outputs
+    assert output.outputs.token_ids == reference_greedy(path, output.prompt_token_ids, 6)[:6]
+    told = [record.getMessage().split()[0] for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sorted(told) == [
+        *("disable_async_output_proc", "disable_custom_all_reduce", "dtype"),
+        *("metrics_port", "port"),
+    ]
+
+
+def test_gpu_memory_utilization_is_a_share_of_the_memory(path: Path) -> None:
+    """The memory is the host's, since the engine computes on the CPU."""
+    num_blocks = []
+    for share in (0.0005, 0.002):
+        with LLM(str(path), gpu_memory_utilization=share, max_model_len=MAX_MODEL_LEN) as llm:
+            num_blocks.append(info_of(llm).num_blocks)
+            (output,) = llm.generate(["ab"], GREEDY, use_tqdm=False)
+            assert len(output.outputs.token_ids) == 6
+    assert num_blocks[1] == pytest.approx(4 * num_blocks[0], rel=0.4), "other programs take memory meanwhile"
+
+
+def test_arguments_of_the_engine_act(path: Path) -> None:
+    """They bound the sequences and tokens of a step, size the pool, and switch the prefix cache on and off."""
+    prompts = [list(range(5 * at, 5 * at + 40)) for at in range(6)]
+    wanted = [reference_greedy(path, prompt, 6)[:6] for prompt in prompts]
+    for caches in (True, False):
+        with (
+            watching() as made,
+            LLM(
+                str(path),
+                max_num_seqs=3,
+                max_num_batched_tokens=50,
+                block_size=8,
+                num_gpu_blocks_override=70,
+                enable_prefix_caching=caches,
+                max_model_len=200,
+                max_logprobs=2,
+            ) as llm,
+        ):
+            for _ in range(2):
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                assert [output.outputs.token_ids for output in outputs] == wanted
+            (output,) = llm.generate(["a"], SamplingParams(logprobs=3), use_tqdm=False)
+            assert (output.error_msg or "").startswith("logprobs: 3 is more than this server's 2")
+            (output,) = llm.generate([7] * 198, SamplingParams(ignore_eos=True, max_tokens=9), use_tqdm=False)
+            assert len(output.outputs.token_ids) == 2, "max_model_len"
+        assert (max(made[0].num_seqs), max(made[0].num_tokens)) == (3, 50)
+        pool = made[0].runner.pool
+        assert (pool.layout.block_size, pool.num_blocks) == (8, 70)
+        assert (made[0].scheduler.num_prefix_hit_tokens > 0) == caches
+
+
+def test_swap_space_holds_requests_with_several_candidates(path: Path) -> None:
+    """The pool is too small for them; preemption_mode "swap" moves them out, without it 0 is enough."""
+    params = SamplingParams(n=2, best_of=4, seed=3, max_tokens=40, ignore_eos=True)
+    answers, num_moves, room = [], [], []
+    for swap_space, mode in ((0.001, "swap"), (0.002, "swap"), (0, "recompute")):
+        with (
+            watching() as made,
+            LLM(
+                str(path),
+                swap_space=swap_space,
+                preemption_mode=mode,
+                num_blocks=32,
+                block_size=4,
+                max_model_len=100,
+            ) as llm,
+        ):
+            outputs = llm.generate([[5] * 20, [6] * 20], params, use_tqdm=False)
+            (one,) = llm.generate([[7]], GREEDY, use_tqdm=False)
+        assert one.outputs.token_ids == reference_greedy(path, [7], 6)[:6]
+        answers.append([each.token_ids for output in outputs for each in output.outputs])
+        num_moves.append(sum(made[0].num_moves))
+        room.append(made[0].runner.swap.num_blocks)
+    assert answers[0] == answers[1] == answers[2]
+    assert room[0] > 0
+    assert room[1] == pytest.approx(2 * room[0], abs=1)
+    assert room[2] == 0
+    assert num_moves[0] > num_moves[2], "what forks moves blocks, too"
+
+
+@pytest.mark.parametrize("dtype_on_disk", ["float32", "bfloat16"])
+def test_a_float32_checkpoint_stays_float32_and_this_is_said(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype_on_disk: str
+) -> None:
+    folder = copy_of(path, tmp_path, {"config.json": {"dtype": dtype_on_disk}})
+    with LLM(str(folder), max_model_len=64, num_blocks=16) as llm:
+        assert info_of(llm).layout.dtype == "float32"
+    said = 'dtype "auto": the checkpoint is float32 and stays so; say dtype="float16" to have that'
+    assert (said in caplog.messages) == (dtype_on_disk == "float32")
+
+
+ENGINE_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"tokenizer_mode": "fastest"}, "tokenizer_mode 'fastest': not supported"),
+    ({"quantization": "awq"}, "quantization 'awq': quantized weights are not supported"),
+    ({"quantization": "gptq"}, "quantization 'gptq': quantized weights are not supported"),
+    ({"quantization": "fp8"}, "quantization 'fp8': quantized weights are not supported"),
+    ({"cpu_offload_gb": 2}, "cpu_offload_gb 2: weights are not offloaded"),
+    ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: must be in 0 to 1"),
+    ({"gpu_memory_utilization": -0.1}, "gpu_memory_utilization -0.1: must be in 0 to 1"),
+    ({"enable_mm": True}, "enable_mm True: images, audio and video are not supported"),
+    ({"kv_cache_ratio": 0.6}, "kv_cache_ratio 0.6: blocks are not divided between prompts and answers"),
+    ({"speculative_model": "x"}, "speculative_model 'x'"),
+    ({"max_model_length": 9}, "max_model_length: unknown argument; did you mean max_model_len?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error"), ENGINE_ARGUMENTS)
+def test_a_real_model_is_refused_what_it_cannot_have(path: Path, arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(str(path), **arguments)
+    assert str(caught.value).startswith(error)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8"])
+def test_a_quantised_checkpoint_is_refused(path: Path, tmp_path: Path, method: str) -> None:
+    folder = copy_of(path, tmp_path, {"config.json": {"quantization_config": {"quant_method": method, "bits": 4}}})
+    with pytest.raises(ModelError, match=r"quantization_config: quantized weights are not supported"):
+        LLM(str(folder), max_model_len=64, num_blocks=16)
+
+
+def test_remote_code_is_refused_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(path), trust_remote_code=True, max_model_len=64, num_blocks=16):
+        pass
+    assert "trust_remote_code has no effect: code from a model folder is never run" in caplog.messages
+
+
+def test_there_is_no_online_class() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'AsyncLLMEngine'"):
+        pd_cluster.AsyncLLMEngine  # noqa: B018

@@ -1,0 +1,213 @@
+"""Shows which model, which version of it and which tokenizer the documents' arguments name, with a real engine.
+
+A local cache stands for the Hugging Face hub; huggingface_hub itself reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+
+from pd_cluster import LLM, SamplingParams, pipeline, turbomind
+from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.messages import GenerationConfig, Response, TurbomindEngineConfig
+from pd_cluster.types import SamplingParams as EngineParams
+from tests.support.checkpoints import make_checkpoint, make_tokenizer, reference_greedy
+from tests.support.copies import copy_of
+from tests.support.engines import generate, make_core
+from tests.support.hub import Hub
+
+NAME = "internlm/internlm-chat-7b"
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SMALL = TurbomindEngineConfig(cache_max_entry_count=0.002)
+ROOM: dict[str, Any] = {"max_model_len": 128, "num_blocks": 64}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def other(checkpoint: Callable[..., Path]) -> Path:
+    """Returns another version of the model."""
+    return checkpoint("llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def swapped(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a copy whose tokenizer takes "a" for "b" and "b" for "a"."""
+    folder = copy_of(path, tmp_path_factory.mktemp("swapped"), {})
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`hub(revision=folder)` keeps versions of NAME in the local cache; nothing else can be had."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def keep(**folders: Path) -> None:
+        kept = tmp_path / f"models--{NAME.replace('/', '--')}"
+        for name in ("refs", "snapshots"):
+            (kept / name).mkdir(parents=True, exist_ok=True)
+        for at, (revision, folder) in enumerate(folders.items()):
+            commit = f"{at:040x}"
+            (kept / "refs" / revision).write_text(commit)
+            (kept / "snapshots" / commit).symlink_to(folder)
+
+    return keep
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = make_tokenizer().encode(text).ids
+    return found
+
+
+def answer(model: str | Path, prompt: str = "ab", **arguments: Any) -> list[int]:
+    with LLM(str(model), **ROOM, **arguments) as llm:
+        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    return output.outputs.token_ids
+
+
+def greedy(folder: Path, prompt: str) -> list[int]:
+    return reference_greedy(folder, ids(prompt), 6)[:6]
+
+
+def test_a_model_by_its_id(hub: Callable[..., None], path: Path) -> None:
+    hub(main=path)
+    assert answer(NAME) == greedy(path, "ab")
+    with pipeline(NAME, backend_config=SMALL) as pipe:
+        response = pipe("ab", GenerationConfig(max_new_tokens=6, ignore_eos=True), do_preprocess=False)
+    assert isinstance(response, Response)
+    assert response.token_ids == greedy(path, "ab")
+
+
+def test_a_model_is_fetched_from_the_hub(path: Path, tmp_path: Path) -> None:
+    """The document's script runs in a process whose hub is on this machine."""
+    script = (
+        "from pd_cluster import GenerationConfig, pipeline\n"
+        f"pipe = pipeline({NAME!r})\n"
+        "response = pipe(['ab'], GenerationConfig(max_new_tokens=6, ignore_eos=True), do_preprocess=False)\n"
+        "print(response[0].token_ids)\n"
+    )
+    with Hub({NAME: {"main": path}}) as running:
+        env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        env |= running.environment(tmp_path)
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(greedy(path, "ab"))
+
+
+def test_a_model_that_cannot_be_had_is_refused(hub: Callable[..., None], path: Path) -> None:
+    hub(main=path)
+    with pytest.raises(ModelError, match=r"^model internlm/other: no such folder, and no model of that name in"):
+        LLM("internlm/other")
+    with pytest.raises(ConfigError, match=r"^model_path internlm/other: no such folder, and no model of that name in"):
+        pipeline("internlm/other")
+
+
+def test_revision_is_a_version_of_the_model(hub: Callable[..., None], path: Path, other: Path) -> None:
+    hub(main=path, v1=other)
+    assert answer(NAME, revision="v1") == greedy(other, "ab") != greedy(path, "ab")
+    assert answer(NAME, revision=f"{1:040x}") == greedy(other, "ab"), "a commit"
+    assert answer(NAME, revision=None) == greedy(path, "ab")
+    with pytest.raises(ModelError, match=r"^model internlm/internlm-chat-7b, revision v2: no such folder, and no mod"):
+        answer(NAME, revision="v2")
+
+
+def test_tokenizer_is_a_folder_or_an_id(hub: Callable[..., None], path: Path, swapped: Path) -> None:
+    hub(main=swapped)
+    assert answer(path, tokenizer=str(swapped)) == answer(path, tokenizer=NAME) == greedy(path, "ba")
+    assert answer(path, tokenizer=None) == greedy(path, "ab") != greedy(path, "ba")
+
+
+def test_tokenizer_revision_is_a_version_of_the_tokenizer(hub: Callable[..., None], path: Path, swapped: Path) -> None:
+    hub(main=path, v1=swapped)
+    assert answer(NAME, tokenizer_revision="v1") == greedy(path, "ba")
+    assert answer(path, tokenizer=NAME, tokenizer_revision="v1") == greedy(path, "ba")
+    assert answer(NAME, tokenizer_revision=None) == greedy(path, "ab")
+
+
+@pytest.mark.parametrize("tokenizer_mode", ["auto", "slow"])
+def test_either_tokenizer_mode_has_the_same_tokens(path: Path, tokenizer_mode: str) -> None:
+    assert answer(path, "Größe", tokenizer_mode=tokenizer_mode) == greedy(path, "Größe")
+
+
+def test_a_folder_without_a_tokenizer_answers_token_ids(path: Path, tmp_path: Path) -> None:
+    folder = copy_of(path, tmp_path, {})
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        LLM(str(folder), **ROOM)
+    with LLM(str(folder), skip_tokenizer_init=True, **ROOM) as llm:
+        (output,) = llm.generate(prompt_token_ids=ids("ab"), sampling_params=GREEDY, use_tqdm=False)
+    assert (output.prompt, output.outputs.text) == (None, "")
+    assert output.outputs.token_ids == greedy(path, "ab")
+
+
+# ---- positions beyond those of training
+
+
+@pytest.mark.parametrize("kind", [turbomind.EngineConfig, TurbomindEngineConfig], ids=["early", "later"])
+def test_rope_scaling_factor_is_that_of_dynamic_ntk(checkpoint: Callable[..., Path], tmp_path: Path, kind: Any) -> None:
+    """transformers' model with the same factor in its config.json gives the same answer."""
+    trained = checkpoint("llama", max_position_embeddings=64)
+    scaled = copy_of(trained, tmp_path, {"config.json": {"rope_parameters": None, "rope_theta": 10000.0}})
+    config = json.loads((scaled / "config.json").read_text(encoding="utf-8"))
+    config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    (scaled / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    text = "x" * 90
+    asked = GenerationConfig(max_new_tokens=1, ignore_eos=True)
+
+    def first(folder: Path, **fields: Any) -> list[int]:
+        settings = kind(session_len=128, cache_max_entry_count=0.002, **fields)
+        with pipeline(str(folder), backend_config=settings) as pipe:
+            response = pipe(text, asked, do_preprocess=False)
+        assert isinstance(response, Response)
+        return response.token_ids
+
+    assert first(trained, rope_scaling_factor=2.0) == reference_greedy(scaled, ids(text), 1)
+    if kind is turbomind.EngineConfig:
+        assert first(trained, rope_scaling_factor=2.0, use_dynamic_ntk=True) == reference_greedy(scaled, ids(text), 1)
+    with pytest.raises(ConfigError, match="session_len 128"):
+        first(trained)
+    shutil.rmtree(scaled)
+
+
+@pytest.mark.parametrize("kind", [turbomind.EngineConfig, TurbomindEngineConfig], ids=["early", "later"])
+def test_use_logn_attn_is_log_n_attention(tmp_path: Path, kind: Any) -> None:
+    """tests/model/test_rope_lengths.py holds the engine's log-n attention against transformers' layers."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    folder = make_checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=48)
+    text = "".join(chr(33 + 37 * at % 90) for at in range(90))
+    asked = GenerationConfig(max_new_tokens=20, ignore_eos=True)
+    found = []
+    for switch in (True, False):
+        settings = kind(session_len=128, cache_max_entry_count=0.002, use_logn_attn=switch)
+        with pipeline(str(folder), backend_config=settings) as pipe:
+            response = pipe(text, asked, do_preprocess=False)
+        assert isinstance(response, Response)
+        overrides = {"use_logn_attn": True} if switch else {}
+        core = make_core(folder, max_model_len=128, num_blocks=64, hf_overrides=overrides)
+        sampling = EngineParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+        assert [response.token_ids] == generate(core, [ids(text)], sampling)
+        found.append(response.token_ids)
+    assert found[0] != found[1]

@@ -1,0 +1,51 @@
+"""Watches real engines: each step is noted with its sequences, its tokens and the blocks that it moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pd_cluster.engine import build
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.model.runner import ModelRunner
+
+
+@dataclass
+class Watched:
+    """Holds one engine's parts. The lists have an entry for each of its steps."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    num_seqs: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_moves: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def watching() -> Iterator[list[Watched]]:
+    """Yields the list of the engines that this process makes within the block."""
+    made: list[Watched] = []
+    build_core = build.build_core
+
+    def build_watched(*args: Any, **kwargs: Any) -> tuple[EngineCore, ModelRunner]:
+        core, runner = build_core(*args, **kwargs)
+        made.append(notes := Watched(core.scheduler, runner))
+        run = core.run
+
+        def noting(plan: Any, *rest: Any) -> Any:
+            notes.num_seqs.append(len(plan.chunks))
+            notes.num_tokens.append(plan.num_tokens)
+            notes.num_moves.append(len(plan.moves))
+            return run(plan, *rest)
+
+        core.run = noting  # type: ignore[method-assign]
+        return core, runner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "build_core", build_watched)
+        yield made

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pd_cluster import internlm
 from pd_cluster.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
 from pd_cluster.config import EngineConfig
 from pd_cluster.errors import ModelError
@@ -57,6 +58,7 @@ class Checkpoint:
     generation_folder: Path | None = None  # where generation_config is from, when it is another folder
     part_of: str = ""  # the model_type of the whole, where the text model of a multimodal folder is served
     is_unproven: bool = False  # its type is not listed, and --try-unlisted has it
+    is_translated: bool = False  # its files have another architecture's names; `config` has this one's
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -71,6 +73,8 @@ class Checkpoint:
         overrides = engine.hf_overrides
         file = path / "config.json"
         whole = read_json(file)
+        if is_translated := whole.get("model_type") in internlm.TYPES:
+            whole = internlm.as_llama(whole)
         config, part_of = overridden(whole, overrides), ""
         if engine.language_model_only and not _is_listed(whole) and (text := text_part(whole)) is not None:
             config, part_of = overridden(text, overrides), str(whole.get("model_type"))
@@ -81,7 +85,7 @@ class Checkpoint:
         check_plain(path, config)
         own, folder = _generation_config(path, engine.generation_config)
         identity = _identity(path, tokenizer_path, part_of)
-        return cls(path, config, own, identity, tokenizer_path, overrides, folder, part_of, is_unproven)
+        return cls(path, config, own, identity, tokenizer_path, overrides, folder, part_of, is_unproven, is_translated)
 
     @property
     def model_type(self) -> str:

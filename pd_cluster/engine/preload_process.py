@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -34,7 +35,6 @@ from pd_cluster.engine.preloader import (
 )
 from pd_cluster.engine.process import die_with_parent, end, import_engine, run
 from pd_cluster.errors import ConfigError
-from pd_cluster.hub import resolve_model
 
 MOST_FILES = 64
 LIFELINE, STDOUT, STDERR = range(3)  # where these are among a request's files; what follows is numbered there
@@ -78,7 +78,7 @@ def _read_ahead(model: str) -> None:
     """Asks the kernel for the weights; it reads them while Python imports."""
     left = READAHEAD_NBYTES
     with contextlib.suppress(OSError, ConfigError):
-        for file in sorted(resolve_model(model).glob("*.safetensors")):
+        for file in sorted(Path(model).expanduser().glob("*.safetensors")):
             with file.open("rb") as weights:
                 size = min(os.fstat(weights.fileno()).st_size, left)
                 os.posix_fadvise(weights.fileno(), 0, size, os.POSIX_FADV_WILLNEED)
@@ -86,11 +86,11 @@ def _read_ahead(model: str) -> None:
 
 
 def _import_model(model: str) -> None:
-    """Imports the modules of its architecture. The ranks report a folder that cannot be read."""
+    """Imports the modules of its architecture. The ranks report a folder that cannot be read, or fetch it."""
     from pd_cluster.model.light_transformers import import_architecture
 
     with contextlib.suppress(OSError, ConfigError):
-        import_architecture(str(read_json(resolve_model(model) / "config.json").get("model_type", "")))
+        import_architecture(str(read_json(Path(model).expanduser() / "config.json").get("model_type", "")))
 
 
 class _Forks:

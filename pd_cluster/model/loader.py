@@ -31,6 +31,7 @@ from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.build import KernelsUnavailable, are_wanted
 from pd_cluster.model.cpu.ops import CpuOps, supports
 from pd_cluster.model.fuse import can_fuse, fuse
+from pd_cluster.model.internlm import read_as_llama
 from pd_cluster.model.ops import Ops, TorchOps
 from pd_cluster.model.packing import pack_modules
 from pd_cluster.model.parallel.group import Group
@@ -148,7 +149,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     Raises ModelError for values that cannot be.
     """
     overrides = checkpoint.overrides
-    if not checkpoint.part_of and not overrides:
+    if not checkpoint.part_of and not overrides and not checkpoint.is_translated:
         return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
     try:
         settings = text_settings(checkpoint.path, overrides) if checkpoint.part_of else checkpoint.config
@@ -182,12 +183,15 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     if checkpoint.overrides:
         source["config"] = config_of(checkpoint)
     architecture: Any = AutoModelForCausalLM
-    if share is not None or checkpoint.part_of:
-        if share is not None:
-            local = share.plan.local_config()
+    if share is not None or checkpoint.part_of or checkpoint.is_translated:
+        local = config_of(checkpoint) if share is None else share.plan.local_config()
+        if checkpoint.is_translated:
+            plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
+            weights = read_as_llama(checkpoint.path, checkpoint.config, plan, rank)
+        elif share is not None:
             weights = read_shard(checkpoint.path, share.plan, share.group.rank, bool(checkpoint.part_of))
         else:
-            local, weights = config_of(checkpoint), read_text_part(checkpoint.path)
+            weights = read_text_part(checkpoint.path)
         architecture = AutoModelForCausalLM._model_mapping[type(local)]
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     try:

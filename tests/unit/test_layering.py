@@ -19,7 +19,7 @@ PACKAGE = ROOT / "pd_cluster"
 # Each layer may import itself and what is above it in this list.
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "types", "numerics"),
-    ("wire", "reports", "weight_files", "hub", "architectures"),
+    ("wire", "reports", "weight_files", "hub", "internlm", "architectures"),
     ("config", "device", "checkpoint", "sampling_defaults", "hccl"),
     ("streams", "device_group"),
     ("sockets", "mailbox", "chat_template", "text", "grammar", "parsers", "kv"),

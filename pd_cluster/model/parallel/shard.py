@@ -66,7 +66,7 @@ def _read(folder: Path, cut: Cutter, name_of: Callable[[str], str]) -> dict[str,
                     if not (name := name_of(key)):
                         continue
                     stored = stream.get_slice(key)
-                    weights[name] = _take(stored, cut(name, tuple(stored.get_shape())))
+                    weights[name] = take(stored, cut(name, tuple(stored.get_shape())))
         except (OSError, RuntimeError, ValueError) as error:
             raise ModelError(f"{file}: cannot be read: {error}") from error
     return weights
@@ -84,7 +84,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
         yield from sorted(folder.glob("*.safetensors"))
 
 
-def _take(stored: object, cut: Cut) -> torch.Tensor:
+def take(stored: object, cut: Cut) -> torch.Tensor:
     """`stored` is a slice of safetensors: indexing it reads."""
     if cut.pieces is None:
         whole: torch.Tensor = stored[:]  # type: ignore[index]

@@ -197,3 +197,18 @@ def test_kernels_are_told_on_the_host_before_each_replay(model: CausalLM) -> Non
             for request in requests:
                 request.prompt_token_ids.append(1)
     assert told == [[4, 5, 6, 0], [4, 5, 6, 0], [5, 6, 7, 0]]
+
+
+def test_longer_contexts_than_asked_for_run_eagerly(model: CausalLM) -> None:
+    """`--max-seq-len-to-capture`: a step with one such context is left to the runner, whatever else is in it."""
+    world = World(model, 10)
+    graphs = DecodeGraphs(model, world.pool, MOST, 8, world.capture)
+    requests = [Request(str(i), [1] * 9, SamplingParams(), block_table=[3 * i, 3 * i + 1, 3 * i + 2]) for i in range(3)]
+    done = []
+    with torch.inference_mode():
+        for num_computed, chosen in ((7, [0, 1]), (8, [2]), (8, [0, 2]), (7, [1])):
+            for at in chosen:
+                requests[at].num_computed_tokens = num_computed
+                requests[at].prompt_token_ids = [1] * (num_computed + 1)
+            done.append(graphs.compute(step_input([(requests[at], 1) for at in chosen], BLOCK_SIZE)) is not None)
+    assert done == [True, False, False, True]

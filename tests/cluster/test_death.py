@@ -24,6 +24,7 @@ Checkpoints = Callable[..., Path]
 Tokens = dict[int, list[int]]  # choice → tokens
 PROMPT = random_prompt(random.Random(31), 20)
 NUM_TOKENS = 900
+LONG = 3500  # tokens: still under way when a few requests and signals have come and gone
 
 
 class Streaming:
@@ -72,7 +73,7 @@ class Streaming:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Checkpoints) -> Path:
-    return checkpoint("llama", max_position_embeddings=1024)
+    return checkpoint("llama", max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +213,12 @@ def test_the_scheduler_is_restarted(cluster: LiveCluster, model: Path) -> None:
     assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
 
 
-def test_sigterm_lets_running_streams_end(cluster: LiveCluster, expected: list[int]) -> None:
+def test_sigterm_lets_running_streams_end(cluster: LiveCluster) -> None:
     """Meanwhile the port stays open: health and new requests get a 503, on connections old and new."""
     with httpx.Client(base_url=cluster.url, trust_env=False) as kept_alive:
         assert kept_alive.get("/health").status_code == 200
-        stream = Streaming(cluster.url)
+        expected = cluster.complete(PROMPT, LONG, ignore_eos=True)
+        stream = Streaming(cluster.url, LONG)
         begun = {0: json.loads(stream.next()[1])["choices"][0]["token_ids"]}
         cluster.kill("scheduler", signal.SIGTERM)
         cluster.wait_until("it is draining", lambda: cluster.health()[1]["status"] == "draining")
@@ -238,7 +240,7 @@ def test_sigterm_lets_running_streams_end(cluster: LiveCluster, expected: list[i
 
 
 def test_a_second_signal_ends_streams_at_once_and_in_band(cluster: LiveCluster) -> None:
-    stream = Streaming(cluster.url)
+    stream = Streaming(cluster.url, LONG)
     stream.next()
     cluster.kill("scheduler", signal.SIGTERM)
     cluster.wait_until("it is draining", lambda: cluster.health()[1]["status"] == "draining")
@@ -255,7 +257,7 @@ def test_a_drain_that_takes_too_long_ends_the_stream_in_band(cluster: LiveCluste
     cluster.start_member("scheduler")
     cluster.await_ready()
     cluster.member_arguments = {}
-    stream = Streaming(cluster.url)
+    stream = Streaming(cluster.url, LONG)
     stream.next()
     cluster.kill("scheduler", signal.SIGTERM)
     _, error = stream.until_error()

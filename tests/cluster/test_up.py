@@ -185,5 +185,5 @@ def test_an_unsupported_architecture_is_named(up: Callable[..., Up], tmp_path: P
     config = (tmp_path / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "bloom"')
     (tmp_path / "config.json").write_text(config)
     cluster = up(free_port_pair(), model=str(tmp_path))
-    cluster.await_line(r"^pd-cluster: .*model_type 'bloom' is not supported; supported are llama")
+    cluster.await_line(r"^pd-cluster: .*model_type 'bloom' is not supported: it is not listed, and no ")
     assert cluster.process.wait(WAIT_S) == 1

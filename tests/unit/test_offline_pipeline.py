@@ -662,3 +662,18 @@ def test_the_names_are_the_packages() -> None:
     names = [each.__name__ for each in (AsyncEngine, ChatTemplateConfig, PytorchEngineConfig, TurbomindEngineConfig)]
     assert names == ["AsyncEngine", "ChatTemplateConfig", "PytorchEngineConfig", "TurbomindEngineConfig"]
     assert callable(made_by)
+
+
+def test_which_model_is_served_and_how_it_is_read(make: Make) -> None:
+    """Of `LLM`'s arguments; a field of the engine's configuration goes before the same override."""
+    _, offline = make(
+        try_unlisted=["helium"],
+        language_model_only=True,
+        hf_overrides={"rope_theta": 5, "use_logn_attn": False},
+        backend_config=TurbomindConfig(use_logn_attn=True),
+    )
+    engine = offline.config.engine
+    assert (engine.try_unlisted, engine.language_model_only) == (("helium",), True)
+    assert engine.hf_overrides == {"rope_theta": 5, "use_logn_attn": True}
+    with pytest.raises(ConfigError, match=r"^pipeline: Expected `array`, got `str` - at `\$\.try_unlisted`"):
+        make(try_unlisted="helium")

@@ -52,7 +52,8 @@ def pipeline(model_path: str, model_name: str | None = None, *positional: Any, *
 
     `model_name` names a built-in chat template that takes the place of the folder's own. `instance_num`: prompts that
     are answered at a time; its default stands for the configuration's max_batch_size. `kwargs`: `prefill` and `decode`
-    are numbers of worker processes, `arguments` further flags of `pd-cluster serve` for them.
+    are numbers of worker processes, `arguments` further flags of `pd-cluster serve` for them; `try_unlisted`,
+    `language_model_only` and `hf_overrides` are those of `pd_cluster.LLM`.
 
     Raises ConfigError, ModelError and the like, which name the argument, and TypeError for too many or doubled ones.
     """

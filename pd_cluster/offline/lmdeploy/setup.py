@@ -8,6 +8,9 @@ import reprlib
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+import msgspec
+
+from pd_cluster.config import EngineConfig
 from pd_cluster.errors import ConfigError
 from pd_cluster.offline.lmdeploy.arguments import count, idle, refuse, refuse_unknown, warn
 from pd_cluster.offline.lmdeploy.engine_configs import (
@@ -34,9 +37,10 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 DEFAULT_LEVEL = "ERROR"  # of what is said here; the engine's own log is left as it is
 OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs")
+MODELS = ("try_unlisted", "language_model_only", "hf_overrides")  # of EngineConfig: which model, and how it is read
 KNOWN = (
     *("model_path", "model_name", "backend", "backend_config", "chat_template_config", "instance_num", "tp"),
-    *(*OWN, *NOT_HERE, *WITHOUT_EFFECT),
+    *(*OWN, *MODELS, *NOT_HERE, *WITHOUT_EFFECT),
 )
 
 
@@ -142,6 +146,7 @@ class Setup:
             )
         try:
             engine, remarks = engine_of(str(self.model_path), config)
+            engine = _chosen(engine, others)
             settings = OfflineConfig(
                 engine=engine,
                 prefill=numbers["prefill"],
@@ -154,6 +159,17 @@ class Setup:
             return Offline(settings), remarks
         except ConfigError as error:
             raise _renamed(error, asdict(config)) from None
+
+
+def _chosen(engine: EngineConfig, others: dict[str, Any]) -> EngineConfig:
+    """With what the call says of the model. Raises ConfigError."""
+    given = {name: others[name] for name in MODELS if others.get(name) is not None}
+    if isinstance(given.get("hf_overrides"), dict):
+        given["hf_overrides"] = {**given["hf_overrides"], **engine.hf_overrides}
+    try:
+        return msgspec.convert({**msgspec.to_builtins(engine), **given}, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"pipeline: {error}") from None
 
 
 def _arguments(others: dict[str, Any]) -> list[str]:

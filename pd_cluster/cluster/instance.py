@@ -32,6 +32,7 @@ class Instance:
     reason: str = ""
     info: InstanceInfo | None = None
     conn: str = ""
+    ready_s: float = float("-inf")  # when this life of it was reached last, by the event loop's clock
     load: Load = field(default_factory=Load)
     num_heartbeats: int = 0
     was_linked: bool = False  # it has been part of a pair, in this or an earlier life

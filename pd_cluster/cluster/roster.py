@@ -42,6 +42,7 @@ class Roster:
         instance = self._by_conn.get(conn)
         if instance is not None:
             self._open.add(conn)
+            instance.ready_s = asyncio.get_running_loop().time()
             self.set_state(instance, "ready", "")
             self._has_come(instance)
 

@@ -21,7 +21,7 @@ from pd_cluster.cluster.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.roster import Roster
 from pd_cluster.cluster.slices import Slices
 from pd_cluster.cluster.stats import ReplayCause, RequestStats
-from pd_cluster.cluster.stream import Request, Sequence, Setback, Stream, ask_of
+from pd_cluster.cluster.stream import Death, Request, Sequence, Setback, Stream, ask_of
 from pd_cluster.cluster.timeline import Timelines
 from pd_cluster.errors import (
     DeadlineExceeded,
@@ -159,8 +159,9 @@ class Router:
         """Another attempt, elsewhere, after what was delivered. Raises the setback's error when there shall be none."""
         if stream.is_finished:
             return
-        if len(stream.deaths_s) >= (MAX_DEATHS_TOGETHER if self._died_together(stream) else MAX_DEATHS):
-            which = f"it is number {len(stream.deaths_s)} of the instances that died with this request"
+        self._take_back(stream)
+        if len(stream.deaths) >= (MAX_DEATHS_TOGETHER if self._died_together(stream) else MAX_DEATHS):
+            which = f"it is number {len(stream.deaths)} of the instances that died with this request"
             raise InstanceLost(f"{setback.error}; {which}, and the last")
         if stream.attempt - stream.num_moves > self._limits.max_attempts:
             raise setback.error
@@ -207,7 +208,14 @@ class Router:
                 raise
 
     def _died_together(self, stream: Stream) -> bool:
-        return stream.deaths_s[-1] - stream.deaths_s[0] <= self._limits.together_s if stream.deaths_s else True
+        return stream.deaths[-1].at_s - stream.deaths[0].at_s <= self._limits.together_s if stream.deaths else True
+
+    def _take_back(self, stream: Stream) -> None:
+        """Deaths that were none: the same life of the instance has been ready since. Somebody has only paused."""
+        back_s = {instance.key: instance.ready_s for instance in self.membership.instances}
+        deaths = [death for death in stream.deaths if back_s.get(death.life, float("-inf")) < death.at_s]
+        stream.num_moves += len(stream.deaths) - len(deaths)
+        stream.deaths = deaths
 
     def _open(self, request: Request, ask: Ask, pair: Pair, received_s: float, gathers: bool) -> Stream:
         request_id = f"{self._life}-{next(self._counter)}"
@@ -373,7 +381,7 @@ class Router:
         for stream in list(self._streams.values()):
             for conn in [conn for conn, member in stream.legs.items() if member is instance]:
                 self._leg_ended(stream, conn)
-                stream.deaths_s.append(self._lost_s)
+                stream.deaths.append(Death(instance.key, self._lost_s))
                 error = InstanceLost(f"{instance.name} was lost while it served this request: {reason}")
                 self._retreat(stream, error, "death")
 

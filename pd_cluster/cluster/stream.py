@@ -9,6 +9,7 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance
@@ -110,6 +111,13 @@ class Sequence:
         return len(self.token_ids)
 
 
+class Death(NamedTuple):
+    """A life of an instance (`Instance.key`) that was lost, and when, by the event loop's clock."""
+
+    life: str
+    at_s: float
+
+
 @dataclass(slots=True)
 class Stream:
     """One request on its way, and the reader's handle on it: who serves it, and `stop`."""
@@ -130,8 +138,8 @@ class Stream:
     batch: str = ""  # the name of many answers, of which none is wanted before the others
     inbox: Inbox = field(init=False)
     heard_s: float = 0.0  # when a first token was read here, by the timelines' clock; 0: none yet
-    deaths_s: list[float] = field(default_factory=list)  # when attempts of it ended with an instance's death
-    num_moves: int = 0  # attempts that ended because somebody wanted their instance empty
+    deaths: list[Death] = field(default_factory=list)  # that attempts of it ended with
+    num_moves: int = 0  # attempts that ended because somebody wanted their instance empty, or paused
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
     stats: RequestStats = field(default_factory=RequestStats)
     received_s: float = 0.0

@@ -51,6 +51,16 @@ class Streaming:
     def next(self) -> tuple[float, str]:
         return self.events.get(timeout=30)
 
+    def some(self) -> list[int]:
+        """The tokens of the only choice that have come by now, and one event more, unless it is over."""
+        found: list[int] = []
+        for _ in range(self.events.qsize() + 1):
+            if self.has_ended and self.events.qsize() <= 1:  # [DONE]
+                break
+            choices = json.loads(self.next()[1])["choices"]
+            found += choices[0].get("token_ids") or [] if choices else []
+        return found
+
     def to_the_end(self) -> list[list[int]]:
         """The tokens of each choice that are still to come; the stream must end as one that was answered."""
         tokens: dict[int, list[int]] = {}

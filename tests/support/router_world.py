@@ -83,6 +83,12 @@ class World:
         instance.state = "unreachable"
         self.router.on_lost(instance, reason)
 
+    def come_back(self, name: str, epoch: int = 0) -> None:
+        """As the membership does it; another epoch is another life."""
+        instance = next(i for i in self.instances if i.name == name)
+        instance.info = info_of(name, instance.role, epoch=epoch)
+        instance.state, instance.ready_s = "ready", asyncio.get_running_loop().time()
+
     def aborted(self, index: int = -1) -> list[str]:
         """Where one sequence, or the whole request, was aborted."""
         return sorted(conn for conn, body in self.mailbox.of(wire.Abort) if body.index == index)

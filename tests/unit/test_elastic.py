@@ -101,7 +101,7 @@ def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death() -> None
             await asyncio.sleep(0)
         conn, again = world.mailbox.of(wire.Submit)[-1]
         assert (conn, again.leg, again.resumed[0].output_token_ids) == ("to-decode-1", "hybrid", [11])
-        assert (stream.deaths_s, stream.num_moves) == ([], 1)
+        assert (stream.deaths, stream.num_moves) == ([], 1)
         late = token(request_id, 1, 99)
         world.router.on_outputs("to-decode-0", wire.Outputs([late]))
         more = [token(request_id, 1, 12, attempt=1), token(request_id, 2, 13, "length", attempt=1)]

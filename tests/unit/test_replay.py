@@ -183,6 +183,35 @@ def test_how_many_deaths_a_request_may_meet(apart: bool) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("is_same_life", [True, False], ids=["it had paused", "it had died"])
+def test_losses_after_which_the_same_life_is_back_never_count(is_same_life: bool) -> None:
+    """Any number of pauses of whoever it was, the scheduler or workers; deaths count as ever."""
+    limits = ReplayLimits(max_attempts=3, together_s=-1.0)
+
+    async def test() -> None:
+        world = World(replay=limits)
+        serving, first, rid = await world.begin()
+        for attempt in range(12):
+            *_, conn = await next_attempt(world, attempt)
+            name = conn.removeprefix("to-")
+            for each in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+                if each == name or is_same_life:  # whoever pauses loses them all
+                    world.lose(each)
+                    world.come_back(each, epoch=0 if is_same_life else attempt + 1)
+            if attempt and not is_same_life:
+                with pytest.raises(InstanceLost, match="number 2 of the instances"):
+                    await first
+                break
+        else:
+            conn = next(iter(await next_attempt(world, 12)))
+            world.outputs(conn, token(rid, 0, 9, "length", attempt=12), ended=LegEnd(rid, 12))
+            assert (await first).token_id == 9
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
 def test_both_instances_of_a_request_die_at_once() -> None:
     """One attempt, one death; and where the second is only seen after the request has gone there, another."""
 

@@ -1,0 +1,84 @@
+"""Processes that stand still and go on, as under SIGSTOP: nobody has died, nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_death import PROMPT, Streaming
+from tests.support.cluster import LiveCluster
+
+NUM_PAUSES = 4  # two would have been taken for two deaths
+NUM_TOKENS = 3900
+NUM_STREAMS = 3
+TIMES = ["--dead-after=1", "--heartbeat-interval=0.2"]
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    model = checkpoint("llama", max_position_embeddings=4096)
+    folder = tmp_path_factory.mktemp("pauses")
+    with LiveCluster(folder, model, num_decode=2, arguments=["--num-blocks=1024", *TIMES]) as running:
+        yield running
+
+
+def count(cluster: LiveCluster, name: str, said: str) -> int:
+    return cluster.log_file(name).read_text().count(said)
+
+
+def assert_all_go_on(cluster: LiveCluster, pause: Callable[[], None]) -> None:
+    """Long streams meet pause after pause, each under way again before the next, and are what they would have been."""
+    expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
+    streams = [Streaming(cluster.url, NUM_TOKENS) for _ in range(NUM_STREAMS)]
+    tokens: list[list[int]] = [[] for _ in streams]
+    for _ in range(NUM_PAUSES):
+        for own, stream in zip(tokens, streams, strict=True):
+            own += stream.some()
+        pause()
+    for own, stream in zip(tokens, streams, strict=True):
+        (rest,) = stream.to_the_end()
+        assert own + rest == expected
+    cluster.assert_home()
+
+
+def test_the_scheduler_pauses(cluster: LiveCluster) -> None:
+    """Until every worker has given it up."""
+
+    def pause() -> None:
+        names = ("prefill-0", "decode-0", "decode-1")
+        before = {name: count(cluster, name, "is gone (nothing heard") for name in names}
+        cluster.kill("scheduler", signal.SIGSTOP)
+        try:
+            cluster.wait_until(
+                "all workers miss the scheduler",
+                lambda: all(count(cluster, name, "is gone (nothing heard") > before[name] for name in names),
+            )
+        finally:
+            cluster.kill("scheduler", signal.SIGCONT)
+        cluster.await_ready()
+
+    assert_all_go_on(cluster, pause)
+    assert "of the instances that died" not in cluster.log_file("scheduler").read_text()
+
+
+def test_workers_pause_in_turn(cluster: LiveCluster) -> None:
+    """Until the scheduler has given each up, and it is back."""
+    turn = iter(["decode-0", "decode-1"] * NUM_PAUSES)
+
+    def pause() -> None:
+        name = next(turn)
+        before = count(cluster, "scheduler", f"{name} is unreachable: nothing heard")
+        cluster.kill_rank(name, signal.SIGSTOP)
+        try:
+            cluster.wait_until(
+                f"{name} is missed",
+                lambda: count(cluster, "scheduler", f"{name} is unreachable: nothing heard") > before,
+            )
+        finally:
+            cluster.kill_rank(name, signal.SIGCONT)
+        cluster.await_ready()
+
+    assert_all_go_on(cluster, pause)

@@ -123,10 +123,7 @@ def faults(
     model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
     faults: Annotated[
         str,
-        typer.Option(
-            help="kill-prefill,kill-decode,kill-both,kill-preloader,stall-decode,stall-prefill,rolling,kill-scheduler,"
-            "stall-scheduler; default: all."
-        ),
+        typer.Option(help="Some of those that an unknown name lists, with commas; default: all."),
     ] = "",
     num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at least.")] = 1000,
     load: Annotated[float, typer.Option(help="Share of what the cluster can serve.")] = 0.7,

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from pd_cluster.bench.client import make_client, measure
+from pd_cluster.bench.faults_left import Left
 from pd_cluster.bench.faults_load import LONGEST_OUTPUT, LONGEST_PROMPT, Ask, Load, make_asks, poisson
 from pd_cluster.bench.faults_report import Run, Tokens, is_right, show
 from pd_cluster.bench.faults_scripts import FAULTS, Fault, Means, Seen
@@ -161,7 +162,7 @@ class Scene:
         self, key: str, title: str, rate: float, expected: Sequence[Tokens] = (), fault: Fault | None = None
     ) -> Run:
         """All requests at least once, and as long as the fault's script takes."""
-        started_s = time.monotonic()
+        started_s, before = time.monotonic(), Left.now()
         load = self._load(key, rate)
         script = asyncio.ensure_future(self._script(fault) if fault is not None else _nothing())
         counting = asyncio.ensure_future(self._count())
@@ -176,7 +177,7 @@ class Scene:
         num_held = await self._stage.held()
         await self._stage.count_replays()
         num_replayed, _ = self._stage.take_replays()
-        run = Run(key, title, load.answers, expected, fault, seen, num_replayed, num_held)
+        run = Run(key, title, load.answers, expected, fault, seen, num_replayed, num_held, Left.now().since(before))
         print(
             f"{title}: {len(run.complete)} of {len(run.answers)} requests in {time.monotonic() - started_s:.0f} s",
             flush=True,

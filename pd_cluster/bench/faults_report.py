@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pd_cluster.bench.faults_left import NOTHING, Left
 from pd_cluster.bench.faults_load import Answer
 from pd_cluster.bench.faults_scripts import SERVED_GOAL_S, Fault, Seen
 from pd_cluster.bench.report import Result, print_table
@@ -17,11 +18,13 @@ Tokens = tuple[int, ...]
 COMPLETE_GOAL = 99.9  # percent
 MAX_SHOWN = 10
 COLUMNS = ("requests", "complete", "exact", "replayed", "seen after", "served after", "worst gap", "worst wait", "held")
+MOST_DESCRIPTORS = 8  # more than before: connections of clients and links that are about to close
 
 
 LEGEND = """complete: share of the requests. exact: of those, token for token as in the quiet run.
 seen after: from the signal until /instances shows the loss. served after: from the new scheduler's start to an answer.
-worst gap: between two arrivals of a stream. worst wait: for a first token. held: blocks at the end."""
+worst gap: between two arrivals of a stream. worst wait: for a first token. held: blocks at the end.
+Of each run, too: processes, descriptors, files in /dev/shm and memory, at its end less those before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,11 @@ class Run:
     seen: Seen = field(default_factory=Seen)
     num_replayed: int = 0
     num_held: int = 0
+    left: Left = NOTHING
 
     @property
     def apart(self) -> list[Answer]:
-        """Failed, but only because the scheduler that they were sent to died."""
+        """Failed, but only because the scheduler that they were sent to died, or nobody was there to serve them."""
         back_s = self.seen.back_s
         return [] if back_s is None else [a for a in self.answers if not a.is_complete and a.sent_s < back_s]
 
@@ -75,6 +79,10 @@ class Run:
             self._count("replayed", self.num_replayed, "requests"),
             self._count("apart", len(self.apart), "requests"),
             self._count("held", self.num_held, "blocks", 0),
+            self._count("processes left", self.left.num_processes, "processes", 0),
+            self._count("descriptors left", self.left.num_descriptors, "descriptors", MOST_DESCRIPTORS),
+            self._count("shared memory left", self.left.num_shared, "files", 0),
+            Result(name=self._name("memory left"), value=self.left.memory_mib, unit="MiB", better="lower"),
         ]
 
     def _share(self, name: str, count: int, total: int, goal: float) -> list[Result]:

@@ -16,12 +16,13 @@ from pd_cluster.bench.faults_stage import Stage
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 BREATH_S = 1.0  # after a kill, for requests to be everywhere again
 DEATH_GOAL_S, STALL_GOAL_S, SERVED_GOAL_S = 1.0, 4.0, 5.0
-SCHEDULER_STALL_S = 5.0
+SCHEDULER_STALL_S, SCHEDULER_PAUSE_S = 5.0, 3.6
+NUM_PAUSES, NUM_LIVES = 4, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a script measured. `back_s`: when service was back after the scheduler's death, on the monotonic clock."""
+    """What a script measured. `back_s`: when service was back after there was none, on the monotonic clock."""
 
     detected_s: list[float] = field(default_factory=list)  # from each signal to /instances
     served_s: list[float] = field(
@@ -58,6 +59,65 @@ async def kill(means: Means, role: str) -> Seen:
         await means.stage.whole()
         await asyncio.sleep(BREATH_S)
     return Seen(detected_s)
+
+
+async def kill_parent_of_one(means: Means, name: str) -> Seen:
+    """Its ranks end with it."""
+    await means.stage.busy(name)
+    at_s = means.stage.kill(name)
+    detected_s = await means.stage.lost(name) - at_s
+    await means.stage.whole()
+    return Seen([detected_s])
+
+
+async def stop_parent_kill_rank(means: Means, name: str) -> Seen:
+    """The parent cannot tell of its rank's death, and starts it again when it goes on."""
+    await means.stage.busy(name)
+    means.stage.kill(name, signal.SIGSTOP)
+    try:
+        at_s = means.stage.kill_ranks(name)
+        detected_s = await means.stage.lost(name) - at_s
+    finally:
+        means.stage.kill(name, signal.SIGCONT)
+    await means.stage.whole()
+    return Seen([detected_s])
+
+
+async def kill_while_loading(means: Means, name: str) -> Seen:
+    """Each life that follows is killed before it serves."""
+    await means.stage.busy(name)
+    pid, at_s = means.stage.pid_of(name), means.stage.kill(name)
+    detected_s = await means.stage.lost(name) - at_s
+    for _ in range(NUM_LIVES):
+        await means.stage.new_pid(name, pid)
+        pid = means.stage.pid_of(name)
+        means.stage.kill(name)
+    await means.stage.new_pid(name, pid)
+    await means.stage.whole()
+    return Seen([detected_s])
+
+
+async def kill_again_and_again(means: Means, name: str) -> Seen:
+    """The same instance, as soon as it is back and has work."""
+    detected_s = []
+    for _ in range(NUM_LIVES):
+        await means.stage.busy(name)
+        at_s = means.stage.kill(name)
+        detected_s.append(await means.stage.lost(name) - at_s)
+        await means.stage.whole()
+    return Seen(detected_s)
+
+
+async def kill_all_ranks(means: Means) -> Seen:
+    """Every process that computes, in the same moment. Requests that are under way wait until one is back; new ones
+    wait a few seconds, and are then told that nobody is there.
+    """
+    await means.stage.busy("decode-0")
+    for name in WORKERS:
+        means.stage.kill_ranks(name)
+    back_s = await means.stage.served(means.probe)
+    await means.stage.whole()
+    return Seen(back_s=back_s)
 
 
 async def kill_preloader(means: Means) -> Seen:
@@ -123,14 +183,42 @@ async def stall_scheduler(means: Means) -> Seen:
     return Seen()
 
 
+async def pause_scheduler(means: Means) -> Seen:
+    """Again and again, each time long enough for the workers to give it up."""
+    for _ in range(NUM_PAUSES):
+        means.stage.kill("scheduler", signal.SIGSTOP)
+        try:
+            await asyncio.sleep(SCHEDULER_PAUSE_S)
+        finally:
+            means.stage.kill("scheduler", signal.SIGCONT)
+        await means.stage.whole()
+    return Seen()
+
+
 FAULTS: dict[str, Fault] = {
     "kill-prefill": Fault("kill -9 of a prefill instance", lambda means: kill(means, "prefill"), DEATH_GOAL_S),
     "kill-decode": Fault("kill -9 of a decode instance", lambda means: kill(means, "decode"), DEATH_GOAL_S),
     "kill-both": Fault("kill -9 of one of each at once", kill_two, DEATH_GOAL_S),
+    "kill-parent": Fault(
+        "kill -9 of the parent alone", lambda means: kill_parent_of_one(means, "decode-1"), DEATH_GOAL_S
+    ),
+    "stop-parent": Fault(
+        "SIGSTOP of a parent, kill -9 of its rank", lambda means: stop_parent_kill_rank(means, "decode-0"), DEATH_GOAL_S
+    ),
+    "kill-loading": Fault(
+        "kill -9, and of each life that loads", lambda means: kill_while_loading(means, "prefill-1"), DEATH_GOAL_S
+    ),
+    "kill-again": Fault(
+        "kill -9 of the same instance, again and again",
+        lambda means: kill_again_and_again(means, "decode-1"),
+        DEATH_GOAL_S,
+    ),
+    "kill-ranks": Fault("kill -9 of all ranks at once", kill_all_ranks),
     "kill-preloader": Fault("kill -9 of the preloader, then of a decode instance", kill_preloader, DEATH_GOAL_S),
     "stall-decode": Fault("SIGSTOP of a decode instance", lambda means: stall(means, "decode-1"), STALL_GOAL_S),
     "stall-prefill": Fault("SIGSTOP of a prefill instance", lambda means: stall(means, "prefill-1"), STALL_GOAL_S),
     "rolling": Fault("rolling restart of the workers", rolling_restart),
     "kill-scheduler": Fault("kill -9 of the scheduler", restart_scheduler),
     "stall-scheduler": Fault("SIGSTOP of the scheduler", stall_scheduler),
+    "pause-scheduler": Fault("SIGSTOP of the scheduler, again and again", pause_scheduler),
 }

@@ -33,6 +33,7 @@ class Instance:
     info: InstanceInfo | None = None
     conn: str = ""
     ready_s: float = float("-inf")  # when this life of it was reached last, by the event loop's clock
+    heard_s: float = float("-inf")  # when it last said that it lives, likewise
     load: Load = field(default_factory=Load)
     num_heartbeats: int = 0
     was_linked: bool = False  # it has been part of a pair, in this or an earlier life

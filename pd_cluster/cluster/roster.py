@@ -42,7 +42,7 @@ class Roster:
         instance = self._by_conn.get(conn)
         if instance is not None:
             self._open.add(conn)
-            instance.ready_s = asyncio.get_running_loop().time()
+            instance.ready_s = instance.heard_s = asyncio.get_running_loop().time()
             self.set_state(instance, "ready", "")
             self._has_come(instance)
 
@@ -50,6 +50,7 @@ class Roster:
         instance = self._by_conn.get(conn)
         if instance is not None:
             instance.load = load
+            instance.heard_s = asyncio.get_running_loop().time()
             instance.num_heartbeats += 1
             self._note_links(instance)
             self.wake()

@@ -169,9 +169,10 @@ class Router:
         until_s = loop.time() + self._limits.wait_s
         while True:
             try:
-                stream.prefill, stream.decode = self._choose(self.membership.instances, stream.ask)
+                instances = self._alive_after(stream)
+                stream.prefill, stream.decode = self._choose(instances, stream.ask)
                 if stream.resumed():
-                    stream.prefill = stream.decode = alone(self.membership.instances)[0]
+                    stream.prefill = stream.decode = alone(instances)[0]
                 break
             except Unavailable:
                 try:
@@ -209,6 +210,15 @@ class Router:
 
     def _died_together(self, stream: Stream) -> bool:
         return stream.deaths[-1].at_s - stream.deaths[0].at_s <= self._limits.together_s if stream.deaths else True
+
+    def _alive_after(self, stream: Stream) -> list[Instance]:
+        """Where it may go on. After a second death only what has been heard of since: what dies together is not seen
+        to be dead at once, and a request is not to be taken for the cause of what it only meets.
+        """
+        instances = self.membership.instances
+        if len(stream.deaths) < MAX_DEATHS:
+            return instances
+        return [instance for instance in instances if instance.heard_s > stream.deaths[-1].at_s]
 
     def _take_back(self, stream: Stream) -> None:
         """Deaths that were none: the same life of the instance has been ready since. Somebody has only paused."""

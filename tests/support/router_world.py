@@ -21,6 +21,9 @@ SAMPLING = SamplingParams(max_tokens=4)
 WAIT_S = 5.0
 
 
+INFINITY = float("inf")
+
+
 class FakeMailbox:
     def __init__(self) -> None:
         self.sent: list[tuple[str, wire.Body]] = []
@@ -106,7 +109,9 @@ def info_of(name: str, role: Role, **fields: Any) -> InstanceInfo:
 
 def ready(name: str) -> Instance:
     role: Role = "prefill" if name.startswith("prefill") else "decode"
-    return Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", conn=f"to-{name}", was_linked=True)
+    return Instance(
+        name, role, "127.0.0.1", 1, ["0"], state="ready", conn=f"to-{name}", was_linked=True, heard_s=INFINITY
+    )
 
 
 def token(

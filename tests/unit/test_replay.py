@@ -212,6 +212,32 @@ def test_losses_after_which_the_same_life_is_back_never_count(is_same_life: bool
     run(test())
 
 
+def test_after_two_deaths_it_goes_only_where_somebody_has_been_heard_of() -> None:
+    """All die at once, and the deaths are seen one after the other."""
+
+    async def test() -> None:
+        world = World(replay=ReplayLimits(together_s=60.0))
+        for instance in world.instances:
+            instance.heard_s = asyncio.get_running_loop().time()
+        serving, first, rid = await world.begin()
+        world.lose("prefill-0")
+        await next_attempt(world, 1)
+        world.lose("prefill-1")
+        num_submits = len(world.mailbox.of(wire.Submit))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(world.mailbox.of(wire.Submit)) == num_submits, "the decode instances may be dead, too"
+        world.instances[-1].heard_s = asyncio.get_running_loop().time() + 1
+        world.membership.changed.set()
+        assert list(await next_attempt(world, 2)) == ["to-decode-1"]
+        world.outputs("to-decode-1", token(rid, 0, 4, "length", attempt=2), ended=LegEnd(rid, 2))
+        assert (await first).token_id == 4
+        await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
 def test_both_instances_of_a_request_die_at_once() -> None:
     """One attempt, one death; and where the second is only seen after the request has gone there, another."""
 

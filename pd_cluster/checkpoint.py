@@ -36,6 +36,10 @@ DEFAULT_POSITIONS = {"gpt2": 1024}
 GENERATION_FILE = "generation_config.json"
 MODELS_OWN = ("auto", "vllm")  # of --generation-config: where answers end is the model folder's matter in both
 POSITION_FIELDS = ("max_position_embeddings", "n_positions")
+NUMBERS = (
+    *("max_position_embeddings", "n_positions", "original_max_position_embeddings", "vocab_size", "hidden_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
 SHIPPED_MODEL = Path(__file__).parent / "models" / "tiny-chat"
 
@@ -74,7 +78,8 @@ class Checkpoint:
         file = path / "config.json"
         whole = read_json(file)
         if is_translated := whole.get("model_type") in internlm.TYPES:
-            whole = internlm.as_llama(whole)
+            rotary = {name: value for name, value in overrides.items() if name == "rotary"}
+            whole = internlm.as_llama(overridden(whole, rotary))
         config, part_of = overridden(whole, overrides), ""
         if engine.language_model_only and not _is_listed(whole) and (text := text_part(whole)) is not None:
             config, part_of = overridden(text, overrides), str(whole.get("model_type"))
@@ -83,6 +88,7 @@ class Checkpoint:
             config = _unlisted(file, config, whole, engine.try_unlisted, part_of)
         check_plain(path, whole)
         check_plain(path, config)
+        _check_numbers(file, config)
         own, folder = _generation_config(path, engine.generation_config)
         identity = _identity(path, tokenizer_path, part_of)
         return cls(path, config, own, identity, tokenizer_path, overrides, folder, part_of, is_unproven, is_translated)
@@ -148,14 +154,25 @@ class Checkpoint:
         return wanted or limit
 
 
+def _check_numbers(file: Path, config: dict[str, Any]) -> None:
+    """Raises ModelError for what is no number and must be one."""
+    for name in NUMBERS:
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ModelError(f"{file} (or --hf-overrides): {name} {value!r}: must be a whole number of at least 1")
+    Rope.of(config)
+
+
 def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
     """Raises ModelError."""
     name, revision, place = engine.tokenizer, engine.tokenizer_revision, engine.download_dir
+    if name == engine.model:
+        name, revision = "", revision or engine.revision
     found = path
     if name:
         found = resolve_model(name, revision, place, "--tokenizer", needs_weights=False)
     elif revision not in ("", engine.revision):
-        found = resolve_model(engine.model, revision, place)
+        found = resolve_model(engine.model, revision, place, needs_weights=False)
     has_none = engine.skip_tokenizer_init and not (found / "tokenizer.json").exists()
     return None if has_none else found
 

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 # What is fetched: never code, and weights in one form only.
 WEIGHTS = "*.safetensors"
+LEFT_OUT = ("*/*", "consolidated*")  # other forms of the same weights
 PATTERNS = ("*.json", WEIGHTS, "*.jinja", "*.model")
 INDEX = "model.safetensors.index.json"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -63,6 +64,7 @@ def _cached(model: str, revision: str, download_dir: str, patterns: tuple[str, .
             cache_dir=download_dir or None,
             local_files_only=True,
             allow_patterns=list(patterns),
+            ignore_patterns=list(LEFT_OUT),
         )
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
@@ -101,7 +103,11 @@ def _fetched(model: str, revision: str, download_dir: str, patterns: tuple[str, 
     log.info("fetching %s from the hub", named.partition(" ")[2])
     try:
         place = snapshot_download(
-            model, revision=revision or None, cache_dir=download_dir or None, allow_patterns=list(patterns)
+            model,
+            revision=revision or None,
+            cache_dir=download_dir or None,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(LEFT_OUT),
         )
     except GatedRepoError:
         raise ModelError(f"{named}: the hub gives it to those only who may have it; set HF_TOKEN") from None

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from pd_cluster.errors import ModelError
+
 FLAGS = {"dtype": "--dtype", "attention_backend": "--attention-backend", "hf_overrides": "--hf-overrides"}
 DYNAMIC, LONGROPE = "dynamic", "longrope"
+ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length
 ROPE_NAMES = {"dynamic": DYNAMIC, "longrope": LONGROPE, "su": LONGROPE}  # "su": longrope's first name
 
@@ -32,17 +36,28 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Rope:
-        """Of a config.json. transformers names the fields in two ways."""
+        """Of a config.json. transformers names the fields in two ways. Raises ModelError for what cannot be."""
         given = config.get("rope_parameters") or config.get("rope_scaling")
         if not isinstance(given, dict):
             return cls()
-        kind = ROPE_NAMES.get(str(given.get("rope_type", given.get("type"))), "")
-        trained = int(config.get("max_position_embeddings") or 0)
+        try:
+            return cls._of(config, given)
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"config.json: rope_scaling {reprlib.repr(given)}: {error}") from None
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any], given: Mapping[str, Any]) -> Rope:
+        if kinds := [name for name, each in given.items() if isinstance(each, dict) and _kind_of(each) == LONGROPE]:
+            raise ModelError(
+                f"config.json: rope_parameters.{kinds[0]}: longrope of one kind of layers alone is not supported"
+            )
+        kind, trained = _kind_of(given), int(config.get("max_position_embeddings") or 0)
         if kind == DYNAMIC:
+            float(given.get("factor") or 1.0)
             return cls(kind=kind, reach=trained, most=UNBOUNDED)
         if kind == LONGROPE:
             name = "original_max_position_embeddings"
-            reach = min(trained, int(given.get(name) or config.get(name) or trained))
+            reach = min(trained, int(config.get(name) or given.get(name) or trained))
             return cls(kind=kind, reach=reach, most=trained)
         return cls()
 
@@ -54,8 +69,12 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one instance. `attention_backend` is as it was asked for, `hf_overrides` canonical JSON."""
+    """Of one instance. `attention_backend`: on a CPU as it was asked for, elsewhere the one that was chosen.
 
+    `hf_overrides` is canonical JSON.
+    """
+
+    device: str = "cpu"
     dtype: str = "float32"
     attention_backend: str = "auto"
     hf_overrides: str = "{}"
@@ -66,34 +85,90 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
     def difference(self, other: Numerics) -> tuple[str, str, str] | None:
-        """The flag that differs, its value here and there."""
+        """The flag that differs, its value here and there. Kinds of devices have attentions of their own."""
         for name, flag in FLAGS.items():
             own, others = getattr(self, name), getattr(other, name)
-            if own != others:
+            if own != others and (name != "attention_backend" or self.device == other.device):
                 return flag, own, others
         return ("rope_scaling", str(self.rope), str(other.rope)) if self.rope != other.rope else None
 
 
 def canonical(overrides: Mapping[str, Any]) -> str:
-    """The same text for the same overrides."""
-    return json.dumps(overrides, sort_keys=True, separators=(",", ":"))
+    """The same text for the same overrides; a whole number is one however it is written."""
+    return json.dumps(_plain(overrides), sort_keys=True, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with `overrides` in place of its own values; a mapping is merged into the one that is there.
 
-    Positions have two names, `rope_parameters` and `rope_scaling`: an override of either goes into the one that
-    config.json has.
+    Positions have two names, `rope_parameters` (with `rope_theta` inside) and `rope_scaling` (with it beside): an
+    override by either goes into what config.json has. Raises ModelError for what would change nothing.
     """
     merged = dict(config)
     for name, value in overrides.items():
-        key = name
-        if name in ("rope_scaling", "rope_parameters") and isinstance(config.get("rope_parameters"), dict):
-            key = "rope_parameters"
-            if isinstance(value, dict) and "type" in value:
-                value = {**value, "rope_type": value["type"]}
-        if name == "rope_theta" and isinstance(config.get("rope_parameters"), dict):
-            key, value = "rope_parameters", {"rope_theta": value}
-        before = merged.get(key)
-        merged[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+        if name not in ROPE_FIELDS:
+            before = merged.get(name)
+            merged[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    if any(name in overrides for name in ROPE_FIELDS):
+        _override_rope(merged, overrides)
     return merged
+
+
+def _override_rope(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """In place, in the form that the config has."""
+    own = config.get("rope_parameters")
+    if isinstance(own, dict) and any(isinstance(each, dict) for each in own.values()):
+        _override_kinds(config, own, overrides)
+        return
+    given: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = overrides.get(name, {})
+        if value is not None and not isinstance(value, dict):
+            raise ModelError(f"--hf-overrides {name} {reprlib.repr(value)}: expected an object, or null for none")
+        given |= {"rope_type": "default"} if value is None else value
+    if "type" in given:
+        given.setdefault("rope_type", given.pop("type"))
+    is_new = isinstance(own, dict)
+    before = dict(own) if isinstance(own, dict) else dict(config.get("rope_scaling") or {})
+    if "type" in before:
+        before.setdefault("rope_type", before.pop("type"))
+    if "rope_theta" in overrides:
+        given["rope_theta"] = overrides["rope_theta"]
+    if given.get("rope_type") == "default":
+        before = {key: value for key, value in before.items() if key in ("rope_theta", "partial_rotary_factor")}
+    found = {**before, **given}
+    if found.get("rope_type") == DYNAMIC:
+        found.setdefault("factor", 1.0)
+    if is_new:
+        config["rope_parameters"] = found
+        return
+    theta = found.pop("rope_theta", None)
+    config["rope_theta"] = config.get("rope_theta") if theta is None else theta
+    if config["rope_theta"] is None:
+        del config["rope_theta"]
+    config["rope_scaling"] = None if found.get("rope_type", "default") == "default" else found
+
+
+def _override_kinds(config: dict[str, Any], own: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Where each kind of layers has a rope of its own, they are overridden one by one."""
+    given = overrides.get("rope_parameters")
+    others = [name for name in ROPE_FIELDS if name != "rope_parameters" and name in overrides]
+    fits = isinstance(given, dict) and all(name in own and isinstance(given[name], dict) for name in given)
+    if others or not isinstance(given, dict) or not fits:
+        raise ModelError(
+            f"--hf-overrides {', '.join(others) or 'rope_parameters'}: this model's layers are turned by their kind; "
+            f'give {{"rope_parameters": {{KIND: {{…}}}}}} for some of {", ".join(own)}'
+        )
+    config["rope_parameters"] = {name: {**each, **given.get(name, {})} for name, each in own.items()}
+
+
+def _kind_of(given: Mapping[str, Any]) -> str:
+    return ROPE_NAMES.get(str(given.get("rope_type", given.get("type"))), "")

@@ -150,6 +150,12 @@ class ServeOptions:
     def _overrides(self) -> dict[str, Any]:
         """Of config.json, by all flags that have some. Raises ConfigError."""
         found = _object("--hf-overrides", self.hf_overrides)
+        for flag, name, is_given in (
+            ("--rope-scaling", "rope_scaling", self.rope_scaling not in ("", "{}")),
+            ("--rope-theta", "rope_theta", self.rope_theta is not None),
+        ):
+            if is_given and name in found:
+                raise ConfigError(f"{flag}: --hf-overrides has {name}, too; give one of the two")
         if rope := _object("--rope-scaling", self.rope_scaling):
             found["rope_scaling"] = rope
         if self.rope_theta is not None:

@@ -100,8 +100,15 @@ class Intake:
         limit = self._limit()
         token_ids = truncated(request, token_ids, limit, default_max_tokens or 1)
         wanted = max_tokens_of(request, len(token_ids), limit, default_max_tokens, param)
-        if self._most_tokens is not None:  # as vLLM has it: no answer is longer, whatever a request wants
+        if self._most_tokens is not None:  # as vLLM's server has it: no answer is longer, whatever a request wants
             wanted = min(wanted, int(self._most_tokens))
+            least = request.min_tokens or 0
+            if least > wanted:
+                raise RequestError(
+                    f"min_tokens: {least} is more than {wanted}, to which this server limits answers (its "
+                    f"generation config has max_new_tokens); lower it",
+                    param="min_tokens",
+                )
         if min(token_ids) < 0 or max(token_ids) >= self.limits.vocab_size:
             raise RequestError(f"{param}: token ids must be in 0 to {self.limits.vocab_size - 1}", param=param)
         seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)

@@ -54,7 +54,10 @@ class Scheduler:
         router = self._edge.router
         instances = instances_of(place, ports)
         identity = self._edge.checkpoint.identity
-        self.membership = Membership(place, instances, self._edge.mailbox, config.timeouts, identity, router.on_lost)
+        overrides = self._edge.checkpoint.hf_overrides
+        self.membership = Membership(
+            place, instances, self._edge.mailbox, config.timeouts, identity, router.on_lost, overrides
+        )
         self._edge.follow(self.membership)
         self._listeners = listeners
         self._processes: ApiProcesses | None = None

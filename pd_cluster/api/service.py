@@ -60,7 +60,7 @@ class TextService:
         self.router = router
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
         self.response_role = chat.response_role
-        self.shows_token_ids = shows_token_ids
+        self.shows_token_ids = shows_token_ids or not self.tokenizer.has_text
         self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser)
         self.model = model
         self.is_unproven = checkpoint.is_unproven

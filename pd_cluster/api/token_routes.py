@@ -83,6 +83,8 @@ def token_routes(service: TextService) -> APIRouter:
         largest = max(request.tokens, default=0)
         if largest >= service.vocab_size:
             raise RequestError(f"tokens: {largest}; ids must be in 0 to {service.vocab_size - 1}", param="tokens")
+        if not service.tokenizer.has_text:
+            raise RequestError("tokens: there is no tokenizer (--skip-tokenizer-init)", param="tokens")
         few = len(request.tokens) <= FEW_TOKENS
         decode = service.tokenizer.decode
         text = decode(request.tokens, False) if few else await asyncio.to_thread(decode, request.tokens, False)

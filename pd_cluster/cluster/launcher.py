@@ -328,7 +328,7 @@ async def run_until_signal(launch: Launch) -> int:
 
 
 def _announce(launch: Launch, admin_token_file: Path, took_s: float) -> None:
-    model = launch.served_model_names[0] if launch.served_model_names else ""
+    model = launch.served_model_names[0] if launch.served_model_names else launch.model
     body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
     body += f', "model": "{model}"}}' if model else "}"
     key = " -H 'Authorization: Bearer KEY'" if launch.api_keys else ""

@@ -53,12 +53,14 @@ class Membership(Roster):
         timeouts: Timeouts,
         model_identity: str,
         lost: Callable[[Instance, str], None],
+        hf_overrides: str = "{}",
     ) -> None:
+        """`model_identity` and `hf_overrides`: of the model that every worker must serve, too."""
         super().__init__(instances, mailbox, lost)
         self.place = place
         self._hosts = place.hosts  # those of leaving instances, too
         self._timeouts = timeouts
-        self._model_identity = model_identity
+        self._model_identity, self._hf_overrides = model_identity, hf_overrides
         self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
         self._joined: set[str] = set()  # at run time
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -184,6 +186,11 @@ class Membership(Roster):
             return (
                 f"it serves another model ({info.model_identity[:12]}) than the scheduler "
                 f"({self._model_identity[:12]}); start all with the same --model"
+            )
+        if info.state == "ready" and info.numerics.hf_overrides != self._hf_overrides:
+            return (
+                f"it was started with --hf-overrides {info.numerics.hf_overrides}, the scheduler with "
+                f"{self._hf_overrides}; start all with the same"
             )
         return ""
 

@@ -212,10 +212,14 @@ class Router:
         return stream.deaths[-1].at_s - stream.deaths[0].at_s <= self._limits.together_s if stream.deaths else True
 
     def _alive_after(self, stream: Stream) -> list[Instance]:
-        """Where it may go on. After a second death only what has been heard of since: what dies together is not seen
-        to be dead at once, and a request is not to be taken for the cause of what it only meets.
+        """Where it may go on. What was begun is finished by the same numerics.
+
+        After a second death only what has been heard of since: what dies together is not seen to be dead at once, and
+        a request is not to be taken for the cause of what it only meets.
         """
         instances = self.membership.instances
+        if stream.numerics is not None and stream.resumed():
+            instances = [i for i in instances if i.info is None or not i.info.numerics.difference(stream.numerics)]
         if len(stream.deaths) < MAX_DEATHS:
             return instances
         return [instance for instance in instances if instance.heard_s > stream.deaths[-1].at_s]
@@ -256,6 +260,8 @@ class Router:
     def _submit(self, stream: Stream, deadline_s: float) -> None:
         """Both legs out, each with the other's place; or one that does both."""
         request, prefill, decode = stream.request, stream.prefill, stream.decode
+        if decode.info is not None and not stream.resumed():
+            stream.numerics = decode.info.numerics
         stream.has_prefill_spoken = False
         legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
         if prefill is decode:

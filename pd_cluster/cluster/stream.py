@@ -17,6 +17,7 @@ from pd_cluster.cluster.policy import Ask
 from pd_cluster.cluster.prefixes import Prompt
 from pd_cluster.cluster.stats import Histogram, Outcome, ReplayCause, RequestStats
 from pd_cluster.errors import GenerationError
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import FinishReason, PromptOutput, Resumed, SamplingParams, TokenOutput
 
 MAX_UNREAD_TOKENS = 4096  # of a request, that its reader has not taken; where it has many sequences, so many steps
@@ -138,6 +139,7 @@ class Stream:
     batch: str = ""  # the name of many answers, of which none is wanted before the others
     inbox: Inbox = field(init=False)
     heard_s: float = 0.0  # when a first token was read here, by the timelines' clock; 0: none yet
+    numerics: Numerics | None = None  # of those who have computed what was delivered
     deaths: list[Death] = field(default_factory=list)  # that attempts of it ended with
     num_moves: int = 0  # attempts that ended because somebody wanted their instance empty, or paused
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs

@@ -25,6 +25,7 @@ FORGETFUL = ("StableLmAttention", "NemotronAttention")  # the layers around thes
 class CausalLM(Protocol):
     config: Any  # transformers' own
     kernels: str  # what computes, for the log
+    attention: str  # what attends
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [num_samples, vocab_size] of `batch.sample_rows`; writes the batch's keys and values to its pool.
@@ -47,6 +48,7 @@ class PlainCausalLM:
     ) -> None:
         """`vocab_size` of the whole model, where this is one rank's share."""
         self.config = model.config
+        self.attention = attention.name
         self.kernels = f"transformers' modules, attention by {attention.name}"
         self._attend = attention.write_and_attend
         self.model = model
@@ -123,6 +125,7 @@ class FusedCausalLM:
         self._vocab_size = vocab_size or config.vocab_size
         self._group = group or Alone()
         self.ops = ops
+        self.attention = ops.attention
         self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}"
         self._embed, self._rotary, self._layers, self._norm, self._head = embed, rotary, layers, norm, head
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)

@@ -154,9 +154,9 @@ def config_of(checkpoint: Checkpoint) -> Any:
     try:
         settings = text_settings(checkpoint.path, overrides) if checkpoint.part_of else checkpoint.config
         return CONFIG_MAPPING[checkpoint.model_type].from_dict(settings)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # also what huggingface_hub has for values of another type
         place = f"--hf-overrides {checkpoint.hf_overrides}" if overrides else str(checkpoint.path / "config.json")
-        raise ModelError(f"{place}: {error}") from error
+        raise ModelError(f"{place}: {' '.join(str(error).split())}") from error
 
 
 def text_settings(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:

@@ -62,14 +62,15 @@ class ModelRunner:
         self.model_identity = checkpoint.identity
         self.tokenizer_file = (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json"
         dtype = resolve_dtype(config.dtype, checkpoint, device)
+        with trial(checkpoint):
+            self._load(config, checkpoint, dtype, block_size)
         self.numerics = Numerics(
+            device=device.kind,
             dtype=dtype,
-            attention_backend=config.attention_backend,
+            attention_backend=config.attention_backend if device.kind == "cpu" else self.model.attention,
             hf_overrides=checkpoint.hf_overrides,
             rope=checkpoint.rope,
         )
-        with trial(checkpoint):
-            self._load(config, checkpoint, dtype, block_size)
         self._graphs = self._make_graphs(config)
         # Where the device is the host, why should it; and HCCL's broadcast of tokens has never been tried.
         self.goes_ahead = device.is_accelerator and (self.group.size == 1 or device.kind != "npu")

@@ -72,7 +72,7 @@ OTHERS_WITHOUT_EFFECT = {
     "enable_custom_all_reduce": Ignored("there is no custom all-reduce"),
     "enable_logprob": Ignored("logprobs are there for who asks"),
     "graph_optimization_config": Ignored("graphs are captured for the sizes in use"),
-    "dynamic_load_weight": Ignored("weights are loaded once", values=("0",)),
+    "dynamic_load_weight": Ignored("weights are loaded once", values=("0", "False")),
     "long_prefill_token_threshold": Ignored("prefill shares a step's tokens in order of arrival"),
     "max_concurrency": NO_SERVER,
     "max_long_partial_prefills": Ignored("prefill shares a step's tokens in order of arrival"),
@@ -93,7 +93,7 @@ OTHERS_REFUSED = {
     "mm_processor_kwargs": "images, audio and video are not supported",
 }
 # The signature's own values, which ask for nothing.
-DEFAULTS = {"gpu_memory_utilization": 0.9}
+DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192}
 OBJECTS = ("hf_overrides", "rope_scaling", "override_generation_config")  # dicts, or JSON as on a command line
 MOST_LOGPROBS = 1000  # as for `serve`
 
@@ -143,7 +143,8 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
         prefill=prefill,
         decode=decode,
         max_logprobs=options["max_logprobs"],
-        sampling_override=override,
+        # A server limits answers by the file's max_new_tokens; who asks here by himself means what he asks.
+        sampling_override={"max_new_tokens": None, **override},
         arguments=tuple(flags),
     )
 

@@ -31,6 +31,8 @@ def run_batch(
     language_model_only: Annotated[
         bool, typer.Option("--language-model-only", help="Of a multimodal model, serve the text model alone.")
     ] = False,
+    generation_config: Annotated[str, typer.Option(help="auto, vllm or a folder; as of serve.")] = "auto",
+    override_generation_config: Annotated[str, typer.Option(help="JSON object; as of serve.")] = "{}",
     prefill: Annotated[int, typer.Option(min=0, help="Prefill processes; none: one engine does it all.")] = 0,
     decode: Annotated[int, typer.Option(min=0, help="Decode processes, as many as you like beside --prefill.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that are worked at at once.")] = 256,
@@ -45,6 +47,7 @@ def run_batch(
     from pd_cluster.offline.session import OfflineConfig
     from pd_cluster.options import template_given
     from pd_cluster.parsers.reply import ReplyFormat
+    from pd_cluster.sampling_defaults import parse_override
 
     ReplyFormat(tool_call_parser, reasoning_parser)  # raises for names that are not known
     config = OfflineConfig(
@@ -57,7 +60,9 @@ def run_batch(
             max_num_seqs=max_num_seqs,
             try_unlisted=tuple(try_unlisted or ()),
             language_model_only=language_model_only,
+            generation_config=generation_config,
         ),
+        sampling_override=parse_override(override_generation_config),
         chat=ChatConfig(
             template=template_given(chat_template) if chat_template else "",
             tool_parser=tool_call_parser,

@@ -55,8 +55,9 @@ class SplitCluster:
         self.edge = Edge(self._config, place.secret)
         instances = instances_of(place, node_ports(scheduler.env, place))
         router, identity = self.edge.router, self.edge.checkpoint.identity
+        overrides = self.edge.checkpoint.hf_overrides
         timeouts = self._config.timeouts
-        self.membership = Membership(place, instances, self.edge.mailbox, timeouts, identity, router.on_lost)
+        self.membership = Membership(place, instances, self.edge.mailbox, timeouts, identity, router.on_lost, overrides)
         self.edge.mailbox.start()
         self.edge.follow(self.membership)
         self._watching = asyncio.create_task(self.membership.run())

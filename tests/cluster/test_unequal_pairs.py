@@ -21,7 +21,7 @@ REFUSED = {  # decode instance -> its flag, and what the refusal names
     "decode-0": ("--kv-wire-dtype=int8", "--kv-wire-dtype differs: auto on the prefill instance and int8 on"),
     "decode-3": ("--attention-backend=sdpa", "--attention-backend differs: auto on the prefill instance and sdpa on"),
     "decode-4": ("--dtype=bfloat16", "--dtype differs: float32 on the prefill instance and bfloat16 on"),
-    "decode-5": ("--rope-theta=5000", "--hf-overrides differs: {} on the prefill instance and {"),
+    "decode-5": ("--rope-theta=5000", "it was started with --hf-overrides {"),  # than the scheduler
 }
 
 
@@ -35,7 +35,8 @@ def test_unequal_pools_and_pairs_that_are_refused(checkpoint: Checkpoints, tmp_p
         cluster.start()
 
         def refused() -> bool:
-            told = cluster.health()[1].get("links", [])
+            health = cluster.health()[1]
+            told = [*health.get("links", []), *(f"{n}: {s}" for n, s in health.get("instances", {}).items())]
             return all(any(name in line and why in line for line in told) for name, (_, why) in REFUSED.items())
 
         cluster.wait_until("/health names the refused pairs", refused, 90)

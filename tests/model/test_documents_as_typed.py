@@ -101,6 +101,15 @@ def test_a_call_with_every_option_by_its_place(pipe: AsyncEngine, name: str) -> 
     assert plain != call(["hi"], GenerationConfig(max_new_tokens=8), True)
 
 
+def test_the_third_place_beside_the_switch_by_its_name(pipe: AsyncEngine) -> None:
+    """LMDeploy's first document has the template's configuration there, and the switch among the keywords."""
+    config = GenerationConfig(max_new_tokens=8)
+    assert pipe(["hi"], config, None, do_preprocess=False) == pipe(["hi"], config, False)
+    assert pipe(["hi"], config, ChatTemplateConfig("llama2"), do_preprocess=False) == pipe(["hi"], config, False)
+    with pytest.raises(TypeError, match="do_preprocess is given twice"):
+        pipe(["hi"], config, True, do_preprocess=False)
+
+
 def test_a_stream_with_its_options_by_their_places(pipe: AsyncEngine) -> None:
     whole = pipe(["hi"], GenerationConfig(max_new_tokens=6))[0]
     parts = list(pipe.stream_infer(["hi"], GenerationConfig(max_new_tokens=6), True))
@@ -162,6 +171,14 @@ def test_n_answers(pipe: AsyncEngine, top_k: int) -> None:
         key = part.index, part.choice
         streamed[key] = streamed.get(key, "") + part.text
     assert streamed == {(r.index, c.choice): c.text for r in responses for c in r.choices}
+
+
+@pytest.mark.parametrize("top_k", [1, 40])
+def test_n_answers_for_which_there_is_no_room(pipe: AsyncEngine, top_k: int) -> None:
+    (response,) = pipe(["a b c d " * 600], GenerationConfig(n=3, top_k=top_k))
+    assert [choice.finish_reason for choice in response.choices] == ["length"] * 3
+    assert "leave no room" in (response.choices[2].error or "")
+    assert pipe(["hi"], GenerationConfig(n=None, max_new_tokens=2))[0].generate_token_len == 2  # type: ignore[arg-type]
 
 
 def test_a_session_has_one_answer(pipe: AsyncEngine) -> None:

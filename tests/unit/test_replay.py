@@ -16,8 +16,9 @@ from pd_cluster.cluster import router
 from pd_cluster.cluster.router import ReplayLimits
 from pd_cluster.cluster.stream import Stream
 from pd_cluster.errors import GenerationError, InstanceLost, Unavailable
+from pd_cluster.numerics import Numerics
 from pd_cluster.types import LegEnd, Resumed, SamplingParams, TokenOutput
-from tests.support.router_world import World, rest_of, run, token
+from tests.support.router_world import World, info_of, rest_of, run, token
 
 
 def last_submits(world: World) -> dict[str, wire.Submit]:
@@ -207,6 +208,28 @@ def test_losses_after_which_the_same_life_is_back_never_count(is_same_life: bool
             world.outputs(conn, token(rid, 0, 9, "length", attempt=12), ended=LegEnd(rid, 12))
             assert (await first).token_id == 9
         await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_what_was_begun_is_finished_by_the_same_numerics() -> None:
+    """Two pairs that compute otherwise: after the first token only one of the two kinds will do."""
+
+    async def test() -> None:
+        world = World(replay=ReplayLimits(wait_s=0.05))
+        for instance in world.instances:
+            dtype = "float32" if instance.name.endswith("0") else "bfloat16"
+            instance.info = info_of(instance.name, instance.role, numerics=Numerics(dtype=dtype))
+        serving, first, rid = await world.begin()
+        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+        assert (await first).position == 0
+        rest = asyncio.ensure_future(rest_of(serving))
+        world.lose("decode-0")
+        assert list(await next_attempt(world, 1)) == ["to-prefill-0"]
+        world.lose("prefill-0")
+        with pytest.raises(InstanceLost, match="prefill-0 was lost"):
+            await rest
         world.assert_home()
 
     run(test())

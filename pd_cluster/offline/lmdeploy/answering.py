@@ -52,19 +52,27 @@ class Begun(NamedTuple):
         """As they come; the last one has a finish_reason."""
         if self.generation is None:
             why = f"{len(self.token_ids)} prompt tokens leave no room for an answer; session_len is {self.limit}"
-            yield Response("", 0, len(self.token_ids), self.at, "length", index=self.at, error=why)
+            for choice in range(self.copies):
+                num_prompt = len(self.token_ids)
+                yield Response("", 0, num_prompt, self.at, "length", index=self.at, error=why, choice=choice)
             return
         num_tokens: Counter[int] = Counter()
+        unfinished = set(range(max(self.copies, self.generation.num_choices)))
         try:
             async with contextlib.aclosing(service.stream(self.generation)) as pieces:
                 async for piece in pieces:
                     num_tokens[piece.index] += len(piece.token_ids)
                     response = self._response(piece, num_tokens[piece.index])
+                    if piece.finish_reason is not None:
+                        unfinished -= set(range(self.copies)) if self.copies > 1 else {piece.index}
                     for copy in range(self.copies):
                         yield replace(response, choice=copy) if copy else response
         except FAULTS as error:
             num_prompt = len(self.token_ids)
-            yield Response("", num_tokens[0], num_prompt, self.at, "error", index=self.at, error=str(error))
+            for choice in sorted(unfinished):
+                done = num_tokens[0 if self.copies > 1 else choice]
+                failed = Response("", done, num_prompt, self.at, "error", index=self.at, error=str(error))
+                yield replace(failed, choice=choice)
 
     def _response(self, piece: Piece, num_tokens: int) -> Response:
         assert self.generation is not None
@@ -93,7 +101,7 @@ async def begin(service: TextService, job: Job) -> Begun:
         token_ids, limit = [*job.history, *found], service.max_model_len
         room = limit - len(token_ids)
         if room < 1:
-            return Begun(job.at, token_ids, limit, None)
+            return Begun(job.at, token_ids, limit, None, max(job.copies, job.request.n or 1))
         request = job.request
         if request.max_tokens is not None and request.max_tokens > room:
             request = request.model_copy(update={"max_tokens": room})

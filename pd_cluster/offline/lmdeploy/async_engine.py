@@ -78,7 +78,7 @@ class AsyncEngine:
         self,
         prompts: Any,
         gen_config: GenConfigs = None,
-        do_preprocess: bool | ChatTemplateConfig | None = None,
+        chat_template_config: ChatTemplateConfig | bool | None = None,
         request_output_len: int | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -93,7 +93,7 @@ class AsyncEngine:
         `do_preprocess`: either may stand there. Raises RequestError before any work.
         """
         old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
-        return self._infer(prompts, gen_config, options_of(do_preprocess, old, options))
+        return self._infer(prompts, gen_config, options_of(chat_template_config, old, options))
 
     batch_infer = __call__
 
@@ -101,7 +101,7 @@ class AsyncEngine:
         self,
         prompts: Any,
         gen_config: GenConfigs = None,
-        do_preprocess: bool | ChatTemplateConfig | None = None,
+        chat_template_config: ChatTemplateConfig | bool | None = None,
         request_output_len: int | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -112,7 +112,7 @@ class AsyncEngine:
     ) -> Iterator[Response]:
         """What is new of each prompt's text, as it comes; `index` tells whose. Leaving the iteration ends the work."""
         old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
-        jobs, _, call = self._jobs(prompts, gen_config, options_of(do_preprocess, old, options))
+        jobs, _, call = self._jobs(prompts, gen_config, options_of(chat_template_config, old, options))
         return self._streamed(jobs, call)
 
     def _infer(self, prompts: Any, gen_config: Any, options: dict[str, Any]) -> list[Response] | Response:
@@ -151,7 +151,7 @@ class AsyncEngine:
     def _job(
         at: int, prompt: Prompt, config: GenerationConfig, request: CompletionRequest, way: Way, place: str
     ) -> Job:
-        return Job(at, prompt, request, way, place, copies=config.n if request.n in (None, 1) else 1)
+        return Job(at, prompt, request, way, place, copies=(config.n or 1) if request.n in (None, 1) else 1)
 
     def _way_of(self, call: Call) -> Way:
         way = self._way if call.chat_template_config is None else way_of(call.chat_template_config)

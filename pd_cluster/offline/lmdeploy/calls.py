@@ -38,6 +38,8 @@ class Old(NamedTuple):
 
 def options_of(third: bool | ChatTemplateConfig | None, old: Old, further: dict[str, Any]) -> dict[str, Any]:
     """The options of `Call`. `third` is a switch for `do_preprocess`, or the chat template's configuration."""
+    if isinstance(third, bool) and "do_preprocess" in further:
+        raise TypeError("do_preprocess is given twice: in the third place and by its name")
     name = "do_preprocess" if isinstance(third, bool) else "chat_template_config"
     found = {key: value for key, value in {name: third, **old._asdict()}.items() if value is not None}
     return {**further, **found}

@@ -145,7 +145,6 @@ RENAMED = {
     "--tensor-parallel-size": "tp",
     "--revision": "revision",
     "--download-dir": "download_dir",
-    "--hf-overrides": "rope_scaling_factor",
     "--model": "model_path",
 }
 
@@ -164,6 +163,7 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
     refuse(owner, given, NOT_HERE)
     remarks = idle(given, WITHOUT_EFFECT)
     fields: dict[str, Any] = {
+        "generation_config": "vllm",  # GenerationConfig has a default for everything
         "revision": _text(owner, "revision", given.get("revision")),
         "download_dir": _text(owner, "download_dir", given.get("download_dir")),
         "hf_overrides": _positions(owner, given),
@@ -186,7 +186,8 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
 def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
     """What of config.json is replaced: dynamic NTK beyond the model's own positions, and log-n attention there.
 
-    Both do nothing up to `max_position_embeddings`; `session_len` may go beyond it with them.
+    Both do nothing up to `max_position_embeddings`; `session_len` may go beyond it with the first. Without a factor,
+    the base follows the length alone.
     """
     factor = given.get("rope_scaling_factor", 0.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not (factor == 0 or 1 <= factor < math.inf):

@@ -233,8 +233,8 @@ def _access(args: argparse.Namespace) -> Access:
         mode = PRIVATE.mode if args.group is None else 0o640
     if mode & 0o007:
         print(
-            f"note: --file-mode {mode:04o}: everybody on this machine can read the tables; cluster.secret, scheduler.key "
-            f"and admin.token stay closed (--group lets a group read them)",
+            f"note: --file-mode {mode:04o}: everybody on this machine can read the tables; cluster.secret, "
+            f"scheduler.key and admin.token stay closed (--group lets a group read them)",
             file=sys.stderr,
         )
     return Access(mode, args.group)

@@ -1,4 +1,4 @@
-"""The public key of a private one on Curve25519, as CURVE (ZeroMQ) has them: X25519 of RFC 7748, by the standard library.
+"""The public key of a private one, as ZeroMQ's CURVE has them: X25519 of RFC 7748, by the standard library.
 
 Tables and keys are written where libzmq is not installed. Takes no care to hide how long it takes: it runs once, on the
 machine that has just drawn the private key.

@@ -1,8 +1,8 @@
 """The three files that make a table's processes one cluster: written beside the global rank table, and read there.
 
 `cluster.secret` is for every host: a random secret, and the public key of each scheduler. `scheduler.key` and
-`admin.token` are for the scheduler's host alone: a private key as it was drawn, 32 random bytes, and what commands on the
-admin port must bring. No error shows what is in them.
+`admin.token` are for the scheduler's host alone: a private key as it was drawn, 32 random bytes, and what commands on
+the admin port must bring. No error shows what is in them.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def where_to_copy(table: RankTable, table_file: Path) -> list[str]:
         return []
     names = f"{table_file.name} and {SECRET_FILE}"
     return [
-        f"copy {names} from {table_file.parent} to {', '.join([home, *others])}, into one folder, readable for nobody else",
+        f"copy {names} to {', '.join([home, *others])}, into one folder each, readable for nobody else",
         f"copy {SCHEDULER_KEY_FILE} and {ADMIN_TOKEN_FILE} to {home} alone, into the same folder",
     ]
 

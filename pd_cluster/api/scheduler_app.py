@@ -29,7 +29,7 @@ from pd_cluster.cluster.auto_role import AutoRole
 from pd_cluster.cluster.elastic import Elastic, Tables
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
-from pd_cluster.config import ApiConfig, ApiProcessConfig
+from pd_cluster.config import ApiConfig, ApiProcessConfig, Credentials
 from pd_cluster.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Scheduler:
     def __init__(
         self,
         place: Place,
+        credentials: Credentials,
         ports: list[int],
         config: ApiConfig,
         listeners: Sequence[socket.socket],
@@ -50,7 +51,7 @@ class Scheduler:
         log_level: str,
     ) -> None:
         self._config = config
-        self._edge = Edge(config, place.secret)
+        self._edge = Edge(config, credentials)
         router = self._edge.router
         instances = instances_of(place, ports)
         identity = self._edge.checkpoint.identity
@@ -63,9 +64,9 @@ class Scheduler:
         self._processes: ApiProcesses | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if len(listeners) > 1:
-            self._processes = self._several(place.secret, log_level)
+            self._processes = self._several(credentials, log_level)
         move_on = router.move_on if self._processes is None else self._processes.move_on
-        self.elastic = Elastic(self.membership, tables, move_on, config.timeouts.drain_timeout_s)
+        self.elastic = Elastic(self.membership, credentials, tables, move_on, config.timeouts.drain_timeout_s)
 
     async def run(self, admin_listener: socket.socket, access: AdminAccess, auto_role: AutoRole | None) -> None:
         """Serves until a signal. Raises ConfigError for ports in the wrong order."""
@@ -92,7 +93,7 @@ class Scheduler:
         finally:
             await service.close()
 
-    def _several(self, secret: bytes, log_level: str) -> ApiProcesses:
+    def _several(self, credentials: Credentials, log_level: str) -> ApiProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cluster-api-")  # mode 0700
         configs = []
         for index, listener in enumerate(self._listeners):
@@ -101,7 +102,7 @@ class Scheduler:
                 ApiProcessConfig(
                     index=index,
                     api=self._config,
-                    secret=secret,
+                    credentials=credentials,
                     listener_fd=listener.fileno(),
                     admin_fd=admin.detach(),
                     log_level=log_level,

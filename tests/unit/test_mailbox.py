@@ -24,11 +24,35 @@ WAIT_S = 10.0
 class Box:
     """A mailbox whose events land in a queue."""
 
-    def __init__(self, name: str, epoch: int, secret: bytes = SECRET, listen: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        epoch: int,
+        secret: bytes = SECRET,
+        listen: bool = False,
+        kind: Kind = "worker",
+        key: bytes = b"",
+    ) -> None:
+        self.name, self.epoch = name, epoch
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self.mailbox = Mailbox(name, epoch, "worker", secret, TIMES, self)
+        self.mailbox = Mailbox(name, epoch, kind, Credentials(secret, (SCHEDULER.public,), key), TIMES, self)
         self.port = self.mailbox.bind("127.0.0.1", PortRange()) if listen else 0
         self.mailbox.start()
+
+    def connect_to(self, other: Box, epoch: int | None = None) -> str:
+        mailbox = other.mailbox
+        return self.mailbox.connect(mailbox.name, epoch or mailbox.epoch, "127.0.0.1", other.port, mailbox.public_key)
+
+    @property
+    def info(self) -> wire.PeerInfo:
+        return wire.PeerInfo(
+            name=self.mailbox.name,
+            epoch=self.mailbox.epoch,
+            role="prefill",
+            host="127.0.0.1",
+            control_port=self.port,
+            public_key=self.mailbox.public_key,
+        )
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
         self.events.put(("opened", conn, peer, kind))

@@ -7,6 +7,7 @@ nothing of connections.
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ def find_admin_token(env: Mapping[str, str], file: str) -> str:
     if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
         return ""
     path = table_path(env)
-    if (path.parent / ADMIN_TOKEN_FILE).exists() or (path.parent / SECRET_FILE).exists():
+    if any(os.path.exists(path.parent / name) for name in (ADMIN_TOKEN_FILE, SECRET_FILE)):
         return _read(path.parent, "--admin-token-file", None, ADMIN_TOKEN_FILE, read_token)[1]
     try:
         table = load_global(path)
@@ -95,7 +96,7 @@ def read_admin_token(file: str) -> str:
 
 def _read(folder: Path, flag: str, given: str | None, name: str, read: Callable[[Path], T]) -> tuple[Path, T]:
     file = Path(given) if given is not None else folder / name
-    if given is None and not file.exists():
+    if given is None and not os.path.exists(file):
         where = "and copy it to every host" if name == SECRET_FILE else "for the scheduler's host"
         derived = "; --derive-secret does without it where every user of this one host is trusted"
         raise ConfigError(

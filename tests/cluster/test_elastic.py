@@ -1,6 +1,6 @@
 """A running cluster that changes under a steady stream of requests: nothing is lost, no token is different.
 
-One cluster of two prefill and two decode instances for all tests, whose secret is in a file, so that its table can grow.
+One cluster of two prefill and two decode instances for all tests; its secret is in a file, so its table can grow.
 """
 
 from __future__ import annotations

@@ -172,9 +172,9 @@ def test_where_the_token_comes_from(token_file: Path, tmp_path: Path) -> None:
     assert Admin("u", env=env).token() == admin_token_of(find_place(env), KeyFiles()) == beside
     assert Admin("u", str(token_file), env).token() == TOKEN
     (folder / "admin.token").unlink()
-    with pytest.raises(ConfigError, match="admin.token: no such file; .* or name it with --admin-token-file FILE"):
+    with pytest.raises(ConfigError, match=r"admin\.token: no such file; .* or name it with --admin-token-file FILE"):
         Admin("u", env=env).token()
-    with pytest.raises(ConfigError, match="--admin-token-file /nowhere: .*No such file"):
+    with pytest.raises(ConfigError, match=r"--admin-token-file /nowhere: .*No such file"):
         Admin("u", "/nowhere").token()
 
 

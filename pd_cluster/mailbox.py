@@ -61,6 +61,7 @@ class Mailbox:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.epoch, self.kind = name, epoch, kind
+        self.table = credentials.table  # the scheduler's changes while it runs
         self._keys = KeyPair.of(credentials.key)
         self._admission = Admission(credentials, peer_key(name, epoch), self._keys.public)
         self._timeouts = timeouts
@@ -222,7 +223,7 @@ class Mailbox:
             conn, peer, envelope.from_epoch, self._clock(), identity, key, kind=hello.kind, is_open=True
         )
         self._by_identity[identity] = conn
-        self._send(conn, wire.encode_body(wire.Welcome(self._admission.proof_to(peer, key))))
+        self._send(conn, wire.encode_body(wire.Welcome(self._admission.proof_to(peer, key), self.table)))
         if conn not in self._connections:
             return None
         self._handler.on_opened(conn, peer, hello.kind)
@@ -256,8 +257,8 @@ class Mailbox:
         match envelope.body:
             case wire.Gone():
                 self._lose(connection, "the other end has given the connection up")
-            case wire.Welcome(proof) if not connection.is_open:
-                self._welcomed(connection, proof)
+            case wire.Welcome(proof, table) if not connection.is_open:
+                self._welcomed(connection, proof, table)
             case wire.Hello() | wire.Welcome():
                 pass
             case body if connection.is_open:
@@ -299,10 +300,12 @@ class Mailbox:
         except zmq.ZMQError as error:
             self._lose(connection, f"the connection was closed: {error}")
 
-    def _welcomed(self, connection: Connection, proof: bytes) -> None:
+    def _welcomed(self, connection: Connection, proof: bytes, table: bytes) -> None:
         if not self._admission.is_proof(proof, connection.peer, connection.peer_key):
             self._lose(connection, OTHER_SECRET)
             return
+        if self.kind == "scheduler" and self.table and table != self.table:
+            log.warning("%s was started with another global rank table than the scheduler's", connection.peer)
         connection.is_open = True
         connection.last_seen_s = self._clock()
         pending, connection.pending = connection.pending, []

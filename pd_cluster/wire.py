@@ -77,9 +77,13 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The answer to a Hello: only now the connection is open. `proof` is of `mailbox.proof_of`."""
+    """The answer to a Hello: only now the connection is open. `proof` is what admission.py makes of it.
+
+    `table`: a digest of the global rank table that the process was started with.
+    """
 
     proof: bytes
+    table: bytes = b""
 
 
 class Gone(Message, frozen=True):

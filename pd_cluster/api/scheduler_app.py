@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 
 from pd_cluster.api.admin_app import AdminAccess, admin_app
@@ -102,7 +103,7 @@ class Scheduler:
                 ApiProcessConfig(
                     index=index,
                     api=self._config,
-                    credentials=credentials,
+                    credentials=msgspec.structs.replace(credentials, table=b""),  # only process 0 reads it again
                     listener_fd=listener.fileno(),
                     admin_fd=admin.detach(),
                     log_level=log_level,

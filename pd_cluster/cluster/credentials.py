@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pd_cluster.cluster.place import Place, spans_hosts, table_path
+from pd_cluster.cluster.place import Place, digest_of, spans_hosts, table_path
 from pd_cluster.config import Credentials
 from pd_cluster.errors import ConfigError
 from ranktable_tools import RankTable, load_global
@@ -45,22 +45,23 @@ class KeyFiles:
 
 def credentials_of(place: Place, files: KeyFiles) -> Credentials:
     """Raises ConfigError."""
+    table = digest_of(place.table)
     if files.derives:
         given = {"--secret-file": files.secret, "--scheduler-key-file": files.scheduler_key}
         for flag in [flag for flag, file in given.items() if file is not None]:
             raise ConfigError(f"{flag} {given[flag]}: goes with a cluster.secret, not with --derive-secret; drop one")
         secret, key = (_derived(place.table, purpose) for purpose in ("secret", "key"))
-        return Credentials(secret, (public_key(key),), key if place.role == "scheduler" else b"")
+        return Credentials(secret, (public_key(key),), key if place.role == "scheduler" else b"", table)
     secret_file, known = _read(place.folder, "--secret-file", files.secret, SECRET_FILE, read_secret)
     if place.role != "scheduler":
-        return Credentials(known.secret, known.schedulers)
+        return Credentials(known.secret, known.schedulers, table=table)
     flag = "--scheduler-key-file"
     key_file, key = _read(place.folder, flag, files.scheduler_key, SCHEDULER_KEY_FILE, read_scheduler_key)
     try:
         refuse_foreign_key(key, key_file, known, secret_file)
     except RankTableError as error:
         raise ConfigError(str(error)) from None
-    return Credentials(known.secret, known.schedulers, key)
+    return Credentials(known.secret, known.schedulers, key, table)
 
 
 def admin_token_of(place: Place, files: KeyFiles) -> str:

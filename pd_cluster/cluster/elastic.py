@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
@@ -218,7 +220,7 @@ class Elastic:
         """The table and its instances by name. Raises Refused for what running instances could not live with."""
         try:
             place, entries, credentials = await asyncio.to_thread(self._load, with_ports)
-            if credentials != self._credentials:
+            if msgspec.structs.replace(credentials, table=self._credentials.table) != self._credentials:
                 raise ConfigError(
                     f"{place.table.file} or cluster.secret has changed, and with it the secret: processes that start "
                     f"from now on would be strangers to those that run; bring the old file back, and do not use "

@@ -15,7 +15,7 @@ import msgspec
 
 from pd_cluster import wire
 from pd_cluster.cluster.instance import Instance, InstanceState
-from pd_cluster.cluster.place import Place, resolve_host
+from pd_cluster.cluster.place import Place, digest_of, resolve_host
 from pd_cluster.cluster.roster import Roster
 from pd_cluster.config import Timeouts
 from pd_cluster.errors import ConfigError
@@ -80,6 +80,7 @@ class Membership(Roster):
     def accept(self, place: Place) -> None:
         """The table is this one now."""
         self.place = place
+        self._mailbox.table = digest_of(place.table)
         self._hosts |= place.hosts
 
     def join(self, instance: Instance) -> None:

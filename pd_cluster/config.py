@@ -160,8 +160,8 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 class Credentials(msgspec.Struct, frozen=True):
     """What makes this process one of its cluster. `schedulers`: the public keys that it takes for a scheduler's.
 
-    `key`: the scheduler's private key; a worker has none here, because it draws its own. `table`: a digest of the global
-    rank table that it was started with.
+    `key`: the scheduler's private key; a worker has none here, because it draws its own. `table`: a digest of the
+    global rank table that it was started with.
     """
 
     secret: bytes

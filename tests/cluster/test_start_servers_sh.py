@@ -398,8 +398,8 @@ def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint
     """Of what the document does not say, exactly one thing: a copy of cluster.secret on the second machine."""
     with TwoMachines(network, tmp_path, checkpoint("llama")) as servers:
         assert servers.said[-2:] == [
-            f"copy global_ranktable_merge.json and cluster.secret to {servers.first}, {servers.second}, into one folder "
-            f"each, readable for nobody else",
+            f"copy global_ranktable_merge.json and cluster.secret to {servers.first}, {servers.second}, into one "
+            f"folder each, readable for nobody else",
             f"copy scheduler.key and admin.token to {servers.first} alone, into the same folder",
         ]
         first, second = servers.folders.values()

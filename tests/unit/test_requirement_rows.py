@@ -23,6 +23,8 @@ from pd_cluster.options import ServeOptions
 from pd_cluster.types import Request, SamplingParams
 from ranktable_tools import check, generate, write
 from ranktable_tools import cli as ranktable_cli
+from ranktable_tools.files import PRIVATE
+from ranktable_tools.keys import write_keys
 from ranktable_tools.schema import RankTableError, parse_global, parse_local
 from tests.support.engines import assert_same, make_core
 from tests.support.engines import generate as run_engine
@@ -140,6 +142,7 @@ def test_an_option_counts_in_its_own_mode(tmp_path: Path, capsys: pytest.Capture
 def tables(folder: Path) -> list[Path]:
     """The global table; the local tables of prefill, decode and scheduler."""
     made = generate(prefill=[[4, 5]], decode=[[6, 7]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")
+    write_keys(folder, PRIVATE)
     return write(made, folder)
 
 

@@ -20,6 +20,7 @@ BODIES: list[wire.Body] = [
     wire.Heartbeat(load=wire.Load(num_blocks=3, links={"decode-0@1": "up (shm)"})),
     wire.Heartbeat(),
     wire.Hello(kind="worker"),
+    wire.Welcome(b"p" * 32, b"t" * 16),
     wire.Gone(),
     wire.Peers(
         [

@@ -13,7 +13,7 @@ import msgspec
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_EXPORT_NBYTES = 1024  # of a PoolExport, for each of its parts
 MAX_EXPORT_PARTS = 1024

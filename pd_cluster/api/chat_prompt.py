@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import cast
 
 import msgspec
 
@@ -22,8 +22,7 @@ from pd_cluster.errors import RequestError
 
 LONG_NBYTES = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
 
-T = TypeVar("T")
-Rendering = Generator[Conversation, str, T]  # yields what is to be rendered, and is sent the text
+Rendering = Generator[Conversation, str, PromptText]  # yields what is to be rendered, and is sent the text
 
 
 class ChatPrompts:
@@ -52,16 +51,15 @@ class ChatPrompts:
 
         Without a `guard`, what clients wrote may have control tokens. Raises RequestError.
         """
-        steps = guard.prompt if guard is not None else _as_written
         if request.chat_template is not None:
-            return await self._render_own(request.chat_template, request, shows_tools, check, steps)
+            return await self._render_own(request.chat_template, request, shows_tools, check, guard)
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         conversation = conversation_of(request, self._template.variables, shows_tools)
         check(conversation.num_chars)
         if conversation.nbytes <= LONG_NBYTES:
-            return _rendered(steps(conversation), self._template)
-        return await asyncio.to_thread(_rendered, steps(conversation), self._template)
+            return rendered(conversation, self._template, guard)
+        return await asyncio.to_thread(rendered, conversation, self._template, guard)
 
     async def close(self) -> None:
         if self._children is not None:
@@ -73,7 +71,7 @@ class ChatPrompts:
         request: ChatFields,
         shows_tools: bool,
         check: Callable[[int], None],
-        steps: Callable[[Conversation], Rendering[PromptText]],
+        guard: Guard | None,
     ) -> PromptText:
         if self._children is None:
             raise RequestError(
@@ -83,15 +81,14 @@ class ChatPrompts:
         known = (await self._ask(self._children, source)).variables
         conversation = conversation_of(request, known, shows_tools)
         check(conversation.num_chars)
-        rendering = steps(conversation)
+        rendering = _steps(conversation, guard)
         wanted = next(rendering)
         while True:
-            rendered = await self._ask(self._children, source, wanted)
+            text = (await self._ask(self._children, source, wanted)).text
             try:
-                wanted = rendering.send(rendered.text)
+                wanted = rendering.send(text)
             except StopIteration as ended:
-                prompt: PromptText = ended.value
-                return prompt
+                return cast(PromptText, ended.value)
 
     async def _ask(self, children: Children, source: str, conversation: Conversation | None = None) -> Rendered:
         """Raises RequestError."""
@@ -107,15 +104,21 @@ class ChatPrompts:
         return rendered
 
 
-def _as_written(conversation: Conversation) -> Rendering[PromptText]:
-    return PromptText((yield conversation))
-
-
-def _rendered(rendering: Rendering[T], template: ChatTemplate) -> T:
+def rendered(conversation: Conversation, template: ChatTemplate, guard: Guard | None) -> PromptText:
+    """The prompt, made at once. Raises RequestError."""
+    rendering = _steps(conversation, guard)
     wanted = next(rendering)
     while True:
+        text = wanted.render(template)
         try:
-            wanted = rendering.send(wanted.render(template))
+            wanted = rendering.send(text)
         except StopIteration as ended:
-            result: T = ended.value
-            return result
+            return cast(PromptText, ended.value)
+
+
+def _steps(conversation: Conversation, guard: Guard | None) -> Rendering:
+    return guard.prompt(conversation) if guard is not None else _as_written(conversation)
+
+
+def _as_written(conversation: Conversation) -> Rendering:
+    return PromptText((yield conversation))

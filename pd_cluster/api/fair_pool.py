@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 NUM_THREADS = 2
 LARGE = 1 << 18  # characters, tokens or the like that were worked on: then there is memory to give back
+GIVE_BACK_AFTER_S = 1.0  # of rest, so that the answers are gone, too
 
 T = TypeVar("T")
 
@@ -31,10 +32,16 @@ class _Job:
 class FairPool:
     """May be used from several event loops, one after another."""
 
-    def __init__(self, num_threads: int = NUM_THREADS, give_back: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int = NUM_THREADS,
+        give_back: Callable[[], None] | None = None,
+        give_back_after_s: float = GIVE_BACK_AFTER_S,
+    ) -> None:
         """`give_back` returns the process's free memory to the system."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="fair-pool")
         self._give_back = give_back or give_memory_back
+        self._give_back_after_s = give_back_after_s
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # client -> its work; whose turn it is comes first
         self._num_running = 0
@@ -94,7 +101,9 @@ class FairPool:
             if gives:
                 self._size_done = 0
         if gives:
-            self._give_back()
+            timer = threading.Timer(self._give_back_after_s, self._give_back)
+            timer.daemon = True
+            timer.start()
 
 
 def give_memory_back() -> None:

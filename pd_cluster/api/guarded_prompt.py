@@ -32,7 +32,7 @@ class Guard:
         kept: Collection[str] = (),
         normalized: Callable[[str], str] | None = None,
     ) -> None:
-        self._control = control
+        self.control = control
         self._kept = pattern_of(control.texts & {*kept})
         self._normalized = normalized
 
@@ -43,7 +43,7 @@ class Guard:
         tokens, the template has put one together from pieces of what was written, or looked at these; then the second
         text counts.
         """
-        control, texts = self._control, [text for text, _ in _texts(conversation)]
+        control, texts = self.control, [text for text, _ in _texts(conversation)]
         if not control.texts:
             return PromptText((yield conversation))
         is_hidden = self._normalized is not None and any(

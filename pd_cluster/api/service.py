@@ -115,6 +115,11 @@ class TextService:
         )
 
     @property
+    def guard(self) -> Guard | None:
+        """What keeps control tokens out of chats; None where these may have them."""
+        return None if self._allows_control_tokens else self._guard
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for them."""
         return self.tokenizer.template is not None and "tools" in self.tokenizer.template.variables
@@ -174,8 +179,8 @@ class TextService:
             num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
             self._intake.encoder.check(num_chars, may_be_cut, "messages")
 
-        allows = self._allows_control_tokens if allows_control_tokens is None else allows_control_tokens
-        prompt = await self._chats.render(request, shows_tools, check, None if allows else self._guard)
+        guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard
+        prompt = await self._chats.render(request, shows_tools, check, guard)
         special = bool(request.add_special_tokens)
         return await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
 

@@ -36,10 +36,11 @@ class Marks(NamedTuple):
 
     of: Mapping[str, str]  # character -> its mark
     back: Mapping[str, str]  # mark, also as JSON escapes it -> character
-    pattern: re.Pattern[str]  # of the marks
 
     def undone(self, text: str) -> str:
-        return self.pattern.sub(lambda found: self.back[found[0]], text)
+        for mark, char in self.back.items():
+            text = text.replace(mark, char)
+        return text
 
 
 def control_texts(added: Iterable[tuple[str, bool]], known: Collection[str], template: str) -> frozenset[str]:
@@ -80,6 +81,10 @@ class ControlTokens:
     def signs(self) -> frozenset[str]:
         return frozenset().union(*self._signs.values())
 
+    @cached_property
+    def _hideable(self) -> list[str]:
+        return sorted(self.signs | {text[0] for text, signs in self._signs.items() if not signs})
+
     def has_signs(self, texts: Iterable[str]) -> bool:
         """Whether a control token can come of these texts and what is around them."""
         return any(sign in text for text in texts for sign in self.signs)
@@ -89,16 +94,15 @@ class ControlTokens:
 
     def draw_marks(self, texts: Collection[str]) -> Marks | None:
         """Marks that none of the texts has; None where that cannot be found."""
-        chars = sorted(self.signs | {text[0] for text, signs in self._signs.items() if not signs})
         for _ in range(MAX_DRAWS):
             plane = secrets.choice(_PRIVATE)
-            first = plane.start + secrets.randbelow(len(plane) - len(chars))
-            marks = {char: chr(first + at) for at, char in enumerate(chars)}
+            first = plane.start + secrets.randbelow(len(plane) - len(self._hideable))
+            marks = {char: chr(first + at) for at, char in enumerate(self._hideable)}
             back = {mark: char for char, mark in marks.items()}
             escaped = {json.dumps(mark)[1:-1]: json.dumps(char)[1:-1] for mark, char in back.items()}
-            pattern = re.compile("|".join(map(re.escape, (*back, *escaped))))
-            if not any(pattern.search(text) for text in texts):
-                return Marks(marks, back | escaped, pattern)
+            back |= escaped
+            if not any(mark in text for text in texts for mark in back):
+                return Marks(marks, back)
         return None
 
     def hidden(self, text: str, marks: Marks, kept: re.Pattern[str] | None = None) -> str:

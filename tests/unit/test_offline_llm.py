@@ -370,8 +370,12 @@ def test_a_chats_own_template_and_its_switches(make: MakeLLM) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "chat", "num_ends"),
-    [({}, {}, 0), ({}, {"allow_control_tokens": True}, 1), ({"allow_control_tokens": True}, {}, 1)]
-    + [({"allow_control_tokens": True}, {"allow_control_tokens": False}, 0)],
+    [
+        ({}, {}, 0),
+        ({}, {"allow_control_tokens": True}, 1),
+        ({"allow_control_tokens": True}, {}, 1),
+        ({"allow_control_tokens": True}, {"allow_control_tokens": False}, 0),
+    ],
 )
 def test_control_tokens_in_messages(
     make: MakeLLM, arguments: dict[str, Any], chat: dict[str, Any], num_ends: int

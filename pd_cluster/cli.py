@@ -198,6 +198,14 @@ def serve(
     trust_request_chat_template: Annotated[
         bool, REQUESTS("--trust-request-chat-template", help="A request may bring a chat template.")
     ] = False,
+    allow_control_tokens: Annotated[
+        bool,
+        REQUESTS(
+            "--allow-control-tokens",
+            help="The text of a control token, such as <|im_start|>, is that token in chat messages, too; otherwise it "
+            "is plain text there.",
+        ),
+    ] = False,
     response_role: Annotated[str, REQUESTS(help="The role of a chat's answers.")] = "assistant",
     tool_call_parser: Annotated[
         str, REQUESTS(help="How the model writes tool calls: hermes, qwen3, llama3_json or mistral.")
@@ -216,6 +224,17 @@ def serve(
             help="Keys, one of which clients must send; default: VLLM_API_KEY. Only /health, /ping, /metrics are open."
         ),
     ] = None,
+    api_key_tenant: Annotated[
+        list[str] | None,
+        HTTP(
+            help="Names of the keys' tenants, in the keys' order; keys of one name share cached prompts, as a new key "
+            "should with the one that it replaces. Default: each key is a tenant of its own."
+        ),
+    ] = None,
+    shared_prefix_cache: Annotated[
+        bool,
+        HTTP("--shared-prefix-cache", help="Requests find the cached prompts of other keys, and so can time them."),
+    ] = False,
     allowed_origins: Annotated[str, HTTP(help="CORS: a JSON list of origins; [] turns CORS off.")] = ANY,
     allowed_methods: Annotated[str, HTTP(help="CORS: a JSON list of methods.")] = ANY,
     allowed_headers: Annotated[str, HTTP(help="CORS: a JSON list of headers.")] = ANY,

@@ -206,7 +206,8 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a chat becomes a prompt, and what a model writes becomes a message.
 
     `template`: a source that takes the place of the model folder's; "" for that one. The parsers' names are those of
-    parsers/reply.py; without a name answers are not searched for calls or reasoning.
+    parsers/reply.py; without a name answers are not searched for calls or reasoning. `allows_control_tokens`: what
+    looks like a control token in a message is one.
     """
 
     template: str = ""
@@ -214,6 +215,7 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str = ""
     reasoning_parser: str = ""
     response_role: str = "assistant"
+    allows_control_tokens: bool = False
 
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -223,10 +225,14 @@ KEYS_VARIABLE = "PD_CLUSTER_SERVE_API_KEY"  # --api-key's, as typer calls it: ev
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What is in front of the API's routes. `root_path`: what a proxy cuts off of every path.
 
-    `returns_request_ids`: every answer has x-request-id. `has_docs`: /docs and /openapi.json.
+    `tenants`: a name for each of the keys, or none: then each key is a tenant of its own. `shares_prefix_cache`:
+    tenants find each other's cached prompts. `returns_request_ids`: every answer has x-request-id. `has_docs`: /docs
+    and /openapi.json.
     """
 
     api_keys: tuple[str, ...] = ()
+    tenants: tuple[str, ...] = ()
+    shares_prefix_cache: bool = False
     root_path: str = ""
     allowed_origins: tuple[str, ...] = ("*",)
     allowed_methods: tuple[str, ...] = ("*",)

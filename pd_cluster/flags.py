@@ -106,12 +106,16 @@ SWITCHES = (
     "--kv-checksum",
     "--kv-hmac",
 )  # honoured flags that may have the value True or False
-MANY_VALUES = ("--served-model-name", "--api-key")  # `--served-model-name a b` as argparse's nargs="+" has it
+MANY_VALUES = (
+    "--served-model-name",
+    "--api-key",
+    "--api-key-tenant",
+)  # `--served-model-name a b` as argparse's nargs="+" has it
 ALIASES = {"-tp": "--tensor-parallel-size", "-q": "--quantization", "-pp": "--pipeline-parallel-size"}
 
 
 def normalize(argv: Sequence[str]) -> list[str]:
-    """vLLM's spellings to ours: --max_model_len, -tp, several values after --served-model-name and --api-key."""
+    """vLLM's spellings to ours: --max_model_len, -tp, several values after each of MANY_VALUES."""
     result: list[str] = []
     repeated = ""
     for argument in argv:

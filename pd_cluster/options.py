@@ -24,6 +24,7 @@ MOST_GUIDED_TIMEOUT_S = 60.0
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it: no path, no slash at its end
+TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADER_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -97,6 +98,8 @@ class ServeOptions:
     guided_timeout: float
     api_workers: int
     api_key: list[str] | None = field(default=None, repr=False)
+    api_key_tenant: list[str] | None
+    shared_prefix_cache: bool
     root_path: str
     allowed_origins: str
     allowed_methods: str
@@ -106,6 +109,7 @@ class ServeOptions:
     disable_fastapi_docs: bool
     chat_template: str
     trust_request_chat_template: bool
+    allow_control_tokens: bool
     response_role: str
     tool_call_parser: str
     enable_auto_tool_choice: bool
@@ -228,8 +232,12 @@ class ServeOptions:
         """VLLM_API_KEY counts where no key is given. Raises ConfigError, which never has a key in it."""
         variable = [env[KEY_VARIABLE]] if KEY_VARIABLE in env else []
         source, keys = ("--api-key", self.api_key) if self.api_key else (KEY_VARIABLE, variable)
+        _check_keys(source, keys)
+        tenant_of = _tenants(source, keys, self.api_key_tenant or ())
         return HttpConfig(
-            api_keys=_checked_keys(source, keys),
+            api_keys=tuple(tenant_of),
+            tenants=tuple(tenant_of.values()) if self.api_key_tenant else (),
+            shares_prefix_cache=self.shared_prefix_cache,
             root_path=_checked_root_path(self.root_path),
             allowed_origins=_strings("--allowed-origins", self.allowed_origins),
             allowed_methods=_strings("--allowed-methods", self.allowed_methods),
@@ -256,10 +264,11 @@ class ServeOptions:
             tool_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             response_role=self.response_role,
+            allows_control_tokens=self.allow_control_tokens,
         )
 
 
-def _checked_keys(source: str, keys: Sequence[str]) -> tuple[str, ...]:
+def _check_keys(source: str, keys: Sequence[str]) -> None:
     """Raises ConfigError for keys that no client could send, or that anybody could guess; it does not show them."""
     for at, key in enumerate(keys, 1):
         place = f"{source}, key {at} of {len(keys)}" if len(keys) > 1 else source
@@ -267,7 +276,25 @@ def _checked_keys(source: str, keys: Sequence[str]) -> tuple[str, ...]:
             raise ConfigError(f"{place}: empty; give a key, or leave it out to serve everybody")
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise ConfigError(f"{place}: keys have printable ASCII characters only, and no spaces")
-    return tuple(dict.fromkeys(keys))
+
+
+def _tenants(source: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Each key and its tenant's name, "" without names. Raises ConfigError, which never has a key in it."""
+    if not names:
+        return dict.fromkeys(keys, "")
+    if len(names) != len(keys):
+        raise ConfigError(
+            f"--api-key-tenant: {len(names)} for {len(keys)} of {source}; give a name for each key, in their order"
+        )
+    found: dict[str, str] = {}
+    for at, (key, name) in enumerate(zip(keys, names, strict=True), 1):
+        if not TENANT.fullmatch(name):
+            raise ConfigError(f"--api-key-tenant {name!r}: expected 1 to 64 letters, digits and . _ -")
+        if found.setdefault(key, name) != name:
+            raise ConfigError(
+                f"--api-key-tenant {name!r}: key {at} of {source} is {found[key]!r}'s already; give each tenant its own"
+            )
+    return found
 
 
 def _checked_root_path(path: str) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,9 @@ from tokenizers.models import BPE
 
 from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.checkpoint import read_json
+from pd_cluster.control_tokens import ControlTokens, PromptText, control_texts
 from pd_cluster.errors import ModelError
+from pd_cluster.renamed_tokens import RenamedTokens
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
@@ -62,10 +65,37 @@ class Tokenizer:
             self.template = ChatTemplate(source, self.special_tokens) if source is not None else None
         except ModelError as error:
             raise ModelError(f"{'--chat-template' if template else path}: {error}") from None
+        self._renamed: RenamedTokens | None = None  # made when a prompt first needs it
+        self._renaming = threading.Lock()
+
+    def control_tokens(self, known: Collection[str] = ()) -> ControlTokens:
+        """`known`: added tokens that are control tokens in any case."""
+        added = [(token.content, token.special) for token in self._rust.get_added_tokens_decoder().values()]
+        source = self.template.source if self.template is not None else ""
+        return ControlTokens(control_texts(added, known, source))
+
+    def normalizer(self, control: ControlTokens) -> Callable[[str], str] | None:
+        """What is done to a text before some of these are looked for; None where they are looked for in the text."""
+        added = self._rust.get_added_tokens_decoder().values()
+        if self._rust.normalizer is None or not any(t.normalized and t.content in control.texts for t in added):
+            return None
+        normalize: Callable[[str], str] = self._rust.normalizer.normalize_str
+        return normalize
+
+    def encode_prompt(self, prompt: PromptText, control: ControlTokens, add_special_tokens: bool = True) -> list[int]:
+        """Where the prompt says which control tokens are its own, all others are encoded as plain text."""
+        if prompt.own is None:
+            return self.encode(prompt.text, add_special_tokens)
+        with self._renaming:
+            if self._renamed is None:
+                self._renamed = RenamedTokens(self._rust, control.texts)
+        own = self._ids
+        return [own[token_id] for token_id in self._renamed.encode(prompt, add_special_tokens)]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # A batch of one: `encode` would hold the interpreter's lock for seconds on a long text, and heartbeats with it.
-        (encoding,) = self._rust.encode_batch([text], add_special_tokens=add_special_tokens)
+        # Without offsets, which take more memory than the ids.
+        (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         own = self._ids
         return [own[token_id] for token_id in encoding.ids]
 

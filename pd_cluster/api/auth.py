@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pd_cluster.api.caller import SCOPE, Caller
 from pd_cluster.api.error_answers import error_response
 from pd_cluster.api.http import LOOKING
 from pd_cluster.errors import Unauthorized
@@ -22,12 +23,23 @@ class ApiKeys:
     """`Authorization: Bearer KEY` with one of the keys, else 401; the request's body is not read before.
 
     A preflight has no key: CORS answers it outside of here. Paths are compared as the router has them, decoded and
-    whole, behind `root_path`; what looks like an open path and is not exactly one is closed.
+    whole, behind `root_path`; what looks like an open path and is not exactly one is closed. Routes find the key's
+    tenant as the request's caller.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        root_path: str = "",
+        tenants: Sequence[str] = (),
+        shares_prefix_cache: bool = False,
+    ) -> None:
+        """`tenants`: a name for each key; without them each key is a tenant of its own."""
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
+        names = [f"name:{name}" for name in tenants] or [f"key:{digest.hex()}" for digest in self._digests]
+        self._callers = [Caller(name, "" if shares_prefix_cache else name) for name in names]
         self._open = {root_path + path for path in OPEN_PATHS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,8 +47,9 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) == 1 and self._is_known(given[0]):
-            await self._app(scope, receive, send)
+        caller = self._caller(given[0]) if len(given) == 1 else None
+        if caller is not None:
+            await self._app({**scope, SCOPE: caller}, receive, send)
             return
         why = "the API key is wrong" if given else "an API key is needed"
         error = Unauthorized(f"{why}; send `Authorization: Bearer KEY`", code="invalid_api_key")
@@ -47,16 +60,13 @@ class ApiKeys:
     def _is_open(self, scope: Scope) -> bool:
         return scope["type"] == "http" and scope["method"] in LOOKING and scope["path"] in self._open
 
-    def _is_known(self, header: bytes) -> bool:
+    def _caller(self, header: bytes) -> Caller | None:
         """Takes as long for a wrong key as for a right one."""
         scheme, _, key = header.partition(b" ")
-        return scheme.lower() == b"bearer" and _is_among(_digest(key.strip()), self._digests)
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all are compared, whichever it is
+        return self._callers[matches.index(True)] if scheme.lower() == b"bearer" and any(matches) else None
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _is_among(digest: bytes, known: Iterable[bytes]) -> bool:
-    matches = [hmac.compare_digest(digest, each) for each in known]  # all are compared, whichever it is
-    return any(matches)

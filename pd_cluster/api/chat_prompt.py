@@ -1,23 +1,28 @@
 """Chat requests to prompts: by the server's template or, where that is allowed, by the request's own.
 
-Knows nothing of tokens.
+Knows nothing of token ids; which control tokens are the template's own is guarded_prompt.py's to find out.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import cast
 
 import msgspec
 
 from pd_cluster.api.chat_protocol import ChatFields
 from pd_cluster.api.children import Broke, Children, TookTooLong
 from pd_cluster.api.conversation import Conversation, conversation_of
+from pd_cluster.api.guarded_prompt import Guard
 from pd_cluster.api.template_child import Rendered, RenderJob
 from pd_cluster.chat_template import ChatTemplate
+from pd_cluster.control_tokens import PromptText
 from pd_cluster.errors import RequestError
 
 LONG_NBYTES = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
+
+Rendering = Generator[Conversation, str, PromptText]  # yields what is to be rendered, and is sent the text
 
 
 class ChatPrompts:
@@ -36,29 +41,38 @@ class ChatPrompts:
         return cls(template, Children(module, settings, timeout_s, "template") if trusts_requests else None)
 
     async def render(
-        self, request: ChatFields, shows_tools: bool = True, check: Callable[[int], None] = lambda num_chars: None
-    ) -> str:
-        """The prompt's text. `check` hears how many characters it has at least, before any work.
+        self,
+        request: ChatFields,
+        shows_tools: bool = True,
+        check: Callable[[int], None] = lambda num_chars: None,
+        guard: Guard | None = None,
+    ) -> PromptText:
+        """The prompt. `check` hears how many characters it has at least, before any work.
 
-        Raises RequestError.
+        Without a `guard`, what clients wrote may have control tokens. Raises RequestError.
         """
         if request.chat_template is not None:
-            return await self._render_own(request.chat_template, request, shows_tools, check)
+            return await self._render_own(request.chat_template, request, shows_tools, check, guard)
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         conversation = conversation_of(request, self._template.variables, shows_tools)
         check(conversation.num_chars)
         if conversation.nbytes <= LONG_NBYTES:
-            return conversation.render(self._template)
-        return await asyncio.to_thread(conversation.render, self._template)
+            return rendered(conversation, self._template, guard)
+        return await asyncio.to_thread(rendered, conversation, self._template, guard)
 
     async def close(self) -> None:
         if self._children is not None:
             await self._children.close()
 
     async def _render_own(
-        self, source: str, request: ChatFields, shows_tools: bool, check: Callable[[int], None]
-    ) -> str:
+        self,
+        source: str,
+        request: ChatFields,
+        shows_tools: bool,
+        check: Callable[[int], None],
+        guard: Guard | None,
+    ) -> PromptText:
         if self._children is None:
             raise RequestError(
                 "chat_template: this server takes no templates from requests (--trust-request-chat-template)",
@@ -67,7 +81,14 @@ class ChatPrompts:
         known = (await self._ask(self._children, source)).variables
         conversation = conversation_of(request, known, shows_tools)
         check(conversation.num_chars)
-        return (await self._ask(self._children, source, conversation)).text
+        rendering = _steps(conversation, guard)
+        wanted = next(rendering)
+        while True:
+            text = (await self._ask(self._children, source, wanted)).text
+            try:
+                wanted = rendering.send(text)
+            except StopIteration as ended:
+                return cast(PromptText, ended.value)
 
     async def _ask(self, children: Children, source: str, conversation: Conversation | None = None) -> Rendered:
         """Raises RequestError."""
@@ -81,3 +102,23 @@ class ChatPrompts:
         if rendered.error:
             raise RequestError(rendered.error, param=rendered.param)
         return rendered
+
+
+def rendered(conversation: Conversation, template: ChatTemplate, guard: Guard | None) -> PromptText:
+    """The prompt, made at once. Raises RequestError."""
+    rendering = _steps(conversation, guard)
+    wanted = next(rendering)
+    while True:
+        text = wanted.render(template)
+        try:
+            wanted = rendering.send(text)
+        except StopIteration as ended:
+            return cast(PromptText, ended.value)
+
+
+def _steps(conversation: Conversation, guard: Guard | None) -> Rendering:
+    return guard.prompt(conversation) if guard is not None else _as_written(conversation)
+
+
+def _as_written(conversation: Conversation) -> Rendering:
+    return PromptText((yield conversation))

@@ -49,7 +49,8 @@ DESCRIPTIONS = {
     "truncate_prompt_tokens": "Keep so many of the prompt's last tokens; -1: as many as fit.",
     "stream": "Answer with an event for each new piece of text.",
     "stream_options": "include_usage (default: true): the usage comes last; continuous_usage_stats: with each event.",
-    "cache_salt": "Requests with other salts do not share cached prompts with this one, nor can they time them.",
+    "cache_salt": "Requests with other salts do not share cached prompts with this one, nor can they time them. Those "
+    "of other API keys do not in any case, unless the server says otherwise (--shared-prefix-cache).",
     "prompt_cache_key": "Names a session: its requests meet the same caches. The header x-session-id does so, too.",
     "priority": "Lower comes first; needs --scheduling-policy priority.",
     "request_id": "The answer's id ends in this. Default: the header X-Request-Id, else a new one.",

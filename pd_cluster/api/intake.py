@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pd_cluster.api.caller import NOBODY, Caller
 from pd_cluster.api.generation import Generation
 from pd_cluster.api.guide_check import GuideCheck
 from pd_cluster.api.guide_fields import Asked
@@ -17,6 +18,7 @@ from pd_cluster.api.limits import Limits, max_tokens_of, truncated
 from pd_cluster.api.prompt_encoder import PromptEncoder
 from pd_cluster.api.protocol import GenerationRequest
 from pd_cluster.api.sequence import Sequence
+from pd_cluster.control_tokens import ControlTokens
 from pd_cluster.errors import GuideError, RequestError
 from pd_cluster.text import StopStrings, Tokenizer
 from pd_cluster.types import SamplingParams
@@ -30,6 +32,7 @@ class Shared(NamedTuple):
     sampling: SamplingParams
     markers: Collection[str]
     num_prompts: int
+    caller: Caller = NOBODY
 
 
 class Intake:
@@ -45,6 +48,7 @@ class Intake:
         guided_timeout_s: float,
         has_priorities: bool,
         sampling_defaults: Mapping[str, int | float],
+        control: ControlTokens,
     ) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
@@ -53,19 +57,28 @@ class Intake:
         self._sampling_defaults = sampling_defaults
         self._most_tokens = sampling_defaults.get("max_new_tokens")
         self.limits = limits
-        self.encoder = PromptEncoder(tokenizer, limit)
+        self.encoder = PromptEncoder(tokenizer, limit, control)
         self.guides = GuideCheck(tokenizer_file, limits.vocab_size, limits.eos_token_ids, guided_timeout_s)
 
+    async def close(self) -> None:
+        self.encoder.close()
+        await self.guides.close()
+
     async def token_ids(
-        self, request: GenerationRequest, prompts: list[str | list[int]], special: bool
+        self, request: GenerationRequest, prompts: list[str | list[int]], special: bool, caller: Caller = NOBODY
     ) -> list[list[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         may_be_cut = request.truncate_prompt_tokens is not None
-        encoded = iter(await self.encoder.encode(texts, special, may_be_cut, "prompt"))
+        encoded = iter(await self.encoder.encode(texts, special, may_be_cut, "prompt", caller))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     async def shared(
-        self, request: GenerationRequest, asked: Asked | None, markers: Collection[str] = (), num_prompts: int = 1
+        self,
+        request: GenerationRequest,
+        asked: Asked | None,
+        markers: Collection[str] = (),
+        num_prompts: int = 1,
+        caller: Caller = NOBODY,
     ) -> Shared:
         """`markers` are special tokens that are read. Raises RequestError."""
         if asked is not None and len(asked.guide.text) * num_prompts > MAX_GUIDES_NUM_CHARS:
@@ -82,11 +95,11 @@ class Intake:
         self._check_text(request, asked)
         sampling = msgspec.structs.replace(
             request.sampling(0, 0, self._sampling_defaults),
-            bad_words=await self.encoder.bad_words(request.bad_words or []),
+            bad_words=await self.encoder.bad_words(request.bad_words or [], caller),
             guide=asked.guide if asked is not None else None,
         )
         await self._check_guide(asked)
-        return Shared(sampling, markers, num_prompts)
+        return Shared(sampling, markers, num_prompts, caller)
 
     def generation(
         self,
@@ -124,7 +137,7 @@ class Intake:
             request.num_choices,
             every_token=bool(request.return_token_ids),
             is_prompt_only=wanted == 0,
-            cache_salt=request.cache_salt or "",
+            cache_salt=shared.caller.salt(request.cache_salt),
             session=request.prompt_cache_key or "",
             priority=request.priority or 0,
         )

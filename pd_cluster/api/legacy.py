@@ -12,6 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from pd_cluster.api.caller import caller_of
 from pd_cluster.api.error_answers import error_body
 from pd_cluster.api.generation import Generation
 from pd_cluster.api.http import (
@@ -40,7 +41,7 @@ def legacy_routes(service: TextService) -> APIRouter:
     async def generate(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse(await read_body(http), GenerateRequest)
-        generation = await service.completion(request, request.prompt, received_s=received_s)
+        generation = await service.completion(request, request.prompt, received_s=received_s, caller=caller_of(http))
         name = named(request, http).request_id
         generation.client_id = f"generate-{name or secrets.token_hex(12)}"
         generation.session = generation.session or session_of(http)

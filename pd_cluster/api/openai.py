@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pd_cluster.api.answers import Answer
+from pd_cluster.api.caller import caller_of
 from pd_cluster.api.chat_answer import ChatAnswer
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.completion_answer import CompletionAnswer
@@ -41,7 +42,7 @@ def openai_routes(service: TextService) -> APIRouter:
         received_s = time.monotonic()
         request = parse(await read_body(http), ChatCompletionRequest)
         name = service.check_model(request.model)
-        generation = await service.chat(named(request, http), received_s)
+        generation = await service.chat(named(request, http), received_s, caller_of(http))
         return await _answer(http, service, ChatAnswer(request, name, service, generation))
 
     @routes.post("/v1/completions")
@@ -49,7 +50,7 @@ def openai_routes(service: TextService) -> APIRouter:
         received_s = time.monotonic()
         request = parse(await read_body(http), CompletionRequest)
         name = service.check_model(request.model)
-        generations = await service.completions(named(request, http), received_s)
+        generations = await service.completions(named(request, http), received_s, caller_of(http))
         return await _answer(http, service, CompletionAnswer(request, name, service, generations))
 
     return routes

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
+from pd_cluster.api.caller import NOBODY, Caller
+from pd_cluster.api.fair_pool import FairPool
+from pd_cluster.control_tokens import ControlTokens, PromptText
 from pd_cluster.errors import RequestError
 from pd_cluster.text import Tokenizer
 
 SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
 TRUNCATED_NUM_CHARS = 1 << 20  # a text that will be cut down to the context may be longer than it, up to this
+# Of a text with more characters than this for each token of the context, so many are tokenized first.
+PROBED_CHARS_PER_TOKEN = 16
+PROBE_MARGIN = 2  # a beginning with so many times the context's tokens is proof, wherever it was cut
+
+T = TypeVar("T")
 
 
 class PromptEncoder:
-    """`limit` tells how many tokens the context has by now."""
+    """`limit` tells how many tokens the context has by now. Clients take turns with long texts."""
 
-    def __init__(self, tokenizer: Tokenizer, limit: Callable[[], int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, limit: Callable[[], int], control: ControlTokens) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
+        self._control = control
+        self._pool = FairPool()
 
-    async def encode(self, texts: list[str], special: bool, may_be_cut: bool, param: str) -> list[list[int]]:
+    def close(self) -> None:
+        self._pool.close()
+
+    async def encode(
+        self, texts: list[str], special: bool, may_be_cut: bool, param: str, caller: Caller = NOBODY
+    ) -> list[list[int]]:
         """Raises RequestError, before any work, for a text that cannot fit the context."""
         if texts and not self._tokenizer.has_text:
             raise RequestError(
@@ -27,17 +42,41 @@ class PromptEncoder:
             )
         for text in texts:
             self.check(len(text), may_be_cut, param)
-        if sum(map(len, texts)) <= SHORT_NUM_CHARS:
-            return self._encode(texts, special)
-        return await asyncio.to_thread(self._encode, texts, special)
+        limit = self._limit()
 
-    def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
-        return [self._tokenizer.encode(text, special) for text in texts]
+        def work() -> list[list[int]]:
+            found = []
+            for text in texts:
+                self._probe(text, limit, may_be_cut, param)
+                found.append(self._tokenizer.encode(text, special))
+            return found
 
-    async def bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        if sum(map(len, words)) <= SHORT_NUM_CHARS:
-            return self._tokenizer.encode_bad_words(words)
-        return await asyncio.to_thread(self._tokenizer.encode_bad_words, words)
+        return await self.run(work, sum(map(len, texts)), caller)
+
+    async def encode_prompt(
+        self, prompt: PromptText, special: bool, may_be_cut: bool, param: str, caller: Caller = NOBODY
+    ) -> list[int]:
+        """The same of one prompt that may say which control tokens are its own."""
+        if prompt.own is None:
+            (found,) = await self.encode([prompt.text], special, may_be_cut, param, caller)
+            return found
+        self.check(len(prompt.text), may_be_cut, param)
+        limit = self._limit()
+
+        def work() -> list[int]:
+            self._probe(prompt.text, limit, may_be_cut, param)
+            return self._tokenizer.encode_prompt(prompt, self._control, special)
+
+        return await self._pool.run(caller.client, work, len(prompt.text))
+
+    async def bad_words(self, words: list[str], caller: Caller = NOBODY) -> tuple[tuple[int, ...], ...]:
+        return await self.run(lambda: self._tokenizer.encode_bad_words(words), sum(map(len, words)), caller)
+
+    async def run(self, work: Callable[[], T], num_chars: int, caller: Caller) -> T:
+        """What is short is done at once, and has no turn to wait for."""
+        if num_chars <= SHORT_NUM_CHARS:
+            return work()
+        return await self._pool.run(caller.client, work, num_chars)
 
     def check(self, num_chars: int, may_be_cut: bool, param: str) -> None:
         """Raises RequestError for so many characters, whatever they are."""
@@ -53,6 +92,19 @@ class PromptEncoder:
             raise RequestError(
                 f"{param}: the prompt is too long: {num_chars} characters; this model's maximum context length is "
                 f"{limit} tokens, of at most {longest} characters",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _probe(self, text: str, limit: int, may_be_cut: bool, param: str) -> None:
+        """Raises RequestError for a text whose beginning alone is too long: the rest is not worth the work."""
+        num_chars = PROBED_CHARS_PER_TOKEN * limit
+        if may_be_cut or len(text) <= max(num_chars, SHORT_NUM_CHARS):
+            return
+        if (num_tokens := len(self._tokenizer.encode(text[:num_chars], False))) > PROBE_MARGIN * limit:
+            raise RequestError(
+                f"{param}: the prompt is too long: {num_tokens} tokens in the first {num_chars} of its {len(text)} "
+                f"characters; this model's maximum context length is {limit} tokens, prompt and output together",
                 param=param,
                 code="context_length_exceeded",
             )

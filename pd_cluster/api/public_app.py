@@ -84,7 +84,13 @@ def _put_in_front(app: FastAPI, drain: Drain, http: HttpConfig) -> None:
     """From the inside out: what is added last sees a request first."""
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
     if http.api_keys:
-        app.add_middleware(ApiKeys, keys=http.api_keys, root_path=http.root_path)
+        app.add_middleware(
+            ApiKeys,
+            keys=http.api_keys,
+            root_path=http.root_path,
+            tenants=http.tenants,
+            shares_prefix_cache=http.shares_prefix_cache,
+        )
     if http.returns_request_ids:
         app.add_middleware(RequestIds)
     if http.allowed_origins:  # outside of the keys: preflights have none, and pages may read a 401

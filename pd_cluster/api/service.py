@@ -9,9 +9,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 import msgspec
 
+from pd_cluster.api.caller import NOBODY, Caller
 from pd_cluster.api.chat_prompt import ChatPrompts
 from pd_cluster.api.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.api.generation import Generation
+from pd_cluster.api.guarded_prompt import Guard
 from pd_cluster.api.guide_fields import Asked, guide_of
 from pd_cluster.api.intake import Intake
 from pd_cluster.api.limits import DEFAULT_MAX_LOGPROBS, Limits
@@ -69,6 +71,9 @@ class TextService:
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
         limits = Limits(vocab_size, checkpoint.eos_token_ids, max_logprobs, max_num_seqs)
         self._requires_model = requires_model
+        control = self.tokenizer.control_tokens(self._reply_format.history_marks)
+        self._guard = Guard(control, self._reply_format.history_marks, self.tokenizer.normalizer(control))
+        self._allows_control_tokens = chat.allows_control_tokens
         self._intake = Intake(
             self.tokenizer,
             (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json",
@@ -78,6 +83,7 @@ class TextService:
             guided_timeout_s,
             has_priorities,
             sampling_defaults or {},
+            control,
         )
         self._chats = ChatPrompts.make(
             self.tokenizer.template, self.tokenizer.special_tokens, chat.trusts_request_templates, guided_timeout_s
@@ -109,25 +115,44 @@ class TextService:
         )
 
     @property
+    def guard(self) -> Guard | None:
+        """What keeps control tokens out of chats; None where these may have them."""
+        return None if self._allows_control_tokens else self._guard
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for them."""
         return self.tokenizer.template is not None and "tools" in self.tokenizer.template.variables
 
     async def close(self) -> None:
-        await self._intake.guides.close()
+        await self._intake.close()
         await self._chats.close()
 
-    async def chat(self, request: ChatCompletionRequest, received_s: float | None = None) -> Generation:
-        """`received_s`: since when the request is here, for its timeline. Raises RequestError."""
+    async def chat(
+        self,
+        request: ChatCompletionRequest,
+        received_s: float | None = None,
+        caller: Caller = NOBODY,
+        allows_control_tokens: bool | None = None,
+    ) -> Generation:
+        """`received_s`: since when the request is here, for its timeline. Raises RequestError.
+
+        `allows_control_tokens`: None for what the service was made with.
+        """
         form = self._reply_format
         asked, answer = tools_of(request, bool(form.tool_parser)), guide_of(request)
-        token_ids = await self.chat_token_ids(request, request.truncate_prompt_tokens is not None, bool(asked.tools))
+        token_ids = await self.chat_token_ids(
+            request, request.truncate_prompt_tokens is not None, bool(asked.tools), caller, allows_control_tokens
+        )
         end = self._end_of(request, token_ids)
         guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
         field = "tools" if asked.tools or answer is None else answer.field
         reads = asked.choice != "none" or bool(form.reasoning_parser)
         shared = await self._intake.shared(
-            request, Asked(field, guide) if guide is not None else None, form.markers if reads else ()
+            request,
+            Asked(field, guide) if guide is not None else None,
+            form.markers if reads else (),
+            caller=caller,
         )
         generation = self._intake.generation(request, token_ids, None, "messages", shared)
         if reads:
@@ -138,7 +163,12 @@ class TextService:
         return generation
 
     async def chat_token_ids(
-        self, request: ChatFields, may_be_cut: bool = False, shows_tools: bool = True
+        self,
+        request: ChatFields,
+        may_be_cut: bool = False,
+        shows_tools: bool = True,
+        caller: Caller = NOBODY,
+        allows_control_tokens: bool | None = None,
     ) -> list[int]:
         """The prompt that the chat template makes. Raises RequestError, also when it cannot fit the context.
 
@@ -149,9 +179,10 @@ class TextService:
             num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
             self._intake.encoder.check(num_chars, may_be_cut, "messages")
 
-        text = await self._chats.render(request, shows_tools, check)
-        (found,) = await self._intake.encoder.encode([text], bool(request.add_special_tokens), may_be_cut, "messages")
-        return found
+        guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard
+        prompt = await self._chats.render(request, shows_tools, check, guard)
+        special = bool(request.add_special_tokens)
+        return await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
 
     def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
         """The prompt's end as a reader wants it; an answer that goes on may have begun its reasoning long before."""
@@ -161,12 +192,14 @@ class TextService:
         content = request.messages[-1].text
         return "<think>" if content.rfind("<think>") > content.rfind("</think>") else "</think>"
 
-    async def completions(self, request: CompletionRequest, received_s: float | None = None) -> list[Generation]:
+    async def completions(
+        self, request: CompletionRequest, received_s: float | None = None, caller: Caller = NOBODY
+    ) -> list[Generation]:
         """One for each prompt. Raises RequestError."""
         prompts, special = request.prompts(), request.add_special_tokens is not False
-        shared = await self._intake.shared(request, guide_of(request), num_prompts=len(prompts))
+        shared = await self._intake.shared(request, guide_of(request), num_prompts=len(prompts), caller=caller)
         found = []
-        for at, token_ids in enumerate(await self._intake.token_ids(request, prompts, special)):
+        for at, token_ids in enumerate(await self._intake.token_ids(request, prompts, special, caller)):
             generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
             generation.first_choice = at * generation.num_choices
             generation.received_s = received_s
@@ -176,19 +209,30 @@ class TextService:
         return found
 
     async def completion(
-        self, request: GenerationRequest, prompt: str | list[int], special: bool = True, received_s: float | None = None
+        self,
+        request: GenerationRequest,
+        prompt: str | list[int],
+        special: bool = True,
+        received_s: float | None = None,
+        caller: Caller = NOBODY,
     ) -> Generation:
         """Raises RequestError."""
-        shared = await self._intake.shared(request, guide_of(request))
-        (token_ids,) = await self._intake.token_ids(request, [prompt], special)
+        shared = await self._intake.shared(request, guide_of(request), caller=caller)
+        (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
         generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s
         return generation
 
-    async def token_ids(self, prompt: str, special: bool = True, may_be_cut: bool = False) -> list[int]:
+    async def token_ids(
+        self, prompt: str, special: bool = True, may_be_cut: bool = False, caller: Caller = NOBODY
+    ) -> list[int]:
         """A prompt's. Raises RequestError."""
-        (found,) = await self._intake.encoder.encode([prompt], special, may_be_cut, "prompt")
+        (found,) = await self._intake.encoder.encode([prompt], special, may_be_cut, "prompt", caller)
         return found
+
+    async def text_of(self, token_ids: list[int], caller: Caller = NOBODY) -> str:
+        """What the ids stand for, special tokens included."""
+        return await self._intake.encoder.run(lambda: self.tokenizer.decode(token_ids, False), len(token_ids), caller)
 
     def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
         """Of all prompts of a request, as they come. The first error ends all, and so does closing it."""

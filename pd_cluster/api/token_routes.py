@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -10,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from pd_cluster.api.caller import caller_of
 from pd_cluster.api.chat_protocol import ChatFields
 from pd_cluster.api.http import PlainRoute, json_response, read_body
 from pd_cluster.api.parse import parse
@@ -61,12 +61,12 @@ def token_routes(service: TextService) -> APIRouter:
         if _is_chat(body):
             request = parse(body, TokenizeChatRequest)
             service.check_model(request.model)
-            token_ids = await service.chat_token_ids(request, may_be_cut=True)
+            token_ids = await service.chat_token_ids(request, may_be_cut=True, caller=caller_of(http))
         else:
             request = parse(body, TokenizeCompletionRequest)
             service.check_model(request.model)
             token_ids = await service.token_ids(
-                request.prompt, request.add_special_tokens is not False, may_be_cut=True
+                request.prompt, request.add_special_tokens is not False, may_be_cut=True, caller=caller_of(http)
             )
 
         def answer() -> dict[str, Any]:
@@ -85,10 +85,8 @@ def token_routes(service: TextService) -> APIRouter:
             raise RequestError(f"tokens: {largest}; ids must be in 0 to {service.vocab_size - 1}", param="tokens")
         if not service.tokenizer.has_text:
             raise RequestError("tokens: there is no tokenizer (--skip-tokenizer-init)", param="tokens")
-        few = len(request.tokens) <= FEW_TOKENS
-        decode = service.tokenizer.decode
-        text = decode(request.tokens, False) if few else await asyncio.to_thread(decode, request.tokens, False)
-        return await json_response(lambda: {"prompt": text}, large=not few)
+        text = await service.text_of(request.tokens, caller_of(http))
+        return await json_response(lambda: {"prompt": text}, large=len(request.tokens) > FEW_TOKENS)
 
     return routes
 

@@ -59,6 +59,22 @@ def routing(
     asyncio.run(run(Conversations(model, prefill, decode, names, *shape, think_time, rounds), json))
 
 
+@app.command("tenants")
+def tenants(
+    model: Annotated[str, typer.Option(help="Model folder; default: one that is made for it.")] = "",
+    tenants: Annotated[int, typer.Option(min=1)] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Of each tenant.")] = 8,
+    system_len: Annotated[int, typer.Option(min=1, help="Tokens of the system prompt that all have.")] = 512,
+    question_len: Annotated[int, typer.Option(min=1, help="Tokens that follow it, other ones each time.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each mode runs, in turn.")] = 3,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """What it costs that tenants do not find each other's cached prompts."""
+    from pd_cluster.bench.tenants import Tenants, run
+
+    asyncio.run(run(Tenants(model, tenants, requests, system_len, question_len, rounds), json))
+
+
 @app.command("engine")
 def engine(
     peers: Annotated[

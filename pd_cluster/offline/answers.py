@@ -124,7 +124,7 @@ async def _begun(service: TextService, ask: Ask) -> Generation:
 
 async def _generation(service: TextService, ask: Ask, request: CompletionRequest | ChatCompletionRequest) -> Generation:
     if isinstance(request, ChatCompletionRequest):
-        return await service.chat(request)
+        return await service.chat(request, allows_control_tokens=ask.allows_control_tokens)
     assert ask.prompt is not None
     return await service.completion(request, ask.prompt)
 

@@ -44,7 +44,14 @@ HONOURED = (
     *("try_unlisted", "language_model_only"),
     *("preemption_mode", "swap_space", "growth_tokens", "seed", "max_logprobs", "guided_decoding_backend"),
     *("generation_config", "override_generation_config"),
-    *("chat_template", "response_role", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"),
+    *(
+        "chat_template",
+        "allow_control_tokens",
+        "response_role",
+        "tool_call_parser",
+        "enable_auto_tool_choice",
+        "reasoning_parser",
+    ),
     "enable_reasoning",
 )
 # what is for worker processes,
@@ -59,7 +66,16 @@ SERVER = (
     *("host", "port", "served_model_name", "admin_port", "admin_host", "admin_token_file"),
     *("secret_file", "scheduler_key_file", "derive_secret"),
     *("auto_role", "request_timeout", "drain_timeout", "max_attempts", "replay_wait", "guided_timeout", "api_workers"),
-    *("api_key", "root_path", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+    *(
+        "api_key",
+        "api_key_tenant",
+        "shared_prefix_cache",
+        "root_path",
+        "allowed_origins",
+        "allowed_methods",
+        "allowed_headers",
+        "allow_credentials",
+    ),
     *("enable_request_id_headers", "disable_fastapi_docs", "trust_request_chat_template"),
     *("return_tokens_as_token_ids", "require_model", "routing_policy", "scheduling_policy", "slo_ttft", "slo_tpot"),
 )

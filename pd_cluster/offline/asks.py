@@ -31,6 +31,7 @@ class Ask:
     prompt: Prompt | None
     most_together: int | None = None
     shows_text: bool = True
+    allows_control_tokens: bool | None = None  # of a conversation; None for what the service was made with
 
 
 def asks_for_prompts(
@@ -68,6 +69,7 @@ def asks_for_chats(
     template: dict[str, Any],
     new_seed: Callable[[], int],
     has_tool_parser: bool,
+    allows_control_tokens: bool | None = None,
 ) -> list[Ask]:
     """`template`: the other fields of a chat, the same for all. Raises RequestError."""
     shared = {name: plain(name, value) for name, value in template.items() if value is not None}
@@ -82,7 +84,8 @@ def asks_for_chats(
         tools_of(request, has_tool_parser)
         if request.own_seed is None:
             request = request.model_copy(update={"seed": new_seed()})
-        asks.append(Ask(f"chatcmpl-{secrets.token_hex(12)}", request, None, _most_together(each)))
+        name, most = f"chatcmpl-{secrets.token_hex(12)}", _most_together(each)
+        asks.append(Ask(name, request, None, most, allows_control_tokens=allows_control_tokens))
     return asks
 
 

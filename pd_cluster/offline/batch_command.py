@@ -23,6 +23,9 @@ def run_batch(
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.")] = 256,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
     chat_template: Annotated[str, typer.Option(help="File of a chat template, or the template itself.")] = "",
+    allow_control_tokens: Annotated[
+        bool, typer.Option("--allow-control-tokens", help="Messages may have control tokens; as of serve.")
+    ] = False,
     tool_call_parser: Annotated[str, typer.Option(help="How the model writes tool calls; as of serve.")] = "",
     reasoning_parser: Annotated[str, typer.Option(help="How the model marks its reasoning; as of serve.")] = "",
     try_unlisted: Annotated[
@@ -65,6 +68,7 @@ def run_batch(
         sampling_override=parse_override(override_generation_config),
         chat=ChatConfig(
             template=template_given(chat_template) if chat_template else "",
+            allows_control_tokens=allow_control_tokens,
             tool_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
         ),

@@ -156,11 +156,15 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         *,
         tool_choice: str | dict[str, Any] | None = None,
+        allow_control_tokens: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several. Raises as `generate` does.
 
         `chat_template` is a template's source; None means the model's own. `chat_template_kwargs` are its variables,
         such as {"enable_thinking": False}. `tools` need LLM(…, tool_call_parser=…), or a `tool_choice`.
+        `allow_control_tokens` True: the text of a control token in a message, such as "<|im_end|>", is that token; None
+        means LLM(…, allow_control_tokens=…), which is False by default, as over HTTP. Prompts of `generate` may always
+        have control tokens.
         """
         refuse({"lora_request": lora_request}, NO_LORA)
         if not self._has_text:
@@ -175,7 +179,9 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
         params = paired(sampling_params, len(conversations))
-        asks = asks_for_chats(conversations, params, template, self._new_seed, self._has_tool_parser)
+        asks = asks_for_chats(
+            conversations, params, template, self._new_seed, self._has_tool_parser, allow_control_tokens
+        )
         return self._answered(asks, use_tqdm)
 
     @property

@@ -38,6 +38,15 @@ class ReplyFormat:
         thinking = (reasoning.OPEN, reasoning.CLOSE) if self.reasoning_parser else ()
         return frozenset((*tools.MARKERS.get(self.tool_parser, ()), *thinking))
 
+    @property
+    def history_marks(self) -> frozenset[str]:
+        """Marks that stay control tokens in the assistant's earlier replies, which the templates of such models read.
+
+        Without a parser, replies reach clients with their marks, and come back with them, whichever these are.
+        """
+        names = (self.tool_parser,) if self.tool_parser else tuple(tools.MARKERS)
+        return frozenset((reasoning.OPEN, reasoning.CLOSE, *(mark for name in names for mark in tools.MARKERS[name])))
+
     def reader(self, choice: ToolChoice, prompt_end: str, most_calls: int | None = None) -> ReplyReader:
         """`prompt_end`: the text of the prompt's last tokens, special ones included."""
         start = reasoning.start_of(self.reasoning_parser, prompt_end)

@@ -41,6 +41,17 @@ def test_the_models_template(cluster: LiveCluster, tokenizer: Tokenizer) -> None
     assert prompt_of(cluster, tokenizer, add_generation_prompt=False) == "<|user|>hello"
 
 
+@pytest.mark.parametrize("fields", [{}, {"chat_template": OWN}], ids=["servers", "requests"])
+def test_typed_control_tokens_are_text(cluster: LiveCluster, tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    """As /tokenize shows it, too; a prompt that was rendered elsewhere has them."""
+    typed, eos = {"role": "user", "content": "a<eos>b"}, tokenizer.encode("<eos>")[0]
+    assert "a<eos>b" in prompt_of(cluster, tokenizer, typed, **fields)
+    assert eos not in post(cluster, typed, **fields).json()["prompt_token_ids"]
+    shown = cluster.client.post(f"{cluster.url}/tokenize", json={"messages": [typed], **fields}).json()
+    assert shown["tokens"] == post(cluster, typed, **fields).json()["prompt_token_ids"]
+    assert eos in cluster.client.post(f"{cluster.url}/tokenize", json={"prompt": "a<eos>b"}).json()["tokens"]
+
+
 def test_the_last_message_goes_on(cluster: LiveCluster, tokenizer: Tokenizer) -> None:
     asked = "<|user|>hello<|assistant|>Once upon"
     assert prompt_of(cluster, tokenizer, HELLO, STARTED, continue_final_message=True) == asked

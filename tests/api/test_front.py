@@ -62,6 +62,24 @@ def test_both_processes_ask_for_the_key(guarded: LiveCluster, path: str) -> None
         assert {answer.status_code for answer in each_process(root + path, {}, guarded.url)} == {401}
 
 
+def cached(guarded: LiveCluster, key: str, prompt: list[int], **fields: object) -> int:
+    body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{guarded.url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=60)
+    num_cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return num_cached
+
+
+def test_cached_prompts_of_one_key_are_nothing_to_another(guarded: LiveCluster) -> None:
+    """Neither process lets one key find out by counts or times what another asked: nothing is found."""
+    secret = [(17 * at) % 239 for at in range(100)]
+    assert cached(guarded, KEYS[0], secret) == 0
+    assert [cached(guarded, KEYS[0], secret) for _ in range(NUM_TRIES)] == [96] * NUM_TRIES
+    guesses = [secret, secret[:50], [*secret[:50], 1]]
+    assert [cached(guarded, KEYS[1], guess) for guess in guesses] == [0, 48, 48], "the second key finds its own alone"
+    assert cached(guarded, KEYS[0], secret, cache_salt="mine") == 0
+
+
 def test_probes_need_none(guarded: LiveCluster) -> None:
     for path in ("/health", "/ping", "/metrics", "/llm/health"):
         answers = list(each_process(path, {}, guarded.url))

@@ -34,7 +34,12 @@ class PlaybackOffline:
             folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", folder
         )
         self.service = TextService(
-            cast(Router, self.router), checkpoint, "/models/x", ["x"], config.engine.max_model_len or 4096
+            cast(Router, self.router),
+            checkpoint,
+            "/models/x",
+            ["x"],
+            config.engine.max_model_len or 4096,
+            chat=config.chat,
         )
         self._loop = LoopThread("playback")
 

@@ -62,20 +62,29 @@ def ask(
     app: Any, method: str, path: str, headers: Sequence[tuple[str, str]] = (), body: bytes | dict[str, Any] = b""
 ) -> Answer:
     """`path` is what the server has decoded; the query follows a `?`."""
-    return asyncio.run(_ask(app, method, path, headers, body if isinstance(body, bytes) else msgspec.json.encode(body)))
+    return asyncio.run(send(app, method, path, headers, body))
 
 
 def ask_each(app: Any, method: str, paths: Iterable[str]) -> list[tuple[str, Answer]]:
     """(path, answer) of each, one after another in one event loop, which costs more to make than an answer."""
 
     async def run() -> list[tuple[str, Answer]]:
-        return [(path, await _ask(app, method, path, (), b"")) for path in paths]
+        return [(path, await send(app, method, path)) for path in paths]
 
     return asyncio.run(run())
 
 
-async def _ask(app: Any, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> Answer:
+async def send(
+    app: Any,
+    method: str,
+    path: str,
+    headers: Sequence[tuple[str, str]] = (),
+    body: bytes | dict[str, Any] = b"",
+    client: tuple[str, int] = ("127.0.0.1", 1),
+) -> Answer:
+    """The same from an event loop, by a client of this address."""
     path, _, query = path.partition("?")
+    content = body if isinstance(body, bytes) else msgspec.json.encode(body)
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -87,7 +96,7 @@ async def _ask(app: Any, method: str, path: str, headers: Sequence[tuple[str, st
         "query_string": query.encode(),
         "root_path": "",
         "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers],
-        "client": ("127.0.0.1", 1),
+        "client": client,
         "server": ("127.0.0.1", 80),
     }
     answer = Answer(0, {}, b"", 0)
@@ -97,9 +106,9 @@ async def _ask(app: Any, method: str, path: str, headers: Sequence[tuple[str, st
         answer.num_received += 1
         if answer.num_received > 1:
             await never.wait()
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": content, "more_body": False}
 
-    async def send(message: Any) -> None:
+    async def answered(message: Any) -> None:
         if message["type"] == "http.response.start":
             answer.status = message["status"]
             answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
@@ -107,6 +116,6 @@ async def _ask(app: Any, method: str, path: str, headers: Sequence[tuple[str, st
             answer.parts.append(message.get("body", b""))
 
     async with asyncio.timeout(20):
-        await app(scope, receive, send)
+        await app(scope, receive, answered)
     answer.body = b"".join(answer.parts)
     return answer

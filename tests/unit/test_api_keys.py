@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from pd_cluster.api.auth import ApiKeys
+from pd_cluster.api.caller import Caller, caller_of
 from pd_cluster.api.cors import Cors
 from pd_cluster.config import HttpConfig
 from tests.support.public_port import Answer, ask, ask_each, make_app
@@ -129,6 +131,51 @@ def test_a_server_that_stops_still_asks_for_the_key_first(tmp_path: Path) -> Non
     assert ask(app, "POST", "/v1/completions", [RIGHT]).status == 503
     health = ask(app, "GET", "/api/ping")
     assert (health.status, health.json()["status"]) == (503, "draining")
+
+
+# ---- tenants
+
+
+def caller_for(key: str, **settings: Any) -> Caller:
+    """The one that routes see."""
+    seen: list[Caller] = []
+
+    async def route(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(caller_of(Request(scope)))
+
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "client": ("203.0.113.1", 1)}
+    asyncio.run(ApiKeys(route, KEYS, **settings)(scope, None, None))  # type: ignore[arg-type]
+    return seen[0]
+
+
+def test_each_key_has_cached_prompts_of_its_own() -> None:
+    first, second = (caller_for(key) for key in KEYS)
+    salts = [caller.salt(own) for caller in (first, second) for own in (None, "a", "b")]
+    assert len({*salts}) == 6
+    assert not any(key in f"{caller} {salts}" for key in KEYS for caller in (first, second)), "keys are told nobody"
+    assert first == caller_for(KEYS[0]), "restarts keep caches"
+
+
+def test_keys_of_one_tenant_share_theirs() -> None:
+    """So a rotated key finds what its predecessor cached."""
+    old, new = (caller_for(key, tenants=("team", "team")) for key in KEYS)
+    assert old == new
+    assert old.salt("mine") == new.salt("mine") != caller_for(KEYS[0], tenants=("team", "other")).salt(None)
+    assert caller_for(KEYS[0], tenants=("other", "team")) != caller_for(KEYS[1], tenants=("other", "team"))
+
+
+def test_caches_may_be_shared_and_turns_are_not() -> None:
+    first, second = (caller_for(key, shares_prefix_cache=True) for key in KEYS)
+    assert (first.salt(None), second.salt("mine")) == ("", "mine")
+    assert first.client != second.client
+
+
+def test_without_keys_salts_are_the_requests_own() -> None:
+    scope = {"type": "http", "headers": [], "client": ("203.0.113.1", 1)}
+    caller = caller_of(Request(scope))
+    assert (caller.client, caller.salt(None), caller.salt("mine")) == ("203.0.113.1", "", "mine")
+    assert caller_of(Request({**scope, "client": None})).salt(None) == ""
 
 
 # ---- CORS

@@ -219,9 +219,9 @@ def own(source: str, **fields: Any) -> ChatCompletionRequest:
 
 def test_a_requests_own_template() -> None:
     async def use(prompts: ChatPrompts) -> None:
-        assert await prompts.render(own("{{ bos_token }}{{ messages[0].content }}!")) == "^hello!"
+        assert (await prompts.render(own("{{ bos_token }}{{ messages[0].content }}!"))).text == "^hello!"
         text = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
-        assert await prompts.render(own(text, tools=[WEATHER])) == "weather"
+        assert (await prompts.render(own(text, tools=[WEATHER]))).text == "weather"
         with pytest.raises(RequestError, match="no place") as caught:
             await prompts.render(own("{{ messages }}", tools=[WEATHER]))
         assert caught.value.param == "tools"
@@ -233,7 +233,7 @@ def test_only_where_they_are_trusted() -> None:
     async def use(prompts: ChatPrompts) -> None:
         with pytest.raises(RequestError, match="--trust-request-chat-template"):
             await prompts.render(own("{{ messages[0].content }}"))
-        assert await prompts.render(request_of()) == "^[user]hello[assistant]"
+        assert (await prompts.render(request_of())).text == "^[user]hello[assistant]"
 
     with_prompts(use, trusts=False)
 
@@ -258,7 +258,7 @@ def test_hostile_templates_are_refused(source: str) -> None:
             await prompts.render(own(source))
         assert caught.value.param == "chat_template"
         assert len(str(caught.value)) < 500
-        assert await prompts.render(own("{{ messages[0].content }}")) == "hello"
+        assert (await prompts.render(own("{{ messages[0].content }}"))).text == "hello"
 
     with_prompts(use)
 

@@ -19,7 +19,7 @@ from pd_cluster.errors import InstanceLost, RequestError
 from pd_cluster.offline.outputs import CompletionOutput, Outputs
 from pd_cluster.offline.progress import Progress
 from pd_cluster.types import Logprobs, PromptOutput, TokenOutput
-from tests.support.checkpoints import make_tokenizer
+from tests.support.checkpoints import EOS_ID, make_tokenizer
 from tests.support.offline import LIMIT, MakeLLM, make_fake_llm
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
@@ -366,6 +366,26 @@ def test_a_chats_own_template_and_its_switches(make: MakeLLM) -> None:
     messages = [USER, {"role": "assistant", "content": "well"}]
     (output,) = llm.chat(messages, use_tqdm=False, continue_final_message=True)
     assert output.prompt == "<|user|>hello<|assistant|>well"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chat", "num_ends"),
+    [
+        ({}, {}, 0),
+        ({}, {"allow_control_tokens": True}, 1),
+        ({"allow_control_tokens": True}, {}, 1),
+        ({"allow_control_tokens": True}, {"allow_control_tokens": False}, 0),
+    ],
+)
+def test_control_tokens_in_messages(
+    make: MakeLLM, arguments: dict[str, Any], chat: dict[str, Any], num_ends: int
+) -> None:
+    llm, _ = make("xyz", **arguments)
+    (output,) = llm.chat([{"role": "user", "content": "a<eos>b"}], use_tqdm=False, **chat)
+    assert output.prompt == "<|user|>a<eos>b<|assistant|>"
+    assert output.prompt_token_ids.count(EOS_ID) == num_ends
+    (rendered,) = llm.generate("a<eos>b", use_tqdm=False)
+    assert rendered.prompt_token_ids == ids("a<eos>b")
 
 
 def test_parts_of_text_are_read_and_others_refused_by_name(make: MakeLLM) -> None:

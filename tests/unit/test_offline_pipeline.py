@@ -23,6 +23,7 @@ from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.pytorch import EngineConfig as PytorchConfig
 from pd_cluster.turbomind import EngineConfig as TurbomindConfig
+from tests.support.checkpoints import EOS_ID
 from tests.support.playback_offline import PlaybackOffline
 
 ANSWER = "Hello there."
@@ -96,6 +97,18 @@ def test_conversations_are_prompts_in_openai_format(make: Make) -> None:
         "<|user|>Shanghai is<|assistant|>",
     ]
     assert isinstance(engine(first), Response)
+
+
+@pytest.mark.parametrize(("arguments", "num_ends"), [({}, 0), ({"allow_control_tokens": True}, 2)])
+def test_control_tokens_in_messages_are_text(make: Make, arguments: dict[str, Any], num_ends: int) -> None:
+    """In a text that becomes a message, too; one that goes to the model as it is keeps them."""
+    engine, offline = make(**arguments)
+    engine(["a<eos>"])
+    engine([[{"role": "user", "content": "b<eos>"}]])
+    assert sorted(offline.prompts) == ["<|user|>a<eos><|assistant|>", "<|user|>b<eos><|assistant|>"]
+    assert sum(prompt.count(EOS_ID) for prompt in offline.router.prompts) == num_ends
+    engine("c<eos>", do_preprocess=False)
+    assert offline.router.prompts[-1].count(EOS_ID) == 1
 
 
 def test_without_preprocessing_the_prompt_goes_to_the_model_as_it_is(make: Make) -> None:

@@ -65,6 +65,37 @@ def test_keys_that_nobody_can_send_are_refused_unseen(argv: list[str], env: dict
     assert "sk-" not in str(caught.value)
 
 
+def test_keys_have_tenants_in_their_order() -> None:
+    given = ("--api-key", "sk-old", "sk-b", "sk-new", "--api-key-tenant", "a", "b", "a")
+    http = options(*given).http({})
+    assert (http.api_keys, http.tenants) == (("sk-old", "sk-b", "sk-new"), ("a", "b", "a"))
+    assert not http.shares_prefix_cache
+    twice = options("--api-key", "sk-a", "sk-a", "--api-key-tenant", "a", "a").http({})
+    assert (twice.api_keys, twice.tenants) == (("sk-a",), ("a",))
+    assert options("--api-key-tenant=a").http({"VLLM_API_KEY": "sk-a"}).tenants == ("a",)
+    assert options("--api-key=sk-a", "--shared-prefix-cache").http({}).shares_prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("argv", "start"),
+    [
+        (["--api-key", "sk-1", "sk-2", "--api-key-tenant=a"], "--api-key-tenant: 1 for 2 of --api-key; give a name"),
+        (["--api-key-tenant=a"], "--api-key-tenant: 1 for 0 of VLLM_API_KEY; give a name"),
+        (["--api-key=sk-1", "--api-key-tenant="], "--api-key-tenant '': expected 1 to 64 letters"),
+        (["--api-key=sk-1", "--api-key-tenant=a b"], "--api-key-tenant 'a b': expected 1 to 64 letters"),
+        (
+            ["--api-key", "sk-1", "sk-1", "--api-key-tenant", "a", "b"],
+            "--api-key-tenant 'b': key 2 of --api-key is 'a'",
+        ),
+    ],
+)
+def test_tenants_that_are_none_are_refused(argv: list[str], start: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        options(*argv).http({})
+    assert str(caught.value).startswith(start)
+    assert "sk-" not in str(caught.value)
+
+
 def test_keys_are_not_shown_with_the_options() -> None:
     assert "sk-secret" not in repr(options("--api-key=sk-secret"))
     assert "sk-secret" not in repr(Launch(api_keys=["sk-secret"]))

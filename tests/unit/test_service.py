@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 from tokenizers import processors
 
+from pd_cluster.api.caller import Caller
 from pd_cluster.api.chat_protocol import ChatCompletionRequest
 from pd_cluster.api.generation import Generation
 from pd_cluster.api.prompt_encoder import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS
@@ -375,6 +376,21 @@ def test_cached_tokens_are_told_once_they_are_known(make: Services) -> None:
     whole(service, generation)
     assert generation.usage["prompt_tokens_details"] == {"cached_tokens": 16}
     assert router.salts == ["mine"]
+
+
+def test_a_tenants_salt_is_on_every_way(make: Services) -> None:
+    service, router = make("ab")
+    caller, messages = Caller("key", "tenant"), [{"role": "user", "content": "hi"}]
+    one, two = CompletionRequest(prompt="a"), CompletionRequest(prompt=["a", "b"], cache_salt="mine")
+    begun = [
+        asyncio.run(service.completion(one, "a", caller=caller)),
+        asyncio.run(service.chat(ChatCompletionRequest.model_validate({"messages": messages}), caller=caller)),
+        *asyncio.run(service.completions(two, caller=caller)),
+    ]
+    for generation in begun:
+        whole(service, generation)
+    assert router.salts == [caller.salt(None)] * 2 + [caller.salt("mine")] * 2
+    assert len({"", "mine", *router.salts}) == 4
 
 
 def test_nothing_is_generated_for_echo_alone(make: Services) -> None:

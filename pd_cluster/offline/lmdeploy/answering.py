@@ -97,7 +97,7 @@ class Begun(NamedTuple):
 async def begin(service: TextService, job: Job) -> Begun:
     """Raises RequestError, but not for a prompt that is too long: it hurts only itself."""
     try:
-        found = await token_ids_of(service.tokenizer, job.prompt, job.way, special=not job.history)
+        found = await token_ids_of(service.tokenizer, job.prompt, job.way, not job.history, service.guard)
         token_ids, limit = [*job.history, *found], service.max_model_len
         room = limit - len(token_ids)
         if room < 1:

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pd_cluster.api.chat_prompt import rendered
 from pd_cluster.api.chat_protocol import ChatFields
 from pd_cluster.api.conversation import conversation_of
+from pd_cluster.api.guarded_prompt import Guard
 from pd_cluster.api.parse import parse
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.messages import check_text
@@ -89,8 +91,13 @@ def _wrong(place: str, item: Any) -> RequestError:
     )
 
 
-async def token_ids_of(tokenizer: Tokenizer, prompt: Prompt, way: Way, special: bool = True) -> list[int]:
-    """They may be more than a context holds. `special`: a text begins a sequence. Raises RequestError."""
+async def token_ids_of(
+    tokenizer: Tokenizer, prompt: Prompt, way: Way, special: bool = True, guard: Guard | None = None
+) -> list[int]:
+    """They may be more than a context holds. `special`: a text begins a sequence. Raises RequestError.
+
+    `guard`: keeps control tokens out of messages, as over HTTP.
+    """
     if isinstance(prompt, str):
         return await asyncio.to_thread(tokenizer.encode, prompt, special)
     if isinstance(prompt[0], int):
@@ -102,9 +109,11 @@ async def token_ids_of(tokenizer: Tokenizer, prompt: Prompt, way: Way, special: 
     except (TypeError, ValueError) as error:  # what JSON has no word for
         raise RequestError(f"messages: {error}", param="messages") from None
     conversation = conversation_of(request, template.variables)
-    text = await asyncio.to_thread(conversation.render, template)
-    # A folder's own template writes the tokens that begin a sequence, LMDeploy's do not.
-    return await asyncio.to_thread(tokenizer.encode, text, way.template is not None)
+    text = await asyncio.to_thread(rendered, conversation, template, guard)
+    special = way.template is not None  # a folder's own template writes what begins a sequence, LMDeploy's do not
+    if guard is None:
+        return await asyncio.to_thread(tokenizer.encode, text.text, special)
+    return await asyncio.to_thread(tokenizer.encode_prompt, text, guard.control, special)
 
 
 def as_prompt(given: Prompt, way: Way, do_preprocess: bool, place: str) -> Prompt:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pd_cluster.config import EngineConfig
+from pd_cluster.config import ChatConfig, EngineConfig
 from pd_cluster.errors import ConfigError
 from pd_cluster.offline.lmdeploy.arguments import count, idle, refuse, refuse_unknown, warn
 from pd_cluster.offline.lmdeploy.engine_configs import (
@@ -36,7 +36,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code from a model folder is never run"),
 }
 DEFAULT_LEVEL = "ERROR"  # of what is said here; the engine's own log is left as it is
-OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs")
+OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs", "allow_control_tokens")
 MODELS = ("try_unlisted", "language_model_only", "hf_overrides")  # of EngineConfig: which model, and how it is read
 KNOWN = (
     *("model_path", "model_name", "backend", "backend_config", "chat_template_config", "instance_num", "tp"),
@@ -149,6 +149,7 @@ class Setup:
             engine = _chosen(engine, others)
             settings = OfflineConfig(
                 engine=engine,
+                chat=ChatConfig(allows_control_tokens=_allows_control_tokens(others)),
                 prefill=numbers["prefill"],
                 decode=numbers["decode"],
                 max_logprobs=count("pipeline", "max_logprobs", others.get("max_logprobs", 20), 0),
@@ -170,6 +171,13 @@ def _chosen(engine: EngineConfig, others: dict[str, Any]) -> EngineConfig:
         return msgspec.convert({**msgspec.to_builtins(engine), **given}, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"pipeline: {error}") from None
+
+
+def _allows_control_tokens(others: dict[str, Any]) -> bool:
+    allows = others.get("allow_control_tokens", False)
+    if not isinstance(allows, bool):
+        raise ConfigError(f"allow_control_tokens {reprlib.repr(allows)}: expected True or False")
+    return allows
 
 
 def _arguments(others: dict[str, Any]) -> list[str]:

@@ -1,0 +1,189 @@
+"""Clients take turns with work on threads, and one client's long texts do not hold up another's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pd_cluster.api import prompt_encoder
+from pd_cluster.api.fair_pool import LARGE, NUM_THREADS, FairPool
+from pd_cluster.api.prompt_encoder import PROBED_CHARS_PER_TOKEN, PromptEncoder
+from pd_cluster.config import HttpConfig
+from pd_cluster.control_tokens import ControlTokens
+from pd_cluster.errors import RequestError
+from pd_cluster.text import Tokenizer
+from tests.support.public_port import make_app, send
+
+MEGABYTE = 1 << 20
+NUM_TEXTS = 24
+HOG, OTHER = ("203.0.113.1", 1), ("203.0.113.2", 1)
+DEADLINE_S = 60.0
+
+
+class Gate:
+    """Work that notes its name and then waits until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.begun: list[str] = []
+
+    def work(self, name: str) -> Callable[[], str]:
+        def wait() -> str:
+            self.begun.append(name)
+            assert self.open.wait(DEADLINE_S)
+            return name
+
+        return wait
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, DEADLINE_S))
+
+
+def test_clients_take_turns() -> None:
+    async def use() -> tuple[list[str], list[str]]:
+        pool, gate = FairPool(1), Gate()
+        names = [*(f"a{at}" for at in range(5)), "b0", "b1", "c0"]
+        tasks = [asyncio.ensure_future(pool.run(name[0], gate.work(name))) for name in names]
+        await asyncio.sleep(0)
+        gate.open.set()
+        return list(await asyncio.gather(*tasks)), gate.begun
+
+    results, begun = run(use())
+    assert results == ["a0", "a1", "a2", "a3", "a4", "b0", "b1", "c0"]
+    # The first may have begun before the others came.
+    assert begun in (["a0", "a1", "b0", "c0", "a2", "b1", "a3", "a4"], ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"])
+
+
+def test_what_work_raises_is_its_callers() -> None:
+    async def use() -> str:
+        pool = FairPool(1)
+        with pytest.raises(ZeroDivisionError):
+            await pool.run("a", lambda: 1 // 0)
+        return await pool.run("a", lambda: "goes on")
+
+    assert run(use()) == "goes on"
+
+
+def test_work_whose_caller_left_is_not_done() -> None:
+    async def use() -> list[str]:
+        pool, gate = FairPool(1), Gate()
+        tasks = [asyncio.ensure_future(pool.run("a", gate.work(name))) for name in ("first", "left", "last")]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return gate.begun
+
+    assert run(use()) == ["first", "last"]
+
+
+def test_memory_is_given_back_when_nothing_waits() -> None:
+    given: Queue[int] = Queue()
+
+    async def use(sizes: list[int]) -> None:
+        gate = Gate()
+        tasks = [asyncio.ensure_future(pool.run("a", gate.work("x"), size)) for size in sizes]
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(*tasks)
+
+    pool = FairPool(1, lambda: given.put(1), give_back_after_s=0.0)
+    run(use([10, 10]))
+    run(use([LARGE // 2] * 6))
+    assert given.get(timeout=DEADLINE_S) == 1
+    run(use([10, 10]))
+    pool._threads.submit(lambda: None).result()  # the last piece has ended
+    assert given.empty(), "given back for little work, or while work waited"
+
+
+def test_a_closed_pool_cancels_what_waits() -> None:
+    async def use() -> list[Any]:
+        pool, gate = FairPool(1), Gate()
+        tasks = [asyncio.ensure_future(pool.run("a", gate.work(name))) for name in ("runs", "waits")]
+        while not gate.begun:
+            await asyncio.sleep(0)
+        pool.close()
+        gate.open.set()
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    ran, waited = run(use())
+    assert ran == "runs"
+    assert isinstance(waited, asyncio.CancelledError)
+
+
+# ---- the attack
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Tokenizing long texts notes whose they are, by their first character, and waits."""
+    gate, encode = Gate(), Tokenizer.encode
+
+    def gated(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > prompt_encoder.SHORT_NUM_CHARS:
+            gate.work(text[0])()
+        return encode(self, text[:100], add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", gated)
+    return gate
+
+
+@pytest.mark.parametrize("keys", [(), ("sk-hog", "sk-other")])
+def test_a_clients_many_long_texts_do_not_hold_up_another(tmp_path: Path, gate: Gate, keys: tuple[str, ...]) -> None:
+    """24 texts of 1 MB to /tokenize, and then a prompt of another client; peers are told apart by key or address."""
+    app, _ = make_app(tmp_path, HttpConfig(api_keys=keys))
+    peers = (HOG, HOG) if keys else (HOG, OTHER)
+    headers = [[("Authorization", f"Bearer {key}")] for key in keys] or [[], []]
+
+    async def use() -> list[Any]:
+        texts = ["h" * MEGABYTE] * NUM_TEXTS
+        hog = [send(app, "POST", "/tokenize", headers[0], {"prompt": text}, peers[0]) for text in texts]
+        tasks = [asyncio.ensure_future(each) for each in hog]
+        for _ in range(100):
+            await asyncio.sleep(0)  # until all wait
+        prompt = {"prompt": "o" * (prompt_encoder.SHORT_NUM_CHARS + 1)}
+        tasks.append(asyncio.ensure_future(send(app, "POST", "/tokenize", headers[1], prompt, peers[1])))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        gate.open.set()
+        return list(await asyncio.gather(*tasks))
+
+    answers = run(use())
+    assert {answer.status for answer in answers} == {200}
+    assert gate.begun.count("h") == NUM_TEXTS
+    assert gate.begun.index("o") <= NUM_THREADS + 1
+
+
+@pytest.mark.parametrize(
+    ("chars_per_token", "may_be_cut", "num_encoded"), [(1, False, 1), (20, False, 2), (1, True, 1)]
+)
+def test_a_text_whose_beginning_is_too_long_is_not_tokenized_further(
+    chars_per_token: int, may_be_cut: bool, num_encoded: int
+) -> None:
+    """Where a token may have many characters, the number of characters alone does not tell."""
+    limit, seen = 1000, []
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        seen.append(len(text))
+        return [0] * (len(text) // chars_per_token)
+
+    tokenizer = SimpleNamespace(has_text=True, max_chars_per_token=128, encode=encode)
+    encoder = PromptEncoder(cast(Tokenizer, tokenizer), lambda: limit, ControlTokens([]))
+    text, beginning = "x" * 128 * limit, PROBED_CHARS_PER_TOKEN * limit
+    if chars_per_token == 1 and not may_be_cut:
+        with pytest.raises(RequestError, match="prompt: the prompt is too long: 16000 tokens in the first") as caught:
+            run(encoder.encode([text], True, may_be_cut, "prompt"))
+        assert caught.value.code == "context_length_exceeded"
+        assert seen == [beginning]
+    else:
+        run(encoder.encode([text], True, may_be_cut, "prompt"))
+        assert seen == [beginning, len(text)][-num_encoded:]

@@ -137,6 +137,10 @@ def serve(
     kv_rate_limit: Annotated[float, KV(help="MB/s of KV over each link; 0: no limit.")] = 0.0,
     link_keepalive: Annotated[float, KV(help="Seconds after which an idle link is probed.")] = 30.0,
     api_workers: Annotated[int, SCHEDULER(help="Processes that serve the public port.")] = 1,
+    max_connections: Annotated[
+        int, SCHEDULER(help="Connections that may have requests at a time, of all API processes together.")
+    ] = 8192,
+    max_connections_per_host: Annotated[int, SCHEDULER(help="The same from one address; 0: no such limit.")] = 6144,
     routing_policy: Annotated[
         str, SCHEDULER(help="least-loaded, prefix-aware, predicted-ttft or session: which workers get a request.")
     ] = "prefix-aware",

@@ -200,6 +200,23 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     response_role: str = "assistant"
 
 
+class ConnectionLimits(msgspec.Struct, frozen=True):
+    """Of one port and one process. `per_host` counts an address's; 0: no limit.
+
+    `num_kept_descriptors` are for others than the clients of this port: instances, children, the admin port.
+    """
+
+    total: int = 8192
+    per_host: int = 6144
+    num_kept_descriptors: int = 64
+
+    def share(self, num_processes: int) -> ConnectionLimits:
+        """Of one of several processes at one port, so that together they hold the whole."""
+        per_host = max(1, self.per_host // num_processes) if self.per_host else 0
+        return msgspec.structs.replace(self, total=max(1, self.total // num_processes), per_host=per_host)
+
+
+ADMIN_CONNECTIONS = ConnectionLimits(total=128, per_host=0, num_kept_descriptors=16)
 KEY_VARIABLE = "VLLM_API_KEY"
 KEYS_VARIABLE = "PD_CLUSTER_SERVE_API_KEY"  # --api-key's, as typer calls it: everybody can read a command line
 
@@ -218,6 +235,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_credentials: bool = False
     returns_request_ids: bool = False
     has_docs: bool = True
+    connections: ConnectionLimits = ConnectionLimits()
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,15 @@ import msgspec
 
 from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.checkpoint import SHIPPED_MODEL
-from pd_cluster.config import KEY_VARIABLE, ChatConfig, EngineConfig, HttpConfig, RoutingConfig, Timeouts
+from pd_cluster.config import (
+    KEY_VARIABLE,
+    ChatConfig,
+    ConnectionLimits,
+    EngineConfig,
+    HttpConfig,
+    RoutingConfig,
+    Timeouts,
+)
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.parsers.reply import ReplyFormat
 
@@ -88,6 +96,8 @@ class ServeOptions:
     step_timeout: float
     request_timeout: float
     drain_timeout: float
+    max_connections: int
+    max_connections_per_host: int
     max_attempts: int
     replay_wait: float
     guided_decoding_backend: str
@@ -231,7 +241,16 @@ class ServeOptions:
             allow_credentials=self.allow_credentials,
             returns_request_ids=self.enable_request_id_headers,
             has_docs=not self.disable_fastapi_docs,
+            connections=self.connections(),
         )
+
+    def connections(self) -> ConnectionLimits:
+        """Raises ConfigError."""
+        if self.max_connections < 1:
+            raise ConfigError(f"--max-connections {self.max_connections}: must be at least 1")
+        if self.max_connections_per_host < 0:
+            raise ConfigError(f"--max-connections-per-host {self.max_connections_per_host}: give 0 for no such limit")
+        return ConnectionLimits(total=self.max_connections, per_host=self.max_connections_per_host)
 
     def chat(self) -> ChatConfig:
         """Reads the chat template. Raises ConfigError."""

@@ -105,11 +105,12 @@ def _run_scheduler(
     from pd_cluster.api.admin_app import AdminAccess
     from pd_cluster.api.interpreter import tune
     from pd_cluster.api.scheduler_app import Scheduler
-    from pd_cluster.api.server import bind, bind_several
+    from pd_cluster.api.server import bind, bind_several, raise_descriptor_limit
     from pd_cluster.cluster.auto_role import AutoRole
     from pd_cluster.cluster.elastic import Tables
 
     http, chat = options.http(env), options.chat()
+    raise_descriptor_limit(http.connections)
     if http.allow_credentials and "*" in http.allowed_origins:
         log.warning("--allow-credentials: any web page may send its visitors' credentials; name --allowed-origins")
     config = ApiConfig(
@@ -188,7 +189,8 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         if preloader is not None:
             ending.callback(preloader.close)
         tune()
-        asyncio.run(run_worker(config, bind(options.host, options.port), place.cluster_tag, preloader))
+        listener = bind(options.host, options.port)
+        asyncio.run(run_worker(config, listener, place.cluster_tag, options.connections(), preloader))
 
 
 def _preloader_of(options: ServeOptions, config: WorkerConfig) -> Preloader | None:

@@ -1,0 +1,109 @@
+"""Accepts the connections at one listener, as its doorman allows, and hands them to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from collections.abc import Callable
+
+from pd_cluster.api.doorman import Doorman
+from pd_cluster.api.front_door import GuardedProtocol
+from pd_cluster.api.refusal_log import RefusalLog
+
+MAX_AT_ONCE = 64  # accepted before the event loop gets on
+REST_S = 0.2  # when a connection could not be accepted
+IPV6_PREFIX_LENGTH = 64  # of a subscriber, who has all addresses under it
+OVER_BEFORE_IT_BEGAN = (errno.ECONNABORTED, errno.EPERM, errno.EPROTO, errno.EINTR)
+
+
+class Door:
+    """Open from the beginning. Has the two methods that uvicorn calls on its asyncio servers."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[[], GuardedProtocol],
+        doorman: Doorman,
+        refusals: RefusalLog,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._listener = listener
+        self._descriptor = listener.fileno()
+        self._make = make
+        self._doorman = doorman
+        self._refusals = refusals
+        self._loop = loop
+        self._opening: set[asyncio.Task[None]] = set()
+        self._resting: asyncio.TimerHandle | None = None
+        listener.setblocking(False)
+        self._open()
+
+    def close(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+        self._loop.remove_reader(self._descriptor)
+
+    async def wait_closed(self) -> None:
+        if self._opening:
+            await asyncio.wait(self._opening)
+
+    def _open(self) -> None:
+        self._resting = None
+        self._loop.add_reader(self._descriptor, self._accept_waiting)
+
+    def _accept_waiting(self) -> None:
+        for _ in range(MAX_AT_ONCE):
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in OVER_BEFORE_IT_BEGAN:
+                    self._rest(error)
+                    return
+            else:
+                self._let_in(connection, address)
+
+    def _rest(self, error: OSError) -> None:
+        """There are no descriptors or no memory left; an idle connection goes, and the loop does not spin."""
+        self._refusals.note("", f"a connection could not be accepted: {error.strerror}")
+        self._doorman.make_room()
+        self._loop.remove_reader(self._descriptor)
+        self._resting = self._loop.call_later(REST_S, self._open)
+
+    def _let_in(self, connection: socket.socket, address: object) -> None:
+        protocol = self._make()
+        of = address_of(connection.family, address)
+        visit = self._doorman.admit(protocol, of, connection.fileno())
+        if visit is None:
+            self._refusals.note(of, "there are too many connections")
+            connection.close()
+            return
+        protocol.visit = visit
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each token is worth a packet
+        opening = self._loop.create_task(self._hand_over(protocol, connection))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+
+    async def _hand_over(self, protocol: GuardedProtocol, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
+        except OSError:
+            connection.close()
+            self._doorman.left(protocol.visit)
+
+
+def address_of(family: int, address: object) -> str:
+    """What connections are counted by: an IPv4 address, the prefix of an IPv6 one; "" for others."""
+    if family == socket.AF_INET and isinstance(address, tuple):
+        return str(address[0])
+    if family == socket.AF_INET6 and isinstance(address, tuple):
+        found = ipaddress.IPv6Address(str(address[0]).partition("%")[0])
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.IPv6Network((found, IPV6_PREFIX_LENGTH), strict=False))
+    return ""

@@ -158,6 +158,9 @@ def serve(
     replay_wait: Annotated[float, SCHEDULER(help="Seconds that such a request waits for an instance.")] = 30.0,
     admin_port: Annotated[int | None, SCHEDULER(help="Admin port; default: port + 1.")] = None,
     admin_host: Annotated[str, SCHEDULER(help="Address to bind the admin port to.")] = "127.0.0.1",
+    admin_allowed_hosts: Annotated[
+        str, SCHEDULER(help="Names beside localhost by which the admin port may be read, with commas between.")
+    ] = "",
     admin_token_file: Annotated[
         str | None, SCHEDULER(help="Admin token (mode 0600); default: derived from the secret.")
     ] = None,
@@ -206,11 +209,15 @@ def serve(
     ] = False,
     api_key: Annotated[
         list[str] | None,
-        HTTP(
-            help="Keys, one of which clients must send; default: VLLM_API_KEY. Only /health, /ping, /metrics are open."
-        ),
+        HTTP(help="Keys, one of which clients must send; default: VLLM_API_KEY. Only /health, /ping, /live are open."),
     ] = None,
-    allowed_origins: Annotated[str, HTTP(help="CORS: a JSON list of origins; [] turns CORS off.")] = ANY,
+    metrics_key: Annotated[
+        str,
+        HTTP(help="The key that opens /metrics and nothing else. Without it, API keys close /metrics."),
+    ] = "",
+    allowed_origins: Annotated[
+        str | None, HTTP(help="CORS: a JSON list of origins; [] turns CORS off. Default: any, none if there are keys.")
+    ] = None,
     allowed_methods: Annotated[str, HTTP(help="CORS: a JSON list of methods.")] = ANY,
     allowed_headers: Annotated[str, HTTP(help="CORS: a JSON list of headers.")] = ANY,
     allow_credentials: Annotated[bool, HTTP("--allow-credentials", help="CORS: with cookies and the like.")] = False,
@@ -275,9 +282,10 @@ def up(
     gc.disable()  # until the cluster is ready
     from pd_cluster.cluster.launcher import SPAWN, Launch, run_until_signal
     from pd_cluster.cluster.place import use_openai
-    from pd_cluster.flags import choice_of_model, normalize, split_keys
+    from pd_cluster.flags import choice_of_model, normalize, split_keys, split_values
 
     flags, keys = split_keys(normalize(arguments or []))
+    flags, metrics_keys = split_values(flags, "--metrics-key")
     flags += choice_of_model(try_unlisted or (), language_model_only)
     launch = Launch(
         model=model,
@@ -292,6 +300,7 @@ def up(
         restart=restart,
         arguments=[*flags, *(SPAWN for _ in range(spawn))],
         api_keys=keys,
+        metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
     raise typer.Exit(asyncio.run(run_until_signal(launch)))
 

@@ -5,7 +5,7 @@ Knows nothing of torch. What a flag is called and how it is refused is in flags.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -201,13 +201,15 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
-    """Of one port and one process. `per_host` counts an address's; 0: no limit.
+    """Connections with requests at one port of one process. `per_host` counts an address's; 0: no limit.
 
-    `num_kept_descriptors` are for others than the clients of this port: instances, children, the admin port.
+    `spare` more may be there without a request, or with a probe's. `num_kept_descriptors` are for others than the
+    clients of this port: instances, children, the admin port.
     """
 
     total: int = 8192
     per_host: int = 6144
+    spare: int = 64
     num_kept_descriptors: int = 64
 
     def share(self, num_processes: int) -> ConnectionLimits:
@@ -216,18 +218,27 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, total=max(1, self.total // num_processes), per_host=per_host)
 
 
-ADMIN_CONNECTIONS = ConnectionLimits(total=128, per_host=0, num_kept_descriptors=16)
+ADMIN_CONNECTIONS = ConnectionLimits(total=16, per_host=0, spare=8, num_kept_descriptors=16)
 KEY_VARIABLE = "VLLM_API_KEY"
 KEYS_VARIABLE = "PD_CLUSTER_SERVE_API_KEY"  # --api-key's, as typer calls it: everybody can read a command line
+METRICS_KEY_VARIABLE = "PD_CLUSTER_SERVE_METRICS_KEY"
+SECRET_VARIABLES = (KEY_VARIABLE, KEYS_VARIABLE, METRICS_KEY_VARIABLE)
+
+
+def without_keys(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment for processes that check no keys: all but those that serve the public port."""
+    return {name: value for name, value in env.items() if name not in SECRET_VARIABLES}
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What is in front of the API's routes. `root_path`: what a proxy cuts off of every path.
 
+    `metrics_key` opens /metrics and nothing else; where there are only `api_keys`, /metrics is closed to everybody.
     `returns_request_ids`: every answer has x-request-id. `has_docs`: /docs and /openapi.json.
     """
 
     api_keys: tuple[str, ...] = ()
+    metrics_key: str = ""
     root_path: str = ""
     allowed_origins: tuple[str, ...] = ("*",)
     allowed_methods: tuple[str, ...] = ("*",)

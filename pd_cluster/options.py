@@ -31,6 +31,7 @@ MOST_GUIDED_TIMEOUT_S = 60.0
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it: no path, no slash at its end
+HOST_NAME = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
 HEADER_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -85,6 +86,7 @@ class ServeOptions:
     secret_file: str | None
     admin_port: int | None
     admin_host: str
+    admin_allowed_hosts: str
     admin_token_file: str | None
     auto_role: bool
     heartbeat_interval: float
@@ -104,8 +106,9 @@ class ServeOptions:
     guided_timeout: float
     api_workers: int
     api_key: list[str] | None = field(default=None, repr=False)
+    metrics_key: str = field(default="", repr=False)
     root_path: str
-    allowed_origins: str
+    allowed_origins: str | None
     allowed_methods: str
     allowed_headers: str
     allow_credentials: bool
@@ -232,10 +235,18 @@ class ServeOptions:
         """VLLM_API_KEY counts where no key is given. Raises ConfigError, which never has a key in it."""
         variable = [env[KEY_VARIABLE]] if KEY_VARIABLE in env else []
         source, keys = ("--api-key", self.api_key) if self.api_key else (KEY_VARIABLE, variable)
+        api_keys = _checked_keys(source, keys)
+        origins = self.allowed_origins
+        if origins is None:
+            origins = "[]" if api_keys else '["*"]'
+        metrics_key = _checked_keys("--metrics-key", [self.metrics_key]) if self.metrics_key else ("",)
+        if metrics_key[0] in api_keys:
+            raise ConfigError("--metrics-key: is one of the API keys, too; give another, which opens /metrics only")
         return HttpConfig(
-            api_keys=_checked_keys(source, keys),
+            api_keys=api_keys,
+            metrics_key=metrics_key[0],
             root_path=_checked_root_path(self.root_path),
-            allowed_origins=_strings("--allowed-origins", self.allowed_origins),
+            allowed_origins=_strings("--allowed-origins", origins),
             allowed_methods=_strings("--allowed-methods", self.allowed_methods),
             allowed_headers=_strings("--allowed-headers", self.allowed_headers),
             allow_credentials=self.allow_credentials,
@@ -251,6 +262,16 @@ class ServeOptions:
         if self.max_connections_per_host < 0:
             raise ConfigError(f"--max-connections-per-host {self.max_connections_per_host}: give 0 for no such limit")
         return ConnectionLimits(total=self.max_connections, per_host=self.max_connections_per_host)
+
+    def admin_hosts(self) -> frozenset[str]:
+        """Beside those that every admin port answers to. Raises ConfigError."""
+        names = [name.strip().lower() for name in self.admin_allowed_hosts.split(",") if name.strip()]
+        for name in names:
+            if not HOST_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"--admin-allowed-hosts {name!r}: expected names without a port, such as pd.example,10.0.0.5"
+                )
+        return frozenset(names)
 
     def chat(self) -> ChatConfig:
         """Reads the chat template. Raises ConfigError."""

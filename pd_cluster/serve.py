@@ -19,8 +19,7 @@ from pd_cluster.cluster.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.cluster.place import Place, admin_token, find_place, node_ports, read_admin_token, use_openai
 from pd_cluster.cluster.rank_process import environment_of
 from pd_cluster.config import (
-    KEY_VARIABLE,
-    KEYS_VARIABLE,
+    SECRET_VARIABLES,
     ApiConfig,
     EngineConfig,
     KVTransportChoice,
@@ -50,7 +49,7 @@ log = logging.getLogger(__name__)
 def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> None:
     """Serves until a signal. Raises ConfigError and the like."""
     _die_with_parent(env)
-    for name in (KEY_VARIABLE, KEYS_VARIABLE):  # `env` is a copy; processes that this one starts need no keys
+    for name in SECRET_VARIABLES:  # `env` is a copy; processes that this one starts need no keys
         os.environ.pop(name, None)
     level = options.log_level.upper()
     if level not in logging.getLevelNamesMapping():
@@ -131,7 +130,7 @@ def _run_scheduler(
     admin_listener = bind(options.admin_host, admin_port, "--admin-port")
     log.info("serving at %s:%d, admin at %s:%d", options.host, options.port, options.admin_host, admin_port)
     tables = Tables(lambda: find_place(env, options.secret_file), lambda place: _ports_of_file(env, place))
-    access = AdminAccess(token, is_loopback(options.admin_host))
+    access = AdminAccess(token, is_loopback(options.admin_host), options.admin_hosts())
 
     async def serve() -> None:
         scheduler = Scheduler(place, ports, config, listeners, tables, options.log_level.upper())

@@ -1,6 +1,7 @@
 """API keys at the public port: without one, a request goes no further than here.
 
-Knows nothing of routes but the few paths that need no key; every other path needs one, also one that does not exist.
+Knows nothing of routes but the few paths that need no key, or one of their own; every other path needs an API key if
+there are any, also one that does not exist.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pd_cluster.api.error_answers import error_response
 from pd_cluster.api.http import LOOKING
 from pd_cluster.errors import Unauthorized
 
-OPEN_PATHS = ("/health", "/ping", "/metrics")  # for probes and Prometheus, and only to look at
+OPEN_PATHS = ("/health", "/ping", "/live")  # for probes, and only to look at
+METRICS_PATH = "/metrics"
 
 
 class ApiKeys:
@@ -25,20 +27,28 @@ class ApiKeys:
     whole, behind `root_path`; what looks like an open path and is not exactly one is closed.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "", metrics_key: str = "") -> None:
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
+        self._metrics_digests = [_digest(metrics_key.encode())] if metrics_key else []
         self._open = {root_path + path for path in OPEN_PATHS}
+        self._metrics_path = root_path + METRICS_PATH
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._is_open(scope):
             await self._app(scope, receive, send)
             return
+        is_metrics = scope["path"].rstrip("\n") == self._metrics_path  # routes match before a last newline, too
+        digests = self._metrics_digests if is_metrics else self._digests
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) == 1 and self._is_known(given[0]):
+        if (not is_metrics and not digests) or (len(given) == 1 and _is_known(given[0], digests)):
             await self._app(scope, receive, send)
             return
-        why = "the API key is wrong" if given else "an API key is needed"
+        if is_metrics and not digests:
+            why = "the metrics are closed, because there are API keys and no --metrics-key; start the server with one"
+        else:
+            of = "metrics" if is_metrics else "API"
+            why = f"the {of} key is wrong" if given else f"{'a' if is_metrics else 'an'} {of} key is needed"
         error = Unauthorized(f"{why}; send `Authorization: Bearer KEY`", code="invalid_api_key")
         response = error_response(error)
         response.headers["WWW-Authenticate"] = "Bearer"
@@ -47,10 +57,11 @@ class ApiKeys:
     def _is_open(self, scope: Scope) -> bool:
         return scope["type"] == "http" and scope["method"] in LOOKING and scope["path"] in self._open
 
-    def _is_known(self, header: bytes) -> bool:
-        """Takes as long for a wrong key as for a right one."""
-        scheme, _, key = header.partition(b" ")
-        return scheme.lower() == b"bearer" and _is_among(_digest(key.strip()), self._digests)
+
+def _is_known(header: bytes, digests: Sequence[bytes]) -> bool:
+    """Takes as long for a wrong key as for a right one."""
+    scheme, _, key = header.partition(b" ")
+    return scheme.lower() == b"bearer" and _is_among(_digest(key.strip()), digests)
 
 
 def _digest(key: bytes) -> bytes:

@@ -12,7 +12,7 @@ from pd_cluster.api.doorman import Doorman
 from pd_cluster.api.front_door import GuardedProtocol
 from pd_cluster.api.refusal_log import RefusalLog
 
-MAX_AT_ONCE = 64  # accepted before the event loop gets on
+MAX_AT_ONCE = 16  # accepted before the event loop gets on, and closes those that had to go
 REST_S = 0.2  # when a connection could not be accepted
 IPV6_PREFIX_LENGTH = 64  # of a subscriber, who has all addresses under it
 OVER_BEFORE_IT_BEGAN = (errno.ECONNABORTED, errno.EPERM, errno.EPROTO, errno.EINTR)

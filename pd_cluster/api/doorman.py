@@ -19,7 +19,6 @@ from pd_cluster.errors import Overloaded, Unavailable
 HEAD_TIMEOUT_S = 10.0  # from connect, or from a later request's first byte, to the end of its headers
 BODY_TIMEOUT_S = 65.0  # from there to the end of the body; a route that reads one gives up at 60 s and says so
 PARTING_TIMEOUT_S = 2.0  # for a client that was turned away to read why
-NUM_SPARE = 64  # connections besides the busy ones
 NUM_SPARE_PER_HOST = 16
 
 
@@ -100,7 +99,8 @@ class Doorman:
         self.partings = Deadlines(PARTING_TIMEOUT_S, clock)
         # A process gets the lowest free descriptor, so a high number says that few are left.
         self._end_of_visits = num_descriptors - limits.num_kept_descriptors
-        self._end_of_requests = self._end_of_visits - min(NUM_SPARE, max(4, self._end_of_visits // 4))
+        self._end_of_requests = self._end_of_visits - min(limits.spare, max(4, self._end_of_visits // 8))
+        self._num_beyond = 0  # visits with such a number; others may have got a low one since
         self._idle: dict[Visit, None] = {}  # the longest idle first
         self._hosts: dict[str, _Host] = {}
         self.num_open = 0
@@ -115,7 +115,7 @@ class Doorman:
         limits = self.limits
         if limits.per_host and address and host.num_open >= limits.per_host + NUM_SPARE_PER_HOST:
             has_room = self._evict(host.idle)
-        elif self.num_open >= limits.total + NUM_SPARE or descriptor >= self._end_of_visits:
+        elif self.num_open >= limits.total + limits.spare or descriptor >= self._end_of_visits or self._num_beyond:
             has_room = self._evict(self._idle)
         else:
             has_room = True
@@ -124,6 +124,7 @@ class Doorman:
         self._hosts[address] = host
         host.num_open += 1
         self.num_open += 1
+        self._num_beyond += descriptor >= self._end_of_visits
         visit = Visit(guest, address, descriptor, host)
         self._idle[visit] = host.idle[visit] = None
         self.heads.begin(visit)
@@ -173,6 +174,7 @@ class Doorman:
             deadlines.end(visit)
         self._move(visit, State.GONE)
         self.num_open -= 1
+        self._num_beyond -= visit.descriptor >= self._end_of_visits
         visit.host.num_open -= 1
         if not visit.host.num_open:
             del self._hosts[visit.address]

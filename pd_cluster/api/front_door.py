@@ -20,12 +20,12 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pd_cluster.api.doorman import Doorman, State, Visit
-from pd_cluster.api.http import MAX_BODY_NBYTES
 from pd_cluster.api.refusal_log import RefusalLog
 from pd_cluster.errors import Overloaded, Unavailable
 
 MAX_HEAD_NBYTES = 64 << 10  # request line and headers
 MAX_FIELDS = 256
+MAX_BODY_NBYTES = 32 << 20  # routes refuse larger ones; here it bounds what is sent to one that has answered already
 MAX_TRAILERS_NBYTES = 16 << 10
 MAX_TRAILERS = 64
 MAX_FRAMING_NBYTES = 64 << 10  # of a chunked body, without a byte of the body itself
@@ -33,7 +33,7 @@ PIECE_NBYTES = 16 << 10  # of a chunked body at once
 MAX_IGNORED_NBYTES = 1 << 20  # what a client may still send once it was turned away
 END_OF_HEAD = b"\r\n\r\n"
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
-PROBES = (b"/health", b"/ping")
+PROBES = (b"/health", b"/ping", b"/live")
 
 
 def probes_under(root_path: str) -> frozenset[bytes]:

@@ -20,7 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pd_cluster.api.door import Door
-from pd_cluster.api.doorman import NUM_SPARE, Doorman
+from pd_cluster.api.doorman import Doorman
 from pd_cluster.api.front_door import GuardedProtocol, probes_under
 from pd_cluster.api.refusal_log import RefusalLog
 from pd_cluster.config import ConnectionLimits
@@ -138,7 +138,7 @@ def make_server(app: ASGIApp, limits: ConnectionLimits = DEFAULT_LIMITS, root_pa
 
 def raise_descriptor_limit(limits: ConnectionLimits) -> None:
     """As far as the connections need it and the system allows. Children of this process inherit it."""
-    needed = limits.total + NUM_SPARE + limits.num_kept_descriptors + NUM_OWN_DESCRIPTORS
+    needed = limits.total + limits.spare + limits.num_kept_descriptors + NUM_OWN_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard > needed:
         hard_enough = needed

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from pd_cluster.cluster.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
 from pd_cluster.cluster.ports import free_ports
-from pd_cluster.config import KEYS_VARIABLE
+from pd_cluster.config import KEYS_VARIABLE, METRICS_KEY_VARIABLE, without_keys
 from pd_cluster.engine.preloader import forks_are_safe
 from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, write
@@ -54,6 +54,7 @@ class Launch:
     arguments: list[str] = field(default_factory=list)
     openai: bool = True
     api_keys: list[str] = field(default_factory=list, repr=False)
+    metrics_key: str = field(default="", repr=False)
 
     @property
     def worker_names(self) -> list[str]:
@@ -124,6 +125,8 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
         env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
         members.append(Member(name, _command(launch, "127.0.0.1", port), env, port))
     keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}
+    if launch.metrics_key:
+        keys[METRICS_KEY_VARIABLE] = launch.metrics_key
     env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **keys}
     token = write_private(folder / ADMIN_TOKEN, secrets.token_hex(32) + "\n")
     command = _command(launch, launch.host, launch.port, f"--admin-token-file={token}")
@@ -212,10 +215,12 @@ class Cluster:
 
     async def _spawn(self, member: Member) -> asyncio.subprocess.Process:
         assert self._preloader is not None
-        env, files = self._preloader.for_worker() if member.name != "scheduler" else ({}, ())
+        is_scheduler = member.name == "scheduler"
+        env, files = ({}, ()) if is_scheduler else self._preloader.for_worker()
+        inherited = os.environ if is_scheduler else without_keys(os.environ)
         process = await asyncio.create_subprocess_exec(
             *member.command,
-            env={**os.environ, **member.env, **env},
+            env={**inherited, **member.env, **env},
             pass_fds=files,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

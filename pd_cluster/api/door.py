@@ -31,6 +31,8 @@ class Door:
     ) -> None:
         self._listener = listener
         self._descriptor = listener.fileno()
+        self._family = listener.family
+        self._at_once = 1
         self._make = make
         self._doorman = doorman
         self._refusals = refusals
@@ -54,7 +56,9 @@ class Door:
         self._loop.add_reader(self._descriptor, self._accept_waiting)
 
     def _accept_waiting(self) -> None:
-        for _ in range(MAX_AT_ONCE):
+        most = self._at_once
+        self._at_once = 1  # asking when nobody waits costs as much as a connection
+        for _ in range(most):
             try:
                 connection, address = self._listener.accept()
             except BlockingIOError:
@@ -65,6 +69,7 @@ class Door:
                     return
             else:
                 self._let_in(connection, address)
+        self._at_once = min(2 * most, MAX_AT_ONCE)
 
     def _rest(self, error: OSError) -> None:
         """There are no descriptors or no memory left; an idle connection goes, and the loop does not spin."""
@@ -75,7 +80,7 @@ class Door:
 
     def _let_in(self, connection: socket.socket, address: object) -> None:
         protocol = self._make()
-        of = address_of(connection.family, address)
+        of = address_of(self._family, address)
         visit = self._doorman.admit(protocol, of, connection.fileno())
         if visit is None:
             self._refusals.note(of, "there are too many connections")
@@ -83,8 +88,6 @@ class Door:
             return
         protocol.visit = visit
         connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each token is worth a packet
         opening = self._loop.create_task(self._hand_over(protocol, connection))
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)

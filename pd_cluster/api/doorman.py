@@ -68,8 +68,9 @@ class Deadlines:
         self._ends_s: dict[Visit, float] = {}
 
     def begin(self, visit: Visit) -> None:
-        self._ends_s.pop(visit, None)
-        self._ends_s[visit] = self._clock() + self._timeout_s
+        """If it has not begun."""
+        if visit not in self._ends_s:
+            self._ends_s[visit] = self._clock() + self._timeout_s
 
     def end(self, visit: Visit) -> None:
         self._ends_s.pop(visit, None)

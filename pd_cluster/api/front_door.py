@@ -9,7 +9,6 @@ of probes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from enum import Enum
 from http import HTTPStatus
@@ -73,6 +72,10 @@ class Reading(Enum):
 class GuardedProtocol(HttpToolsProtocol):
     """`visit` is set before the connection is made."""
 
+    __slots__ = (  # thousands of connections are open, and uvicorn's own attributes fill a dict already
+        *("_body_left", "_doorman", "_framing_nbytes", "_has_begun", "_head_nbytes", "_held", "_ignored_nbytes"),
+        *("_last_bytes", "_num_trailers", "_probes", "_reading", "_refusals", "_trailers_nbytes", "visit"),
+    )
     visit: Visit
 
     def __init__(self, doorman: Doorman, refusals: RefusalLog, probes: frozenset[bytes], **uvicorn: Any) -> None:
@@ -143,12 +146,22 @@ class GuardedProtocol(HttpToolsProtocol):
                     self._held = data[at:]
                     return
                 at += self._feed(data, at)
+            self._watch()
         except httptools.HttpParserError as error:
             why = error.__context__  # of what is raised in the parser's callbacks
             malformed = Refusal(400, f"malformed request: {error}", "malformed_request")
             self._turn_away(why if isinstance(why, Refusal) else malformed)
         except Refusal as refusal:
             self._turn_away(refusal)
+
+    def _watch(self) -> None:
+        """What has not come as a whole must come in time; most requests do."""
+        if self.transport.is_closing():
+            return
+        if self._reading is not Reading.HEAD:
+            self._doorman.bodies.begin(self.visit)
+        elif self._has_begun:
+            self._doorman.heads.begin(self.visit)
 
     def _feed(self, data: bytes, at: int) -> int:
         """Returns how many bytes of `data` were taken, at least one. Raises Refusal and HttpParserError."""
@@ -164,6 +177,8 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._head_nbytes, self._last_bytes = len(piece), piece[-3:]
             return len(piece)
         piece = data[at : at + self._body_left]
+        if not piece:
+            raise Refusal(400, "the body does not end where it should", "malformed_request")
         self._body_left -= len(piece)
         if self._reading is Reading.BODY:
             self.parser.feed_data(piece)
@@ -178,9 +193,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_nbytes += len(piece)
         if self._head_nbytes > MAX_HEAD_NBYTES:
             raise Refusal(431, f"the request's line and headers are larger than {MAX_HEAD_NBYTES >> 10} KiB")
-        self._last_bytes = (self._last_bytes + piece[-3:])[-3:]
-        with contextlib.suppress(httptools.HttpParserUpgrade):  # it is answered as if it had not asked for that
+        last_bytes = self._last_bytes
+        try:
             self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:  # it is answered as if it had not asked for that
+            return len(piece)
+        if self._has_begun:
+            self._last_bytes = (last_bytes + piece[-3:])[-3:]
         return len(piece)
 
     def _end_of_head(self, data: bytes, at: int) -> int:
@@ -228,7 +247,6 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._unset_keepalive_if_required()
-        self._doorman.heads.begin(self.visit)
         self._has_begun = True
         super().on_message_begin()
 
@@ -260,7 +278,6 @@ class GuardedProtocol(HttpToolsProtocol):
             status = 429 if isinstance(full, Overloaded) else 503
             raise Refusal(status, str(full), "too_many_connections", full.retry_after_s) from None
         self._doorman.heads.end(self.visit)
-        self._doorman.bodies.begin(self.visit)
         self._reading = Reading.UNPARSED_BODY if upgrades and self._body_left else Reading.BODY
         self._has_begun = False
         self._head_nbytes = self._framing_nbytes = self._trailers_nbytes = self._num_trailers = 0

@@ -58,11 +58,12 @@ def bind_unix(path: Path) -> socket.socket:
 def bind(host: str, port: int, flag: str = "--port", is_shared: bool = False) -> socket.socket:
     """A listening TCP socket. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets that say they are TCP; without it each token may wait for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)  # connections inherit it
+    # Connections inherit both. Without TCP_NODELAY each token may wait for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from pd_cluster.api.doorman import Doorman
 from pd_cluster.api.front_door import GuardedProtocol
-from pd_cluster.api.refusal_log import RefusalLog
+from pd_cluster.api.refusals import RefusalLog
 
 MAX_AT_ONCE = 16  # accepted before the event loop gets on, and closes those that had to go
 REST_S = 0.2  # when a connection could not be accepted

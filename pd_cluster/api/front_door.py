@@ -11,15 +11,13 @@ from __future__ import annotations
 import asyncio
 import re
 from enum import Enum
-from http import HTTPStatus
 from typing import Any
 
 import httptools
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pd_cluster.api.doorman import Doorman, State, Visit
-from pd_cluster.api.refusal_log import RefusalLog
+from pd_cluster.api.refusals import Refusal, RefusalLog
 from pd_cluster.errors import Overloaded, Unavailable
 
 MAX_HEAD_NBYTES = 64 << 10  # request line and headers
@@ -38,28 +36,6 @@ PROBES = (b"/health", b"/ping", b"/live")
 def probes_under(root_path: str) -> frozenset[bytes]:
     """Paths that are answered however many connections there are, as clients write them."""
     return frozenset(root + path for path in PROBES for root in (b"", root_path.encode()))
-
-
-class Refusal(Exception):
-    """What a client is told when it is turned away; the connection closes."""
-
-    def __init__(self, status: int, message: str, code: str | None = None, retry_after_s: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.retry_after_s = retry_after_s
-
-    def answer(self) -> bytes:
-        """A whole response, in the shape of the API's errors."""
-        kind = {429: "rate_limit_error", 503: "service_unavailable"}.get(self.status, "invalid_request_error")
-        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
-        body = msgspec.json.encode({"error": error})
-        retry = "" if self.retry_after_s is None else f"retry-after: {self.retry_after_s}\r\n"
-        head = (
-            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
-        )
-        return head.encode() + body
 
 
 class Reading(Enum):

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from pd_cluster.api.door import Door
 from pd_cluster.api.doorman import Doorman
 from pd_cluster.api.front_door import GuardedProtocol, probes_under
-from pd_cluster.api.refusal_log import RefusalLog
+from pd_cluster.api.refusals import RefusalLog
 from pd_cluster.config import ConnectionLimits
 from pd_cluster.errors import ConfigError
 

@@ -15,7 +15,7 @@ from pd_cluster.api.doorman import (
     State,
     Visit,
 )
-from pd_cluster.api.refusal_log import PERIOD_S, RefusalLog
+from pd_cluster.api.refusals import PERIOD_S, RefusalLog
 from pd_cluster.config import ConnectionLimits
 from pd_cluster.errors import Overloaded, Unavailable
 

@@ -226,6 +226,10 @@ def serve(
         bool, HTTP("--enable-request-id-headers", help="Answers have x-request-id, the client's own or a new one.")
     ] = False,
     disable_fastapi_docs: Annotated[bool, HTTP("--disable-fastapi-docs", help="No /docs and /openapi.json.")] = False,
+    ssl_certfile: Annotated[str, HTTP(help="TLS: the certificate, in PEM, read again when it changes.")] = "",
+    ssl_keyfile: Annotated[str, HTTP(help="TLS: its key; default: in the certificate's file.")] = "",
+    ssl_ca_certs: Annotated[str, HTTP(help="TLS: who signs clients' certificates.")] = "",
+    ssl_cert_reqs: Annotated[int, HTTP(help="TLS: clients show a certificate: 0: none, 1: if they like, 2: all.")] = 0,
     heartbeat_interval: Annotated[float, TIMES(help="Seconds between heartbeats.")] = 0.5,
     dead_after: Annotated[float, TIMES(help="Seconds of silence after which a peer is dead.")] = 3.0,
     connect_timeout: Annotated[float, TIMES(help="Seconds to open a connection or a link.")] = 5.0,

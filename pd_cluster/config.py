@@ -218,6 +218,18 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, total=max(1, self.total // num_processes), per_host=per_host)
 
 
+class Tls(msgspec.Struct, frozen=True):
+    """Files in PEM. `keyfile` is "" where the certificate's file has the key, too.
+
+    `cert_reqs`: whether clients show a certificate of `ca_certs`: 0 no, 1 those that want to, 2 all.
+    """
+
+    certfile: str
+    keyfile: str = ""
+    ca_certs: str = ""
+    cert_reqs: int = 0
+
+
 ADMIN_CONNECTIONS = ConnectionLimits(total=16, per_host=0, spare=8, num_kept_descriptors=16)
 KEY_VARIABLE = "VLLM_API_KEY"
 KEYS_VARIABLE = "PD_CLUSTER_SERVE_API_KEY"  # --api-key's, as typer calls it: everybody can read a command line
@@ -247,6 +259,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     returns_request_ids: bool = False
     has_docs: bool = True
     connections: ConnectionLimits = ConnectionLimits()
+    tls: Tls | None = None
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from pd_cluster.config import (
     HttpConfig,
     RoutingConfig,
     Timeouts,
+    Tls,
 )
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.parsers.reply import ReplyFormat
@@ -114,6 +115,10 @@ class ServeOptions:
     allow_credentials: bool
     enable_request_id_headers: bool
     disable_fastapi_docs: bool
+    ssl_certfile: str
+    ssl_keyfile: str
+    ssl_ca_certs: str
+    ssl_cert_reqs: int
     chat_template: str
     trust_request_chat_template: bool
     response_role: str
@@ -253,7 +258,27 @@ class ServeOptions:
             returns_request_ids=self.enable_request_id_headers,
             has_docs=not self.disable_fastapi_docs,
             connections=self.connections(),
+            tls=self.tls(),
         )
+
+    def tls(self) -> Tls | None:
+        """The files are read by whoever serves. Raises ConfigError."""
+        certfile, keyfile, ca_certs, cert_reqs = (
+            self.ssl_certfile,
+            self.ssl_keyfile,
+            self.ssl_ca_certs,
+            self.ssl_cert_reqs,
+        )
+        if not certfile:
+            for flag, value in (("keyfile", keyfile), ("ca-certs", ca_certs), ("cert-reqs", cert_reqs)):
+                if value:
+                    raise ConfigError(f"--ssl-{flag} {value}: needs --ssl-certfile FILE, the server's certificate")
+            return None
+        if cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"--ssl-cert-reqs {cert_reqs}: expected 0, 1 or 2")
+        if cert_reqs and not ca_certs:
+            raise ConfigError(f"--ssl-cert-reqs {cert_reqs}: needs --ssl-ca-certs FILE, who signs for clients")
+        return Tls(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs, cert_reqs=cert_reqs)
 
     def connections(self) -> ConnectionLimits:
         """Raises ConfigError."""

@@ -47,7 +47,7 @@ async def serve(channel: socket.socket) -> None:
         http, timelines = config.api.http, timeline_app(edge.router.timelines)
         app = public_app(service, mirror.instances, config.api.is_openai, drain, http, lambda: mirror.totals)
         servers = [
-            (make_server(app, http.connections, http.root_path), socket.socket(fileno=config.listener_fd)),
+            (make_server(app, http.connections, http.root_path, http.tls), socket.socket(fileno=config.listener_fd)),
             (make_server(timelines, ADMIN_CONNECTIONS), socket.socket(fileno=config.admin_fd)),
         ]
         stops: list[Callable[[], None]] = []

@@ -6,11 +6,13 @@ import asyncio
 import errno
 import ipaddress
 import socket
+import ssl
 from collections.abc import Callable
 
 from pd_cluster.api.doorman import Doorman
 from pd_cluster.api.front_door import GuardedProtocol
 from pd_cluster.api.refusals import RefusalLog
+from pd_cluster.api.tls import TlsFiles
 
 MAX_AT_ONCE = 16  # accepted before the event loop gets on, and closes those that had to go
 REST_S = 0.2  # when a connection could not be accepted
@@ -27,6 +29,7 @@ class Door:
         make: Callable[[], GuardedProtocol],
         doorman: Doorman,
         refusals: RefusalLog,
+        tls: TlsFiles | None,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._listener = listener
@@ -36,6 +39,7 @@ class Door:
         self._make = make
         self._doorman = doorman
         self._refusals = refusals
+        self._tls = tls
         self._loop = loop
         self._opening: set[asyncio.Task[None]] = set()
         self._resting: asyncio.TimerHandle | None = None
@@ -89,13 +93,18 @@ class Door:
         protocol.visit = visit
         connection.setblocking(False)
         opening = self._loop.create_task(self._hand_over(protocol, connection))
+        protocol.opening = opening
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)
 
     async def _hand_over(self, protocol: GuardedProtocol, connection: socket.socket) -> None:
+        """With TLS, when the handshake is done; the doorman may cancel it."""
+        context = self._tls.context if self._tls is not None else None
         try:
-            await self._loop.connect_accepted_socket(lambda: protocol, connection)
-        except OSError:
+            await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=context)
+        except (OSError, asyncio.CancelledError) as error:
+            if isinstance(error, ssl.SSLError):
+                self._refusals.note(protocol.visit.address, f"TLS: {error.reason}")
             connection.close()
             self._doorman.left(protocol.visit)
 

@@ -50,7 +50,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     __slots__ = (  # thousands of connections are open, and uvicorn's own attributes fill a dict already
         *("_body_left", "_doorman", "_framing_nbytes", "_has_begun", "_head_nbytes", "_held", "_ignored_nbytes"),
-        *("_last_bytes", "_num_trailers", "_probes", "_reading", "_refusals", "_trailers_nbytes", "visit"),
+        *("_last_bytes", "_num_trailers", "_probes", "_reading", "_refusals", "_trailers_nbytes"),
+        *("opening", "visit"),
     )
     visit: Visit
 
@@ -59,6 +60,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._doorman = doorman
         self._refusals = refusals
         self._probes = probes
+        self.opening: asyncio.Task[None] | None = None  # ends when the connection is made
         self._reading = Reading.HEAD
         self._held = b""  # what came behind a request that waits for another's answer
         self._has_begun = False  # a head, of which there is at least a byte
@@ -73,7 +75,9 @@ class GuardedProtocol(HttpToolsProtocol):
     # ---- what the doorman asks for
 
     def evict(self) -> None:
-        if self.transport is not None:
+        if self.opening is not None and not self.opening.done():
+            self.opening.cancel()
+        else:
             self.transport.abort()
 
     def expire(self) -> bool:
@@ -84,7 +88,7 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._has_begun:
             self._turn_away(Refusal(408, "the request's headers did not arrive in time", "request_timeout"))
         else:
-            self.transport.abort()
+            self.evict()
         return True
 
     @property

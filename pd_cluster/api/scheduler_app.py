@@ -73,7 +73,7 @@ class Scheduler:
         self._edge.mailbox.start()
         try:
             app = admin_app(self.elastic, self._timelines(), access)
-            admin = make_server(app, ADMIN_CONNECTIONS), admin_listener
+            admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
             failure = _first_failure(self._watch(auto_role), self._edge.handler.fatal)
             if self._processes is not None:
                 await serve_until_signal([admin], failure, self._processes.drain, self._processes)
@@ -90,7 +90,7 @@ class Scheduler:
         drain = Drain(self._config.timeouts.drain_timeout_s, self._edge.router.end_all)
         app = public_app(service, self.membership.instances, self._config.is_openai, drain, self._config.http)
         http = self._config.http
-        public = make_server(app, http.connections, http.root_path), self._listeners[0]
+        public = make_server(app, http.connections, http.root_path, http.tls), self._listeners[0]
         try:
             await serve_until_signal([public, admin], failure, drain.begin, drain)
         finally:

@@ -23,7 +23,8 @@ from pd_cluster.api.door import Door
 from pd_cluster.api.doorman import Doorman
 from pd_cluster.api.front_door import GuardedProtocol, probes_under
 from pd_cluster.api.refusals import RefusalLog
-from pd_cluster.config import ConnectionLimits
+from pd_cluster.api.tls import TlsFiles
+from pd_cluster.config import ConnectionLimits, Tls
 from pd_cluster.errors import ConfigError
 
 BACKLOG = 2048
@@ -85,11 +86,14 @@ class Finishing(Protocol):
 class Server(uvicorn.Server):
     """Leaves signals to `serve_until_signal`, and who may connect to a doorman."""
 
-    def __init__(self, config: uvicorn.Config, doorman: Doorman, probes: frozenset[bytes]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, doorman: Doorman, probes: frozenset[bytes], tls: TlsFiles | None
+    ) -> None:
         super().__init__(config)
         self.doorman = doorman
         self._refusals = RefusalLog()
         self._probes = probes
+        self._tls = tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -98,7 +102,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
         loop = asyncio.get_running_loop()
-        doors = [Door(listener, self._protocol, self.doorman, self._refusals, loop) for listener in sockets or ()]
+        doors = [
+            Door(listener, self._protocol, self.doorman, self._refusals, self._tls, loop) for listener in sockets or ()
+        ]
         self.servers = doors  # type: ignore[assignment]  # uvicorn closes them and waits for that, nothing more
         self.started = True
 
@@ -106,6 +112,8 @@ class Server(uvicorn.Server):
         if not counter % TICKS_A_SECOND:
             self.doorman.sweep()
             self._refusals.tell()
+            if self._tls is not None:
+                self._tls.refresh()
         return await super().on_tick(counter)
 
     def _protocol(self) -> GuardedProtocol:
@@ -119,7 +127,10 @@ class Server(uvicorn.Server):
         )
 
 
-def make_server(app: ASGIApp, limits: ConnectionLimits = DEFAULT_LIMITS, root_path: str = "") -> Server:
+def make_server(
+    app: ASGIApp, limits: ConnectionLimits = DEFAULT_LIMITS, root_path: str = "", tls: Tls | None = None
+) -> Server:
+    """Raises ConfigError for files of TLS that cannot be used."""
     config = uvicorn.Config(
         app,
         loop="none",  # whoever serves has chosen it
@@ -134,7 +145,8 @@ def make_server(app: ASGIApp, limits: ConnectionLimits = DEFAULT_LIMITS, root_pa
         timeout_keep_alive=75,
     )
     num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Server(config, Doorman(limits, num_descriptors), probes_under(root_path))
+    files = TlsFiles(tls) if tls is not None else None
+    return Server(config, Doorman(limits, num_descriptors), probes_under(root_path), files)
 
 
 def raise_descriptor_limit(limits: ConnectionLimits) -> None:

@@ -68,21 +68,35 @@ class Launch:
     @property
     def forks(self) -> bool:
         """Whether rank processes are forked, by what the flags say."""
-        device = "auto"
+        return SPAWN not in self.arguments and forks_are_safe(self._value_of("--device") or "auto")
+
+    def _value_of(self, wanted: str) -> str:
+        """Of a flag among the arguments; "" where it is not there."""
+        found = ""
         for flag, following in itertools.zip_longest(self.arguments, self.arguments[1:], fillvalue=""):
             name, equals, value = flag.partition("=")
-            if name == "--device":
-                device = value if equals else following
-        return SPAWN not in self.arguments and forks_are_safe(device)
+            if name == wanted:
+                found = value if equals else following
+        return found
+
+    @property
+    def scheme(self) -> str:
+        """Raises ConfigError where nobody could ask whether the scheduler is ready."""
+        if self._value_of("--ssl-cert-reqs") == "2":
+            raise ConfigError(
+                "--ssl-cert-reqs 2: `up` has no certificate to ask its scheduler with; start each instance with "
+                "`pd-cluster serve`, or give 1"
+            )
+        return "https" if self._value_of("--ssl-certfile") else "http"
 
     @property
     def url(self) -> str:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
-        return f"http://{host}:{self.port}"
+        return f"{self.scheme}://{host}:{self.port}"
 
     @property
     def admin_url(self) -> str:
-        return f"http://127.0.0.1:{self.port + 1}"
+        return f"{self.scheme}://127.0.0.1:{self.port + 1}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +185,8 @@ class Cluster:
         import httpx  # which each process that this one starts would import for nothing
 
         deadline_s = time.monotonic() + timeout_s
-        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+        # A certificate is for the name that clients use, not for this address, and nothing secret is asked.
+        async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False) as client:
             while time.monotonic() < deadline_s:
                 self.raise_failure()
                 with contextlib.suppress(httpx.HTTPError):

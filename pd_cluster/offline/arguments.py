@@ -59,6 +59,7 @@ SERVER = (
     *("host", "port", "served_model_name", "secret_file", "admin_port", "admin_host", "admin_token_file"),
     *("auto_role", "request_timeout", "drain_timeout", "max_attempts", "replay_wait", "guided_timeout", "api_workers"),
     *("max_connections", "max_connections_per_host", "metrics_key", "admin_allowed_hosts"),
+    *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),
     *("api_key", "root_path", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
     *("enable_request_id_headers", "disable_fastapi_docs", "trust_request_chat_template"),
     *("return_tokens_as_token_ids", "require_model", "routing_policy", "scheduling_policy", "slo_ttft", "slo_tpot"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from pd_cluster.api import server
-from pd_cluster.config import ConnectionLimits
+from pd_cluster.config import ConnectionLimits, Tls
 
 WAIT_S = 30.0
 KIB = 1 << 10
@@ -55,8 +56,8 @@ class Serving:
         self.connections: set[Any] = running.server_state.connections
         self.port = port
 
-    async def connect(self, source: str = "127.0.0.1") -> Client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
+    async def connect(self, source: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> Client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0), ssl=tls)
         return Client(reader, writer)
 
     async def ask(self, *pieces: bytes, source: str = "127.0.0.1") -> bytes:
@@ -111,10 +112,10 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def serving(limits: ConnectionLimits | None = None) -> AsyncIterator[Serving]:
+async def serving(limits: ConnectionLimits | None = None, tls: Tls | None = None) -> AsyncIterator[Serving]:
     listener = server.bind("127.0.0.1", 0)
     app = App()
-    made = server.make_server(app, limits or ConnectionLimits())
+    made = server.make_server(app, limits or ConnectionLimits(), tls=tls)
     running = asyncio.ensure_future(made.serve(sockets=[listener]))
     try:
         yield Serving(app, made, listener.getsockname()[1])
@@ -124,9 +125,11 @@ async def serving(limits: ConnectionLimits | None = None) -> AsyncIterator[Servi
         await running
 
 
-def run(test: Callable[[Serving], Awaitable[Any]], limits: ConnectionLimits | None = None) -> None:
+def run(
+    test: Callable[[Serving], Awaitable[Any]], limits: ConnectionLimits | None = None, tls: Tls | None = None
+) -> None:
     async def timed() -> None:
-        async with asyncio.timeout(WAIT_S), serving(limits) as at:
+        async with asyncio.timeout(WAIT_S), serving(limits, tls) as at:
             await test(at)
 
     asyncio.run(timed())

@@ -94,6 +94,9 @@ def test_cors_is_closed_where_there_are_keys() -> None:
         (["--max-connections=0"], "--max-connections 0: must be at least 1"),
         (["--max-connections-per-host=-1"], "--max-connections-per-host -1: give 0 for no such limit"),
         (["--api-key=a", "--metrics-key=a"], "--metrics-key: is one of the API keys, too"),
+        (["--ssl-keyfile=k"], "--ssl-keyfile k: needs --ssl-certfile FILE"),
+        (["--ssl-certfile=c", "--ssl-cert-reqs=3"], "--ssl-cert-reqs 3: expected 0, 1 or 2"),
+        (["--ssl-certfile=c", "--ssl-cert-reqs=1"], "--ssl-cert-reqs 1: needs --ssl-ca-certs FILE"),
         (["--metrics-key=a b"], "--metrics-key: keys have printable ASCII characters only"),
     ],
 )

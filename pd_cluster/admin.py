@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from pd_cluster.cluster.place import admin_token, read_admin_token, secret_of
+from pd_cluster.cluster.credentials import find_admin_token
 from pd_cluster.errors import PdClusterError, Unauthorized
 
 ANSWER_TIMEOUT_S = 5.0
@@ -17,20 +17,15 @@ ANSWER_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """An admin address, and where its token comes from: a file of its own, or the cluster's secret."""
+    """An admin address, and its token's file: the one that is named, or the one beside the global rank table."""
 
     url: str
     token_file: str = ""
-    secret_file: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
 
     def token(self) -> str:
         """Empty when nothing names one. Raises ConfigError for a file that cannot be used."""
-        if self.token_file:
-            return read_admin_token(self.token_file)
-        if self.secret_file or self.env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
-            return admin_token(secret_of(self.env, self.secret_file))
-        return ""
+        return find_admin_token(self.env, self.token_file)
 
     def _trusted(self) -> ssl.SSLContext:
         """Certificates of the system, or those of SSL_CERT_FILE. Raises PdClusterError."""
@@ -66,8 +61,8 @@ def raise_unauthorized(response: httpx.Response) -> None:
     if response.status_code == 401:
         raise Unauthorized(
             f"{response.url} does not take this token, or none was given: --admin-token-file FILE (of `pd-cluster up`: "
-            f"the file that it names when it is ready), or --secret-file FILE or GLOBAL_RANK_TABLE_FILE_PATH as the "
-            f"scheduler has it"
+            f"the file that it names when it is ready), or GLOBAL_RANK_TABLE_FILE_PATH as the scheduler has it, "
+            f"with its admin.token beside the table"
         )
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_cluster import hccl
+from pd_cluster.cluster.credentials import KeyFiles, admin_token_of, credentials_of
 from pd_cluster.cluster.place import Place, find_place, node_ports
 from pd_cluster.config import PortRange, Timeouts
 from pd_cluster.device import num_threads_for
@@ -61,8 +62,20 @@ def run(env: Mapping[str, str]) -> None:
             console.print(_hccl(place, env))
             if not HCCN_CONF.exists():
                 console.print(f"warning: {HCCN_CONF} is missing, and HCCL reads the NPUs' addresses there: mount it")
-    if place.spans_hosts:
-        console.print("the instances are on several hosts: give all of them the same --secret-file")
+    console.print(_keys(place, env))
+
+
+def _keys(place: Place, env: Mapping[str, str]) -> str:
+    """Whether an instance would find its files. Flags of its command line are not seen here, so it is no fault."""
+    secret, key, token = (env.get(f"{VARIABLE}{name}_FILE") for name in ("SECRET", "SCHEDULER_KEY", "ADMIN_TOKEN"))
+    files = KeyFiles(secret, key, token, env.get(f"{VARIABLE}DERIVE_SECRET", "").lower() in ("1", "true"))
+    try:
+        credentials_of(place, files)
+        if place.role == "scheduler":
+            admin_token_of(place, files)
+    except ConfigError as error:
+        return f"warning: {error}"
+    return "the files of the cluster's secrets are there and readable" if not files.derives else "secrets: derived"
 
 
 def _deadlines() -> Table:

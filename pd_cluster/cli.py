@@ -18,7 +18,7 @@ import typer
 from pd_cluster import __version__
 from pd_cluster.bench.commands import app as bench_app
 from pd_cluster.errors import PdClusterError
-from pd_cluster.instances import DEFAULT_ADMIN, SECRET_FILE, TOKEN_FILE
+from pd_cluster.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.instances import app as instances_app
 from pd_cluster.offline.batch_command import run_batch
 
@@ -54,7 +54,13 @@ def serve(
     host: Annotated[str, BASIC(help="Address to bind HTTP to.")] = "0.0.0.0",
     port: Annotated[int, BASIC(help="HTTP port: the public one on the scheduler, one of NODE_PORTS else.")] = 8000,
     served_model_name: Annotated[list[str] | None, BASIC(help="What clients call the model.")] = None,
-    secret_file: Annotated[str | None, BASIC(help="The cluster's secret; default: from the table.")] = None,
+    secret_file: Annotated[
+        str | None, BASIC(help="The cluster's secret; default: cluster.secret beside the global rank table.")
+    ] = None,
+    derive_secret: Annotated[
+        bool,
+        BASIC("--derive-secret", help="The secrets follow from the table: one host, whose every user is trusted."),
+    ] = False,
     log_level: Annotated[str, BASIC(help="debug, info, warning or error.")] = "INFO",
     tensor_parallel_size: Annotated[
         int | None, ENGINE(help="Devices that share the model; default: as many as the rank table gives.")
@@ -162,7 +168,11 @@ def serve(
         str, SCHEDULER(help="Names beside localhost by which the admin port may be read, with commas between.")
     ] = "",
     admin_token_file: Annotated[
-        str | None, SCHEDULER(help="Admin token (mode 0600); default: derived from the secret.")
+        str | None, SCHEDULER(help="Admin token (mode 0600); default: admin.token beside the global rank table.")
+    ] = None,
+    scheduler_key_file: Annotated[
+        str | None,
+        SCHEDULER(help="Its private key (mode 0600); default: scheduler.key beside the global rank table."),
     ] = None,
     seed: Annotated[int | None, REQUESTS(help="Draw the seeds of requests without one from this.")] = None,
     max_logprobs: Annotated[int, REQUESTS(help="Most logprobs that a request may ask for.")] = 20,
@@ -316,7 +326,7 @@ def trace(
     ] = "",
     admin: Annotated[str, typer.Option(help="The scheduler's admin address.")] = DEFAULT_ADMIN,
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
-    secret_file: Annotated[str, SECRET_FILE] = "",
+    secret_file: Annotated[str, NO_SECRET_FILE] = "",
     png: Annotated[str, typer.Option(help="Draw the timeline into this file too; needs matplotlib.")] = "",
     json: Annotated[str, typer.Option(help="Write what is shown to this file too.")] = "",
 ) -> None:
@@ -324,7 +334,7 @@ def trace(
     from pd_cluster.admin import Admin
     from pd_cluster.trace.command import run
 
-    run(request_id, Admin(admin, admin_token_file, secret_file, os.environ), png, json)
+    run(request_id, Admin(admin, admin_token_file, os.environ), png, json)
 
 
 @app.command()

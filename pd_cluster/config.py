@@ -157,6 +157,22 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     fds: tuple[int, ...] = ()
 
 
+class Credentials(msgspec.Struct, frozen=True):
+    """What makes this process one of its cluster. `schedulers`: the public keys that it takes for a scheduler's.
+
+    `key`: the scheduler's private key; a worker has none here, because it draws its own. `table`: a digest of the
+    global rank table that it was started with.
+    """
+
+    secret: bytes
+    schedulers: tuple[bytes, ...] = ()
+    key: bytes = b""
+    table: bytes = b""
+
+    def __repr__(self) -> str:
+        return "Credentials(…)"
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One rank process: handed over by the worker's parent as JSON on a socket, never on a command line."""
 
@@ -166,7 +182,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     bind_address: str
     device_ids: list[str]
     epoch: int
-    secret: bytes
+    credentials: Credentials
     num_threads: int
     kv_transport: KVTransportChoice
     kv_port_range: PortRange
@@ -286,7 +302,7 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     api: ApiConfig
-    secret: bytes
+    credentials: Credentials
     listener_fd: int
     admin_fd: int
     log_level: str

@@ -19,13 +19,20 @@ DEFAULT_ADMIN = "http://127.0.0.1:9001"
 TOKEN_FILE = typer.Option(
     "--admin-token-file",
     envvar=["PD_CLUSTER_ADMIN_TOKEN_FILE", "PD_CLUSTER_SERVE_ADMIN_TOKEN_FILE"],
-    help="The scheduler's admin token.",
+    help="The scheduler's admin token; default: admin.token beside the global rank table.",
 )
-SECRET_FILE = typer.Option(
-    "--secret-file",
-    envvar=["PD_CLUSTER_SECRET_FILE", "PD_CLUSTER_SERVE_SECRET_FILE"],
-    help="The cluster's secret, when the token is derived from it.",
-)
+
+
+def _refuse_secret_file(value: str) -> str:
+    if value:
+        raise ConfigError(
+            "--secret-file: the admin token is a file of its own; give --admin-token-file FILE (admin.token beside the "
+            "scheduler's global rank table), or GLOBAL_RANK_TABLE_FILE_PATH"
+        )
+    return value
+
+
+NO_SECRET_FILE = typer.Option("--secret-file", hidden=True, callback=_refuse_secret_file)
 ADMIN = typer.Option("--admin", help=f"The scheduler's admin address; default: {DEFAULT_ADMIN}.")
 FORCE = typer.Option("--force", help="Also the last instance of its role that takes requests.")
 TIMEOUT = typer.Option(
@@ -41,13 +48,13 @@ def instances(
     context: typer.Context,
     admin: Annotated[str, ADMIN] = DEFAULT_ADMIN,
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
-    secret_file: Annotated[str, SECRET_FILE] = "",
+    secret_file: Annotated[str, NO_SECRET_FILE] = "",
 ) -> None:
     """Show the instances of a running cluster; the commands below change them while it serves."""
     from pd_cluster.admin import Admin
     from pd_cluster.show import show_instances
 
-    context.obj = Admin(admin, admin_token_file, secret_file, os.environ)
+    context.obj = Admin(admin, admin_token_file, os.environ)
     if context.invoked_subcommand is None:
         show_instances(context.obj)
 
@@ -59,13 +66,13 @@ def add(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Its HTTP port.")],
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
-    secret_file: Annotated[str, SECRET_FILE] = "",
+    secret_file: Annotated[str, NO_SECRET_FILE] = "",
     no_wait: Annotated[bool, NO_WAIT] = False,
 ) -> None:
     """Let an instance of the global rank table join; the scheduler reads the table again. Devices are the table's."""
     from pd_cluster.operate import JOIN_TIMEOUT_S, is_ready
 
-    asked = _command(context, name, admin, admin_token_file, secret_file)
+    asked = _command(context, name, admin, admin_token_file)
     asked.send("", {"name": name, "port": port})
     asked.finish(no_wait, is_ready, "is here", JOIN_TIMEOUT_S)
 
@@ -78,13 +85,13 @@ def remove(
     timeout: Annotated[float | None, TIMEOUT] = None,
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
-    secret_file: Annotated[str, SECRET_FILE] = "",
+    secret_file: Annotated[str, NO_SECRET_FILE] = "",
     no_wait: Annotated[bool, NO_WAIT] = False,
 ) -> None:
     """Drain an instance and forget it; `add` brings it back. Its process goes on until somebody ends it."""
     from pd_cluster.operate import is_gone
 
-    asked = _command(context, name, admin, admin_token_file, secret_file)
+    asked = _command(context, name, admin, admin_token_file)
     asked.send("remove", {"force": force, "timeout_s": timeout})
     asked.finish(no_wait, is_gone, "has left; its process may be ended")
 
@@ -98,13 +105,13 @@ def drain(
     timeout: Annotated[float | None, TIMEOUT] = None,
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
-    secret_file: Annotated[str, SECRET_FILE] = "",
+    secret_file: Annotated[str, NO_SECRET_FILE] = "",
     no_wait: Annotated[bool, NO_WAIT] = False,
 ) -> None:
     """Take an instance out of service: it gets no new requests, and what runs there ends there."""
     from pd_cluster.operate import is_drained
 
-    asked = _command(context, name, admin, admin_token_file, secret_file)
+    asked = _command(context, name, admin, admin_token_file)
     if undo:
         if force or timeout is not None:
             raise ConfigError("--undo: goes with neither --force nor --timeout; leave these out")
@@ -124,22 +131,22 @@ def role(
     timeout: Annotated[float | None, TIMEOUT] = None,
     admin: Annotated[str, ADMIN] = "",
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
-    secret_file: Annotated[str, SECRET_FILE] = "",
+    secret_file: Annotated[str, NO_SECRET_FILE] = "",
     no_wait: Annotated[bool, NO_WAIT] = False,
 ) -> None:
     """Drain an instance and give it the other role; its process, its name and its caches stay."""
     from pd_cluster.operate import has_role
 
-    asked = _command(context, name, admin, admin_token_file, secret_file)
+    asked = _command(context, name, admin, admin_token_file)
     asked.send("role", {"role": role, "force": force, "timeout_s": timeout})
     asked.finish(no_wait, has_role(role), f"is {role}")
 
 
-def _command(context: typer.Context, name: str, url: str, token_file: str, secret_file: str) -> Command:
+def _command(context: typer.Context, name: str, url: str, token_file: str) -> Command:
     """What is said after the command wins over what is said before it."""
     from pd_cluster.admin import Admin
     from pd_cluster.operate import Command
 
     outer: Admin = context.obj
-    admin = Admin(url or outer.url, token_file or outer.token_file, secret_file or outer.secret_file, outer.env)
+    admin = Admin(url or outer.url, token_file or outer.token_file, outer.env)
     return Command(admin, name)

@@ -1,14 +1,13 @@
 """One process's ZeroMQ sockets, owned by one thread: a bound ROUTER, and a DEALER for each peer it connects to.
 
 Delivers messages, notices peers that close or fall silent, sends heartbeats, drops mail for another epoch. Knows
-nothing of requests or KV cache. Every frame is an authenticated CURVE frame: who lacks the cluster's secret gets no
-connection (libzmq's own handshake, ZAP checks the client's key).
+nothing of requests or KV cache. Every frame is an authenticated CURVE frame. Which key may open a connection, and what
+its owner may call itself, admission.py decides.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import itertools
 import logging
 import os
@@ -24,13 +23,17 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from pd_cluster import sockets, wire
-from pd_cluster.config import PortRange, Timeouts
+from pd_cluster.admission import Admission, peer_key
+from pd_cluster.config import Credentials, PortRange, Timeouts
 from pd_cluster.errors import ConfigError
-from pd_cluster.sockets import Connection, CurveKeys, bracketed, open_dealer, open_router
+from pd_cluster.sockets import Connection, KeyPair, bracketed, decode_key, open_dealer, open_router, receive
 
 log = logging.getLogger(__name__)
 
-NOT_OPENED = "the connection did not open: nobody listens there, or with another secret"
+NOT_OPENED = "the connection did not open: nobody listens there, or with another key"
+NOT_ADMITTED = "the other end does not admit this process's key"
+OTHER_SECRET = "the other end has another secret"
+REFUSALS = (NOT_ADMITTED, OTHER_SECRET)  # reasons that stay as long as both processes live, between S and a worker
 MAX_PENDING = 10_000  # messages kept while a connection opens
 
 
@@ -44,24 +47,23 @@ class Handler(Protocol):
     def load(self) -> wire.Load | None: ...
 
 
-def peer_key(name: str, epoch: int) -> str:
-    """How a life of a process is named everywhere: a restarted one is somebody else."""
-    return f"{name}@{epoch:x}"
-
-
 class Mailbox:
+    """Listens once `bind` was called; connects to whom its owner names."""
+
     def __init__(
         self,
         name: str,
         epoch: int,
         kind: Literal["scheduler", "worker"],
-        secret: bytes,
+        credentials: Credentials,
         timeouts: Timeouts,
         handler: Handler,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.epoch, self.kind = name, epoch, kind
-        self._keys = CurveKeys.from_secret(secret)
+        self.table = credentials.table  # the scheduler's changes while it runs
+        self._keys = KeyPair.of(credentials.key)
+        self._admission = Admission(credentials, peer_key(name, epoch), self._keys.public)
         self._timeouts = timeouts
         self._handler = handler
         self._clock = clock
@@ -83,9 +85,13 @@ class Mailbox:
 
     # ---- any thread
 
+    @property
+    def public_key(self) -> bytes:
+        return self._keys.public
+
     def callback(self, domain: str, key: bytes) -> bool:
-        """ZAP's question: is this client's public key a member's?"""
-        return hmac.compare_digest(key, self._keys.public)
+        """What ZAP asks of a client's public key."""
+        return self._admission.may_connect(decode_key(key))
 
     def bind(self, host: str, ports: PortRange) -> int:
         """Binds the ROUTER, before `start()`. Returns the port. Raises ConfigError when none is free."""
@@ -105,10 +111,13 @@ class Mailbox:
     def start(self) -> None:
         self._thread.start()
 
-    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
-        """Opens a connection; returns its id. `on_opened` or `on_closed` follows within the connect timeout."""
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
+        """Opens a connection to who has this public key; returns its id.
+
+        `on_opened` or `on_closed` follows within the connect timeout.
+        """
         conn = f"{self.name}@{self.epoch:x}#{next(self._counter)}"
-        self._call(lambda: self._connect(conn, name, epoch, host, port))
+        self._call(lambda: self._connect(conn, name, epoch, host, port, key))
         return conn
 
     def beat(self) -> None:
@@ -180,7 +189,7 @@ class Mailbox:
     def _receive_router(self) -> None:
         for _ in range(1000):
             try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+                identity, key, frames = receive(self._router)
             except zmq.Again:
                 return
             envelope = self._decode(frames)
@@ -188,9 +197,10 @@ class Mailbox:
                 continue
             conn = self._by_identity.get(identity)
             if conn is None and isinstance(envelope.body, wire.Hello):
-                conn = self._accept(identity, envelope, envelope.body)
+                conn = self._accept(identity, key, envelope, envelope.body)
             if conn is not None:
-                self._deliver(self._connections[conn], envelope)
+                if self._connections[conn].peer_key == key:  # an identity is what a client calls itself
+                    self._deliver(self._connections[conn], envelope)
             elif not isinstance(envelope.body, wire.Hello):
                 self._say_gone(identity, envelope)
 
@@ -200,16 +210,22 @@ class Mailbox:
         with contextlib.suppress(zmq.ZMQError):  # it is gone itself
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
 
-    def _accept(self, identity: bytes, envelope: wire.Envelope, hello: wire.Hello) -> str | None:
+    def _accept(self, identity: bytes, key: bytes, envelope: wire.Envelope, hello: wire.Hello) -> str | None:
         peer = peer_key(envelope.from_name, envelope.from_epoch)
         if hello.version != wire.PROTOCOL_VERSION:
             log.error("%s speaks protocol %d, this is %d: not accepted", peer, hello.version, wire.PROTOCOL_VERSION)
             return None
+        if not self._admission.admits(key, peer, hello.kind):
+            log.error("%s says that it is a %s, and its key is another's: not accepted", peer, hello.kind)
+            return None
         conn = f"in:{identity.decode(errors='replace')}"
         self._connections[conn] = Connection(
-            conn, peer, envelope.from_epoch, self._clock(), identity=identity, kind=hello.kind, is_open=True
+            conn, peer, envelope.from_epoch, self._clock(), identity, key, kind=hello.kind, is_open=True
         )
         self._by_identity[identity] = conn
+        self._send(conn, wire.encode_body(wire.Welcome(self._admission.proof_to(peer, key), self.table)))
+        if conn not in self._connections:
+            return None
         self._handler.on_opened(conn, peer, hello.kind)
         return conn
 
@@ -238,18 +254,27 @@ class Mailbox:
         if envelope.from_epoch != connection.epoch:
             return
         connection.last_seen_s = self._clock()
-        if isinstance(envelope.body, wire.Gone):
-            self._lose(connection, "the other end has given the connection up")
-        elif not isinstance(envelope.body, wire.Hello):
-            self._handler.on_message(connection.id, connection.peer, envelope.body)
+        match envelope.body:
+            case wire.Gone():
+                self._lose(connection, "the other end has given the connection up")
+            case wire.Welcome(proof, table) if not connection.is_open:
+                self._welcomed(connection, proof, table)
+            case wire.Hello() | wire.Welcome():
+                pass
+            case body if connection.is_open:
+                if isinstance(body, wire.Peers) and connection.kind == "scheduler":
+                    self._admission.hear(body.peers)
+                self._handler.on_message(connection.id, connection.peer, body)
 
-    def _connect(self, conn: str, name: str, epoch: int, host: str, port: int) -> None:
-        socket, monitor = open_dealer(self._context, self._keys, conn.encode(), host, self._timeouts.connect_timeout_s)
-        connection = Connection(conn, peer_key(name, epoch), epoch, self._clock(), socket=socket, monitor=monitor)
+    def _connect(self, conn: str, name: str, epoch: int, host: str, port: int, key: bytes) -> None:
+        timeout_s = self._timeouts.connect_timeout_s
+        socket, monitor = open_dealer(self._context, self._keys, key, conn.encode(), host, timeout_s)
+        connection = Connection(
+            conn, peer_key(name, epoch), epoch, self._clock(), peer_key=key, socket=socket, monitor=monitor
+        )
         self._connections[conn] = connection
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
-        connection.pending.append(self._seal(connection, wire.encode_body(wire.Hello(kind=self.kind))))
         try:
             socket.connect(f"tcp://{bracketed(host)}:{port}")
         except zmq.ZMQError as error:
@@ -262,11 +287,25 @@ class Mailbox:
             except zmq.Again:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._opened(connection)
+                self._greet(connection)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._lose(connection, NOT_ADMITTED)
             else:
                 self._lose(connection, "the connection was closed" if connection.is_open else NOT_OPENED)
 
-    def _opened(self, connection: Connection) -> None:
+    def _greet(self, connection: Connection) -> None:
+        hello = self._seal(connection, wire.encode_body(wire.Hello(kind=self.kind)))
+        try:
+            connection.socket.send(hello, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._lose(connection, f"the connection was closed: {error}")
+
+    def _welcomed(self, connection: Connection, proof: bytes, table: bytes) -> None:
+        if not self._admission.is_proof(proof, connection.peer, connection.peer_key):
+            self._lose(connection, OTHER_SECRET)
+            return
+        if self.kind == "scheduler" and self.table and table != self.table:
+            log.warning("%s was started with another global rank table than the scheduler's", connection.peer)
         connection.is_open = True
         connection.last_seen_s = self._clock()
         pending, connection.pending = connection.pending, []

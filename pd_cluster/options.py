@@ -15,6 +15,7 @@ import msgspec
 
 from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.checkpoint import SHIPPED_MODEL
+from pd_cluster.cluster.credentials import KeyFiles
 from pd_cluster.config import (
     KEY_VARIABLE,
     ChatConfig,
@@ -85,6 +86,8 @@ class ServeOptions:
     kv_rate_limit: float
     link_keepalive: float
     secret_file: str | None
+    scheduler_key_file: str | None
+    derive_secret: bool
     admin_port: int | None
     admin_host: str
     admin_allowed_hosts: str
@@ -132,6 +135,9 @@ class ServeOptions:
     slo_ttft: float
     slo_tpot: float
     log_level: str
+
+    def key_files(self) -> KeyFiles:
+        return KeyFiles(self.secret_file, self.scheduler_key_file, self.admin_token_file, self.derive_secret)
 
     def engine(self) -> EngineConfig:
         return EngineConfig(

@@ -11,11 +11,15 @@ import msgspec
 
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Role
-from pd_cluster.wire import LayoutInfo
+from pd_cluster.wire import LayoutInfo, PublicKey
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of a worker. Ports only: hosts always come from the rank table."""
+    """Identity of a worker. Ports only: hosts always come from the rank table.
+
+    Everybody may read it, so nothing here follows from the cluster's secret; `public_key` is believed once the worker
+    has proven itself over a connection to it.
+    """
 
     name: str
     role: Role
@@ -26,6 +30,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     rank_pids: list[int] = []  # in the order of the ranks, as far as they are started
     control_port: int = 0
+    public_key: PublicKey = b""
     model_identity: str = ""
     numerics: Numerics = Numerics()
     max_model_len: int = 0
@@ -33,7 +38,6 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     tp_size: int = 1
     error: str = ""
-    table_digest: str = ""
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,6 +47,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str = ""
     lost: str = ""  # which other rank was lost, when that is why it ends
     control_port: int = 0
+    public_key: PublicKey = b""
     model_identity: str = ""
     numerics: Numerics = Numerics()
     max_model_len: int = 0

@@ -15,12 +15,14 @@ import msgspec
 
 from pd_cluster import hccl
 from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.cluster.credentials import admin_token_of, credentials_of
 from pd_cluster.cluster.launch_preloader import DIE_WITH_PARENT
-from pd_cluster.cluster.place import Place, admin_token, find_place, node_ports, read_admin_token, use_openai
+from pd_cluster.cluster.place import Place, find_place, node_ports, use_openai
 from pd_cluster.cluster.rank_process import environment_of
 from pd_cluster.config import (
     SECRET_VARIABLES,
     ApiConfig,
+    Credentials,
     EngineConfig,
     KVTransportChoice,
     PortRange,
@@ -65,20 +67,18 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
     if not 0 <= options.kv_rate_limit < float("inf"):
         raise ConfigError(f"--kv-rate-limit {options.kv_rate_limit:g}: must be a number of MB/s, 0 for no limit")
     engine, timeouts, routing = options.engine(), options.timeouts(), options.routing()
-    place = find_place(env, options.secret_file)
+    place = find_place(env)
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for warning in warnings:
         log.warning("%s", warning)
-    if place.secret_is_derived and place.spans_hosts:
-        log.warning(
-            "the instances are on several hosts and the cluster's secret is derived from the rank table; "
-            "give every instance the same --secret-file"
-        )
+    credentials = credentials_of(place, options.key_files())
+    if options.derive_secret:
+        log.warning("--derive-secret: a user who can read or guess the rank table can act as any of these processes")
     if place.role == "scheduler":
-        _run_scheduler(options, engine, timeouts, routing, place, env)
+        _run_scheduler(options, engine, timeouts, routing, place, credentials, env)
     else:
-        _run_worker(options, engine, timeouts, place)
+        _run_worker(options, engine, timeouts, place, credentials)
 
 
 def _run_scheduler(
@@ -87,14 +87,15 @@ def _run_scheduler(
     timeouts: Timeouts,
     routing: RoutingConfig,
     place: Place,
+    credentials: Credentials,
     env: Mapping[str, str],
 ) -> None:
     ports = node_ports(env, place)
     openai = use_openai(env)
     if not 0 <= options.max_logprobs <= MOST_LOGPROBS:
         raise ConfigError(f"--max-logprobs {options.max_logprobs}: must be in 0 to {MOST_LOGPROBS}")
-    file = options.admin_token_file
-    token = read_admin_token(file) if file else admin_token(place.secret)
+    files = options.key_files()
+    token = admin_token_of(place, files)
     if options.max_attempts < 0:
         raise ConfigError(f"--max-attempts {options.max_attempts}: must not be negative")
     if not 1 <= options.api_workers <= MAX_API_WORKERS:
@@ -129,11 +130,15 @@ def _run_scheduler(
     admin_port = options.admin_port if options.admin_port is not None else options.port + 1
     admin_listener = bind(options.admin_host, admin_port, "--admin-port")
     log.info("serving at %s:%d, admin at %s:%d", options.host, options.port, options.admin_host, admin_port)
-    tables = Tables(lambda: find_place(env, options.secret_file), lambda place: _ports_of_file(env, place))
+    tables = Tables(
+        lambda: find_place(env),
+        lambda place: _ports_of_file(env, place),
+        lambda place: credentials_of(place, files),
+    )
     access = AdminAccess(token, is_loopback(options.admin_host), options.admin_hosts())
 
     async def serve() -> None:
-        scheduler = Scheduler(place, ports, config, listeners, tables, options.log_level.upper())
+        scheduler = Scheduler(place, credentials, ports, config, listeners, tables, options.log_level.upper())
         await scheduler.run(admin_listener, access, AutoRole() if options.auto_role else None)
 
     tune()
@@ -146,7 +151,9 @@ def _ports_of_file(env: Mapping[str, str], place: Place) -> list[int] | None:
     return node_ports(env, place) if env.get("NODE_PORTS_FILE", "").strip() else None
 
 
-def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place) -> None:
+def _run_worker(
+    options: ServeOptions, engine: EngineConfig, timeouts: Timeouts, place: Place, credentials: Credentials
+) -> None:
     num_devices = len(place.server.device)
     if options.tensor_parallel_size not in (None, num_devices):
         raise ConfigError(
@@ -167,7 +174,7 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
         bind_address=place.bind_address,
         device_ids=[device.device_id for device in place.server.device],
         epoch=secrets.randbits(62),
-        secret=place.secret,
+        credentials=credentials,
         num_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(place.num_local_ranks),
         kv_transport=options.kv_transport,  # type: ignore[arg-type]
         kv_port_range=PortRange.parse(options.kv_port_range),
@@ -189,7 +196,7 @@ def _run_worker(options: ServeOptions, engine: EngineConfig, timeouts: Timeouts,
             ending.callback(preloader.close)
         tune()
         listener = bind(options.host, options.port)
-        asyncio.run(run_worker(config, listener, place.cluster_tag, options.connections(), preloader))
+        asyncio.run(run_worker(config, listener, options.connections(), preloader))
 
 
 def _preloader_of(options: ServeOptions, config: WorkerConfig) -> Preloader | None:

@@ -1,9 +1,8 @@
-"""ZeroMQ sockets as this project wants them: CURVE keys from the cluster's secret, bounded queues, no lingering."""
+"""ZeroMQ sockets as this project wants them: CURVE with a key pair for each process, bounded queues, no lingering."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +15,20 @@ HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one m
 
 
 @dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """One key pair for the whole cluster, derived from its secret: to know it is to be a member."""
+class KeyPair:
+    """Of one process: 32 bytes each, as Curve25519 has them."""
 
     public: bytes
-    secret: bytes
+    private: bytes = field(repr=False)
 
     @classmethod
-    def from_secret(cls, secret: bytes) -> CurveKeys:
-        private = z85.encode(hmac.new(b"pd-cluster curve 1", secret, hashlib.sha256).digest())
-        return cls(public=zmq.curve_public(private), secret=private)
+    def of(cls, private: bytes) -> KeyPair:
+        """A new pair where there is no private key yet."""
+        private = private or secrets.token_bytes(wire.KEY_NBYTES)
+        return cls(z85.decode(zmq.curve_public(z85.encode(private))), private)
+
+    def put_on(self, socket: Any) -> None:
+        socket.curve_secretkey, socket.curve_publickey = z85.encode(self.private), z85.encode(self.public)
 
 
 @dataclass(slots=True)
@@ -37,6 +40,7 @@ class Connection:
     epoch: int
     last_seen_s: float
     identity: bytes = b""  # set for connections that came in through the ROUTER
+    peer_key: bytes = b""  # the other end's public key
     kind: str = ""
     socket: Any = None  # the DEALER of connections that we opened
     monitor: Any = None
@@ -44,18 +48,20 @@ class Connection:
     pending: list[bytes] = field(default_factory=list)
 
 
-def open_router(context: Any, keys: CurveKeys, host: str) -> Any:
-    """A ROUTER that only members of the cluster can connect to; not bound yet."""
+def open_router(context: Any, keys: KeyPair, host: str) -> Any:
+    """A ROUTER for clients whose key ZAP admits; not bound yet."""
     router = context.socket(zmq.ROUTER)
     _set_options(router)
     router.curve_server = True
-    router.curve_secretkey, router.curve_publickey = keys.secret, keys.public
+    keys.put_on(router)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.IPV6, int(":" in host))
     return router
 
 
-def open_dealer(context: Any, keys: CurveKeys, identity: bytes, host: str, connect_timeout_s: float) -> tuple[Any, Any]:
+def open_dealer(
+    context: Any, keys: KeyPair, server_key: bytes, identity: bytes, host: str, connect_timeout_s: float
+) -> tuple[Any, Any]:
     """A DEALER, not connected yet, and the socket that tells when it opens and closes. It never connects twice."""
     socket = context.socket(zmq.DEALER)
     _set_options(socket)
@@ -64,10 +70,21 @@ def open_dealer(context: Any, keys: CurveKeys, identity: bytes, host: str, conne
     socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, int(connect_timeout_s * 1000))
-    socket.curve_serverkey = keys.public
-    socket.curve_secretkey, socket.curve_publickey = keys.secret, keys.public
-    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-    return socket, monitor
+    socket.curve_serverkey = z85.encode(server_key)
+    keys.put_on(socket)
+    events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    return socket, socket.get_monitor_socket(events | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+
+
+def decode_key(text: bytes | str) -> bytes:
+    """A public key as ZAP writes it."""
+    return bytes(z85.decode(text))
+
+
+def receive(router: Any) -> tuple[bytes, bytes, list[bytes]]:
+    """Identity, the public key that ZAP admitted this very frame's connection for, and the rest. Raises zmq.Again."""
+    identity, *frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+    return identity.bytes, decode_key(identity.get("User-Id")), [frame.bytes for frame in frames]
 
 
 def bracketed(host: str) -> str:

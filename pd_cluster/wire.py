@@ -13,10 +13,12 @@ import msgspec
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Leg, LegEnd, PromptOutput, Resumed, Role, SamplingParams, TokenOutput
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_EXPORT_NBYTES = 1024  # of a PoolExport, for each of its parts
 MAX_EXPORT_PARTS = 1024
+KEY_NBYTES = 32
+PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of a process's CURVE key pair; b"": none yet
 TransportName = Literal["local", "ipc", "shm", "nccl", "hccl", "dist"]
 KVWireDtype = Literal["auto", "int8"]
 
@@ -74,6 +76,16 @@ class Hello(Message, frozen=True):
     version: int = PROTOCOL_VERSION
 
 
+class Welcome(Message, frozen=True):
+    """The answer to a Hello: only now the connection is open. `proof` is what admission.py makes of it.
+
+    `table`: a digest of the global rank table that the process was started with.
+    """
+
+    proof: bytes
+    table: bytes = b""
+
+
 class Gone(Message, frozen=True):
     """The receiver of a message has given this connection up: nothing that is said over it is heard any more."""
 
@@ -82,13 +94,14 @@ class Gone(Message, frozen=True):
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker: what it is now, and where. The host comes from the scheduler's rank table."""
+    """A worker: what it is now, where, and by which key it is known. The host comes from the scheduler's rank table."""
 
     name: str
     epoch: int
     role: Role
     host: str
     control_port: int
+    public_key: PublicKey
     tp_size: int = 1
 
 
@@ -344,6 +357,7 @@ class Confirmed(Message, frozen=True):
 Body = (
     Heartbeat
     | Hello
+    | Welcome
     | Gone
     | Peers
     | Submit

@@ -46,8 +46,8 @@ def check(
 def permission_warnings(paths: Sequence[Path]) -> list[str]:
     """One line for each file that is open to more than its owner and its group; `check` tells of missing files."""
     return [
-        f"{path}: mode {actual_path(path).stat().st_mode & 0o777:04o}: others can read or write it, and the "
-        f"cluster's secret is derived from the global table; chmod 600, or 640 for its group"
+        f"{path}: mode {actual_path(path).stat().st_mode & 0o777:04o}: others can read or write it, and with "
+        f"--derive-secret the cluster's secret follows from it; chmod 600, or 640 for its group"
         for path in paths
         if os.path.isfile(actual_path(path)) and not is_private(path)
     ]

@@ -1,4 +1,4 @@
-"""`pd-ranktable gen | merge | check | show`, and the reference document's own `--mode gen|merge`: one
+"""`pd-ranktable gen | merge | keys | check | show`, and the reference document's own `--mode gen|merge`: one
 implementation, two spellings. Exit status: 0, 1 for a fault in a table, 2 for a wrong command line.
 """
 
@@ -19,10 +19,12 @@ from ranktable_tools.files import PRIVATE, Access, write_file
 from ranktable_tools.foreign import foreign_fields
 from ranktable_tools.gen import generate, write
 from ranktable_tools.hosts import HOST_EXPECTED, is_host
+from ranktable_tools.keys import where_to_copy, write_keys
 from ranktable_tools.merge import MERGED_NAME, merge
 from ranktable_tools.readers import group_id_of
 from ranktable_tools.schema import load_global
 from ranktable_tools.show import render
+from ranktable_tools.tables import RankTable
 
 _GEN_EXAMPLE: Final = "--prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir ./save_dir"
 _MERGE_EXAMPLE: Final = (
@@ -68,12 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {
         "gen": _gen_parser(),
         "merge": _merge_parser(),
+        "keys": _keys_parser(),
         "check": _check_parser(),
         "show": _show_parser(),
     }
     listed = "\n".join(f"  {name:<6} {parser.description}" for name, parser in commands.items())
     top.epilog = f"commands:\n{listed}\n\n`pd-ranktable COMMAND --help` says more."
-    top.usage = "pd-ranktable {gen,merge,check,show} ..."
+    top.usage = "pd-ranktable {gen,merge,keys,check,show} ..."
     if not argv or argv[0] in ("-h", "--help"):
         top.print_help()
         return 0 if argv else 2
@@ -138,6 +141,17 @@ def _merge_parser() -> _Parser:
     _add_merge_options(parser, required=True)
     _add_save_dir(parser)
     parser.set_defaults(**{_COMMAND: _merge})
+    return parser
+
+
+def _keys_parser() -> _Parser:
+    parser = _Parser(
+        prog="pd-ranktable keys",
+        description="Write cluster.secret, scheduler.key and admin.token for tables that are there already.",
+        example="--save-dir ./save_dir",
+    )
+    _add_save_dir(parser)
+    parser.set_defaults(**{_COMMAND: _keys})
     return parser
 
 
@@ -219,8 +233,8 @@ def _access(args: argparse.Namespace) -> Access:
         mode = PRIVATE.mode if args.group is None else 0o640
     if mode & 0o007:
         print(
-            f"note: --file-mode {mode:04o}: everybody on this machine can read the tables, and the cluster's secret is "
-            f"derived from the global one: give every instance --secret-file",
+            f"note: --file-mode {mode:04o}: everybody on this machine can read the tables; cluster.secret, "
+            f"scheduler.key and admin.token stay closed (--group lets a group read them)",
             file=sys.stderr,
         )
     return Access(mode, args.group)
@@ -272,9 +286,22 @@ def _gen(args: argparse.Namespace) -> int:
         device_kind=probe.detect_kind() if args.device == "auto" else args.device,
         device_ips=dict(args.device_ip),
     )
-    for path in write(generated, args.save_dir, _access(args)):
+    access = _access(args)
+    written = write(generated, args.save_dir, access)
+    for path in written:
         print(path)
+    _add_keys(generated.global_table, written[0], access)
     return 0
+
+
+def _add_keys(table: RankTable, path: Path, access: Access) -> None:
+    """Beside a table that can serve; one machine's part of a table gets none, because `merge` writes them."""
+    if table.scheduler is None or not table.prefill or not table.decode:
+        return
+    for key in write_keys(path.parent, access):
+        print(key)
+    for line in where_to_copy(table, path):
+        print(line)
 
 
 def _default_server_ip() -> str:
@@ -286,7 +313,16 @@ def _default_server_ip() -> str:
 
 def _merge(args: argparse.Namespace) -> int:
     table = merge(args.global_ranktable_list, lambda line: print(f"note: {line}", file=sys.stderr))
-    print(write_file(args.save_dir / MERGED_NAME, table.to_json(), _access(args)))
+    access = _access(args)
+    path = write_file(args.save_dir / MERGED_NAME, table.to_json(), access)
+    print(path)
+    _add_keys(table, path, access)
+    return 0
+
+
+def _keys(args: argparse.Namespace) -> int:
+    for path in write_keys(args.save_dir, _access(args)):
+        print(path)
     return 0
 
 

@@ -98,7 +98,7 @@ def write_private(path: Path, text: str) -> Path:
 
 
 def write_file(path: Path, text: str, access: Access) -> Path:
-    """Writes `path` at once and whole. The cluster's secret is derived from a global table's bytes.
+    """Writes `path` at once and whole.
 
     Readers see the old file or the new one. Raises OSError, also where the group cannot be given.
     """

@@ -5,7 +5,7 @@ every pod writes the same bytes, whoever starts first, and a pod that comes back
 A pod sees the devices that it was given as 0, 1, …, so these are its device ids; a device's address is its host.
 
 In --save-dir, mode 0600: global_ranktable.json, local_ranktable.json, node_ports (for NODE_PORTS_FILE) and, with
---secret-file, secret: a copy that nobody else can read, which a mounted Secret cannot be for a user other than root.
+--secrets, copies of cluster.secret and, for the scheduler, of scheduler.key and admin.token, beside the table.
 
 Knows nothing of Kubernetes' API. Exit status: 0, 1 for what does not work, 2 for a wrong command line.
 """
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ranktable_tools import Device, RankTable, RankTableError, Role, Server, check
 from ranktable_tools.files import write_private
 from ranktable_tools.hosts import HOST_EXPECTED, is_host
+from ranktable_tools.keys import ADMIN_TOKEN_FILE, SCHEDULER_KEY_FILE, SECRET_FILE
 from ranktable_tools.tables import local_table, server_group
 
 POLL_S = 0.5
@@ -40,7 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{role}-devices", type=int, default=1, metavar="N", help="of each instance; default: 1")
         parser.add_argument(f"--{role}-port", type=int, required=True, metavar="PORT")
     parser.add_argument("--save-dir", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="to be copied")
+    parser.add_argument("--secrets", type=Path, metavar="DIR", help="the mounted Secret, whose files are to be copied")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="for the names; default: 300")
     return parser.parse_args(argv)
 
@@ -82,8 +83,9 @@ def write_tables(args: argparse.Namespace) -> tuple[RankTable, Server]:
     path = write_private(args.save_dir / "global_ranktable.json", table.to_json())
     local = write_private(args.save_dir / "local_ranktable.json", local_table("1.0", mine).to_json())
     write_private(args.save_dir / "node_ports", ",".join(map(str, ports)) + "\n")
-    if args.secret_file is not None:
-        write_private(args.save_dir / "secret", args.secret_file.read_text(encoding="utf-8"))
+    if args.secrets is not None:
+        for name in (SECRET_FILE,) if mine.device else (SECRET_FILE, SCHEDULER_KEY_FILE, ADMIN_TOKEN_FILE):
+            write_private(args.save_dir / name, (args.secrets / name).read_text(encoding="utf-8"))
     for fault in check(path, [local], node_ports=ports):
         raise fault.error()
     return table, mine

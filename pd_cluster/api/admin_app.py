@@ -54,8 +54,8 @@ class AdminAccess:
         if scheme.lower() != "bearer" or not is_right:
             raise Unauthorized(
                 f"{request.method} {request.url.path} needs the admin token: send `Authorization: Bearer TOKEN`; "
-                f"pd-cluster takes it from --admin-token-file, or derives it from the cluster's secret "
-                f"(--secret-file, GLOBAL_RANK_TABLE_FILE_PATH)",
+                f"pd-cluster takes it from --admin-token-file, or from admin.token beside the global rank table "
+                f"(GLOBAL_RANK_TABLE_FILE_PATH)",
                 code="invalid_admin_token",
             )
 

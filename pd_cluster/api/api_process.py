@@ -38,7 +38,7 @@ async def serve(channel: socket.socket) -> None:
     config = msgspec.json.decode(await reader.readline(), type=ApiProcessConfig)
     logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    edge = Edge(config.api, config.secret, config.index)
+    edge = Edge(config.api, config.credentials, config.index)
     mirror = Mirror(edge.mailbox, edge.router.on_lost, edge.router.move_on)
     service = edge.over(mirror)
     edge.mailbox.start()

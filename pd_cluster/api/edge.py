@@ -17,7 +17,7 @@ from pd_cluster.cluster.policy import POLICIES
 from pd_cluster.cluster.predict import Goals
 from pd_cluster.cluster.roster import Roster
 from pd_cluster.cluster.router import ReplayLimits, Router
-from pd_cluster.config import ApiConfig, Timeouts
+from pd_cluster.config import ApiConfig, Credentials, Timeouts
 from pd_cluster.mailbox import Mailbox
 from pd_cluster.sampling_defaults import sampling_defaults
 
@@ -66,7 +66,7 @@ class Edge:
     `index` tells several processes of one scheduler apart: workers know them by name, and drawn seeds must differ.
     """
 
-    def __init__(self, config: ApiConfig, secret: bytes, index: int | None = None) -> None:
+    def __init__(self, config: ApiConfig, credentials: Credentials, index: int | None = None) -> None:
         engine, routing, timeouts = config.engine, config.routing, config.timeouts
         self.config = config
         self.checkpoint = Checkpoint.of(engine)
@@ -80,7 +80,7 @@ class Edge:
         self._seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))
         name = "scheduler" if index is None else f"scheduler-{index}"
         self.handler = Handler(asyncio.get_running_loop())
-        self.mailbox = Mailbox(name, secrets.randbits(62), "scheduler", secret, timeouts, self.handler)
+        self.mailbox = Mailbox(name, secrets.randbits(62), "scheduler", credentials, timeouts, self.handler)
         self.router = self.handler.router = Router(
             self.mailbox,
             POLICIES[routing.policy],

@@ -30,7 +30,7 @@ from pd_cluster.cluster.auto_role import AutoRole
 from pd_cluster.cluster.elastic import Elastic, Tables
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
-from pd_cluster.config import ADMIN_CONNECTIONS, ApiConfig, ApiProcessConfig
+from pd_cluster.config import ADMIN_CONNECTIONS, ApiConfig, ApiProcessConfig, Credentials
 from pd_cluster.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Scheduler:
     def __init__(
         self,
         place: Place,
+        credentials: Credentials,
         ports: list[int],
         config: ApiConfig,
         listeners: Sequence[socket.socket],
@@ -51,7 +52,7 @@ class Scheduler:
         log_level: str,
     ) -> None:
         self._config = config
-        self._edge = Edge(config, place.secret)
+        self._edge = Edge(config, credentials)
         router = self._edge.router
         instances = instances_of(place, ports)
         identity = self._edge.checkpoint.identity
@@ -64,9 +65,9 @@ class Scheduler:
         self._processes: ApiProcesses | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if len(listeners) > 1:
-            self._processes = self._several(place.secret, log_level)
+            self._processes = self._several(credentials, log_level)
         move_on = router.move_on if self._processes is None else self._processes.move_on
-        self.elastic = Elastic(self.membership, tables, move_on, config.timeouts.drain_timeout_s)
+        self.elastic = Elastic(self.membership, credentials, tables, move_on, config.timeouts.drain_timeout_s)
 
     async def run(self, admin_listener: socket.socket, access: AdminAccess, auto_role: AutoRole | None) -> None:
         """Serves until a signal. Raises ConfigError for ports in the wrong order."""
@@ -96,7 +97,7 @@ class Scheduler:
         finally:
             await service.close()
 
-    def _several(self, secret: bytes, log_level: str) -> ApiProcesses:
+    def _several(self, credentials: Credentials, log_level: str) -> ApiProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cluster-api-")  # mode 0700
         configs = []
         http = self._config.http
@@ -108,7 +109,7 @@ class Scheduler:
                 ApiProcessConfig(
                     index=index,
                     api=api,
-                    secret=secret,
+                    credentials=replace(credentials, table=b""),  # only process 0 reads it again
                     listener_fd=listener.fileno(),
                     admin_fd=admin.detach(),
                     log_level=log_level,

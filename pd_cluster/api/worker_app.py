@@ -46,12 +46,11 @@ def make_app(ranks: Ranks) -> Starlette:
 async def run_worker(
     config: WorkerConfig,
     listener: socket.socket,
-    cluster_tag: str,
     connections: ConnectionLimits,
     preloader: Preloader | None = None,
 ) -> None:
     """Starts the rank processes, serves HTTP, ends all. Raises ConfigError or InstanceLost when a rank ends."""
-    ranks = Ranks(config, cluster_tag, preloader)
+    ranks = Ranks(config, preloader)
     try:
         server = make_server(make_app(ranks), connections)
         await serve_until_signal([(server, listener)], until=ranks.run(), signalled=ranks.drain)

@@ -5,6 +5,7 @@ Knows nothing of goals or figures; imports no torch.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pd_cluster.types import Role
 from pd_cluster.wire import TransportName
 
 # A block of a model of 32 layers with 4 KV heads (Yi-6B's shape) in float16 is 1 MiB; 4,096 tokens are 256 MiB.
@@ -32,6 +34,10 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return f"{self.transport} {'on' if self.checked else 'off'}"
+
+    def key_of(self, role: Role) -> bytes:
+        """The private key of one end: both know both."""
+        return hashlib.sha256(self.secret + role.encode()).digest()
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pd_cluster.config import Credentials
 from pd_cluster.types import Role
 
 STEP_S = 0.02  # of a made-up decode step
@@ -36,8 +37,7 @@ class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]  # what they say, over and over
     text: str  # the same
     model_path: str
-    secret: bytes = b""
-    table_digest: str = ""
+    credentials: Credentials = Credentials(b"")
     model_identity: str = ""
     max_model_len: int = 0
 

@@ -20,6 +20,7 @@ import msgspec
 from pd_cluster.bench.engine_child import ChildFailed, child_environment, end_group, last_lines
 from pd_cluster.bench.router_spec import TEXT, MadeUpWorker, WorkersSpec
 from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
+from pd_cluster.cluster.credentials import KeyFiles, credentials_of
 from pd_cluster.cluster.launcher import Launch, plan_cluster
 from pd_cluster.cluster.place import find_place
 from pd_cluster.cluster.ports import free_port_pair, free_ports
@@ -86,8 +87,7 @@ def own_scheduler(folder: Path, step_s: float) -> Iterator[Target]:
         token_ids=Tokenizer(checkpoint.path).encode(TEXT, add_special_tokens=False),
         text=TEXT,
         model_path=str(SHIPPED_MODEL),
-        secret=place.secret,
-        table_digest=place.cluster_tag,
+        credentials=msgspec.structs.replace(credentials_of(place, KeyFiles()), key=b""),
         model_identity=checkpoint.identity,
         max_model_len=checkpoint.max_model_len(None),
     )

@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
+from pd_cluster.config import Credentials
 from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
 from pd_cluster.types import Role
 
@@ -26,25 +29,29 @@ TICK_S = 0.05
 class Tables:
     """Reads what the files say now; both may block, and raise ConfigError.
 
-    `ports`: NODE_PORTS_FILE's, in this table's order; None without such a file.
+    `ports`: NODE_PORTS_FILE's, in this table's order; None without such a file. `credentials`: what the secrets' files
+    say, or with --derive-secret the table.
     """
 
     place: Callable[[], Place]
     ports: Callable[[Place], list[int] | None]
+    credentials: Callable[[Place], Credentials]
 
 
 class Elastic:
-    """`move_on(instance, why)`: what runs there goes on elsewhere."""
+    """`move_on(instance, why)`: what runs there goes on elsewhere. `credentials`: this process's own."""
 
     def __init__(
         self,
         membership: Membership,
+        credentials: Credentials,
         tables: Tables,
         move_on: Callable[[Instance, str], None],
         drain_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._membership = membership
+        self._credentials = credentials
         self._tables = tables
         self._move_on = move_on
         self._drain_timeout_s = drain_timeout_s
@@ -212,28 +219,29 @@ class Elastic:
     async def _read(self, with_ports: bool) -> tuple[Place, dict[str, Instance]]:
         """The table and its instances by name. Raises Refused for what running instances could not live with."""
         try:
-            place, entries = await asyncio.to_thread(self._load, with_ports)
+            place, entries, credentials = await asyncio.to_thread(self._load, with_ports)
+            if msgspec.structs.replace(credentials, table=self._credentials.table) != self._credentials:
+                raise ConfigError(
+                    f"{place.table.file} or cluster.secret has changed, and with it the secret: processes that start "
+                    f"from now on would be strangers to those that run; bring the old file back, and do not use "
+                    f"--derive-secret where the table may change"
+                )
             self._compare(place, entries)
         except ConfigError as error:
             raise Refused(f"{error}; nothing has changed") from None
         return place, entries
 
-    def _load(self, with_ports: bool) -> tuple[Place, dict[str, Instance]]:
+    def _load(self, with_ports: bool) -> tuple[Place, dict[str, Instance], Credentials]:
         """Port 0: not known. Raises ConfigError."""
         place = self._tables.place()
         ports = self._tables.ports(place) if with_ports else None
-        return place, {each.name: each for each in instances_of(place, ports or [0] * len(place.names))}
+        entries = {each.name: each for each in instances_of(place, ports or [0] * len(place.names))}
+        return place, entries, self._tables.credentials(place)
 
     def _compare(self, new: Place, entries: Mapping[str, Instance]) -> None:
         """Raises ConfigError."""
-        old = self._membership.place
-        if new.secret != old.secret and old.secret_is_derived:
-            raise ConfigError(
-                f"{new.table.file} has changed, and the cluster's secret is derived from it: processes that start from "
-                f"now on would have another secret; start every process with the same --secret-file"
-            )
-        if new.secret != old.secret or new.role != "scheduler":
-            raise ConfigError("the secret file, or this process's own place in the table, is another than at the start")
+        if new.role != "scheduler":
+            raise ConfigError(f"{new.table.file} has another instance than the scheduler at this process's own place")
         places = {(each.host, *each.device_ids): each.name for each in entries.values()}
         for instance in self.instances:
             name = places.get((instance.host, *instance.device_ids))

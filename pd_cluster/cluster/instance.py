@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pd_cluster.admission import peer_key
 from pd_cluster.cluster.prefixes import KnownBlocks, Prompt
-from pd_cluster.mailbox import peer_key
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import Role
 from pd_cluster.wire import Load, PeerInfo
@@ -101,5 +101,6 @@ class Instance:
             role=self.role,
             host=self.host,
             control_port=info.control_port if info is not None else 0,
+            public_key=info.public_key if info is not None else b"",
             tp_size=info.tp_size if info is not None else 1,
         )

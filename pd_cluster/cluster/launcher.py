@@ -11,7 +11,6 @@ import contextlib
 import gc
 import itertools
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -28,14 +27,14 @@ from pd_cluster.config import KEYS_VARIABLE, METRICS_KEY_VARIABLE, without_keys
 from pd_cluster.engine.preloader import forks_are_safe
 from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, write
-from ranktable_tools.files import write_private
+from ranktable_tools.files import PRIVATE
+from ranktable_tools.keys import ADMIN_TOKEN_FILE, write_keys
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and before the last ones
 LONG_LIFE_S = 30.0  # after which a death is the first again
 READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
-ADMIN_TOKEN = "admin-token"  # a file in the cluster's own folder
 SPAWN = "--spawn"  # a flag of `pd-cluster serve`
 
 
@@ -110,7 +109,11 @@ class Member:
 
 
 def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
-    """Writes the rank tables into `folder`; returns the processes, scheduler last. Raises ConfigError."""
+    """Writes the rank tables and their secrets into `folder`; returns the processes, scheduler last.
+
+    Secrets that are there already stay: a process that is started again must be known to the others. Raises
+    ConfigError.
+    """
     num_workers = launch.num_prefill + launch.num_decode
     names = launch.worker_names
     tp_sizes = [launch.tp_sizes.get(name, 1) for name in names]
@@ -125,6 +128,7 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
         device_ips=None,
     )
     write(generated, folder)
+    secret, key, token = write_keys(folder, PRIVATE)
     ports = free_ports(num_workers)
     common = {
         "GLOBAL_RANK_TABLE_FILE_PATH": str(folder / generated.global_name),
@@ -137,13 +141,13 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
     *tables, host_table = generated.locals  # in the order of the instances, the scheduler's last
     for table, name, port in zip(tables, names, ports, strict=True):
         env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
-        members.append(Member(name, _command(launch, "127.0.0.1", port), env, port))
+        members.append(Member(name, _command(launch, "127.0.0.1", port, f"--secret-file={secret}"), env, port))
     keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}
     if launch.metrics_key:
         keys[METRICS_KEY_VARIABLE] = launch.metrics_key
     env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **keys}
-    token = write_private(folder / ADMIN_TOKEN, secrets.token_hex(32) + "\n")
-    command = _command(launch, launch.host, launch.port, f"--admin-token-file={token}")
+    files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
+    command = _command(launch, launch.host, launch.port, *files)
     members.append(Member("scheduler", command, env, launch.port))
     return members
 
@@ -164,7 +168,7 @@ class Cluster:
         self.launch = launch
         self._say = say
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
-        self.admin_token_file = self._folder / ADMIN_TOKEN
+        self.admin_token_file = self._folder / ADMIN_TOKEN_FILE
         self._preloader: LaunchPreloader | None = None
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._tasks: list[asyncio.Task[None]] = []

@@ -14,12 +14,12 @@ import httpx
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.place import Place, resolve_host
+from pd_cluster.cluster.instance import Instance, InstanceState
+from pd_cluster.cluster.place import Place, digest_of, resolve_host
 from pd_cluster.cluster.roster import Roster
 from pd_cluster.config import Timeouts
 from pd_cluster.errors import ConfigError
-from pd_cluster.mailbox import Mailbox
+from pd_cluster.mailbox import REFUSALS, Mailbox
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import Role
 from ranktable_tools import Server
@@ -63,6 +63,7 @@ class Membership(Roster):
         self._model_identity, self._hf_overrides = model_identity, hf_overrides
         self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
         self._joined: set[str] = set()  # at run time
+        self._refused: dict[str, tuple[int, str]] = {}  # name -> the life that keys keep apart from this one, and why
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._watch_too: Callable[[Instance], asyncio.Task[None]] | None = None
 
@@ -79,6 +80,7 @@ class Membership(Roster):
     def accept(self, place: Place) -> None:
         """The table is this one now."""
         self.place = place
+        self._mailbox.table = digest_of(place.table)
         self._hosts |= place.hosts
 
     def join(self, instance: Instance) -> None:
@@ -175,11 +177,11 @@ class Membership(Roster):
         )
 
     def _problem(self, instance: Instance, info: InstanceInfo) -> str:
-        if info.table_digest != self.place.cluster_tag:
-            return (
-                "it was started with another global rank table or secret than the scheduler; "
-                "give every process the same file"
-            )
+        epoch, why = self._refused.get(instance.name, (0, ""))
+        if why and epoch == info.epoch:
+            return why
+        if info.state == "ready" and len(info.public_key) != wire.KEY_NBYTES:
+            return "it has no key of its own, so it is of an earlier version; start it again with the scheduler's"
         if info.name != instance.name:
             return f"its own global rank table names it {info.name}; start it again with the scheduler's"
         if info.state == "ready" and info.model_identity != self._model_identity:
@@ -195,6 +197,17 @@ class Membership(Roster):
         return ""
 
     # ---- who works with whom
+
+    def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
+        """Keys stay what they are as long as both processes live: it is not tried again before it is another."""
+        if reason not in REFUSALS:
+            return super()._state_after(instance, reason)
+        why = (
+            f"it was started with another cluster.secret than the scheduler ({reason}); give every process the same "
+            f"file, or with --derive-secret the same global rank table"
+        )
+        self._refused[instance.name] = instance.epoch, why
+        return "failed", why
 
     def _has_come(self, instance: Instance) -> None:
         self._was_ready = True

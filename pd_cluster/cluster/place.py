@@ -7,10 +7,7 @@ NODE_PORTS_FILE names a file that is read instead of NODE_PORTS, each time the t
 from __future__ import annotations
 
 import hashlib
-import hmac
-import os
 import socket
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +15,7 @@ from pathlib import Path
 from pd_cluster.errors import ConfigError
 from ranktable_tools import RankTable, Role, Server, check, load_global, load_local, locate, parse_node_ports
 from ranktable_tools.hosts import host_key, is_loopback
-from ranktable_tools.schema import RankTableError, read_bytes
-
-MIN_SECRET_NBYTES = 16
+from ranktable_tools.schema import RankTableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +26,6 @@ class Place:
     index: int
     server: Server
     table: RankTable
-    secret: bytes
-    secret_is_derived: bool
 
     @property
     def name(self) -> str:
@@ -61,18 +54,27 @@ class Place:
 
     @property
     def spans_hosts(self) -> bool:
-        servers = [s for s in (self.table.scheduler, *self.table.instances) if s is not None]
-        return len({host_key(s.server_ip) for s in servers}) > 1 and not all(is_loopback(s.server_ip) for s in servers)
+        return spans_hosts(self.table)
 
     @property
-    def cluster_tag(self) -> str:
-        """Equal for processes with the same secret; tells nothing else."""
-        return hmac.new(self.secret, b"pd-cluster tag", hashlib.sha256).hexdigest()[:8]
+    def folder(self) -> Path:
+        """The global table's, where the files of credentials.py are, too."""
+        return Path(self.table.file).parent
 
 
-def find_place(env: Mapping[str, str], secret_file: str | None = None) -> Place:
+def spans_hosts(table: RankTable) -> bool:
+    servers = [s for s in (table.scheduler, *table.instances) if s is not None]
+    return len({host_key(s.server_ip) for s in servers}) > 1 and not all(is_loopback(s.server_ip) for s in servers)
+
+
+def digest_of(table: RankTable) -> bytes:
+    """Equal for tables that say the same."""
+    return hashlib.sha256(table.to_json().encode()).digest()[:16]
+
+
+def find_place(env: Mapping[str, str]) -> Place:
     """Raises ConfigError: a variable that is missing, a table with faults, a local table that is not in the global."""
-    global_path = _variable(env, "GLOBAL_RANK_TABLE_FILE_PATH")
+    global_path = table_path(env)
     local_path = _variable(env, "RANK_TABLE_FILE_PATH")
     try:
         table, local = load_global(global_path), load_local(local_path)
@@ -80,10 +82,14 @@ def find_place(env: Mapping[str, str], secret_file: str | None = None) -> Place:
         if faults:
             raise ConfigError(str(faults[0]))
         role, index = locate(table, local)
-        secret = read_secret(secret_file) if secret_file else _derive_secret(read_bytes(global_path))
     except RankTableError as error:
         raise ConfigError(str(error)) from None
-    return Place(role, index, local.server, table, secret, secret_is_derived=secret_file is None)
+    return Place(role, index, local.server, table)
+
+
+def table_path(env: Mapping[str, str]) -> Path:
+    """The global table's. Raises ConfigError."""
+    return _variable(env, "GLOBAL_RANK_TABLE_FILE_PATH")
 
 
 def node_ports(env: Mapping[str, str], place: Place) -> list[int]:
@@ -119,29 +125,6 @@ def resolve_host(host: str) -> str:
         raise ConfigError(f"server_ip {host!r} of the rank table cannot be resolved: {error.strerror}") from None
 
 
-def admin_token(secret: bytes) -> str:
-    """Who knows the cluster's secret may command it, unless a token file says otherwise."""
-    return hmac.new(secret, b"pd-cluster admin token", hashlib.sha256).hexdigest()
-
-
-def secret_of(env: Mapping[str, str], secret_file: str | None) -> bytes:
-    """The cluster's secret, of a process that is no instance of it. Raises ConfigError."""
-    if secret_file:
-        return read_secret(secret_file)
-    try:
-        return _derive_secret(read_bytes(_variable(env, "GLOBAL_RANK_TABLE_FILE_PATH")))
-    except RankTableError as error:
-        raise ConfigError(str(error)) from None
-
-
-def read_admin_token(file: str) -> str:
-    """Raises ConfigError that names --admin-token-file."""
-    token = read_secret(file, "--admin-token-file")
-    if not all(0x21 <= byte <= 0x7E for byte in token):
-        raise ConfigError(f"--admin-token-file {file}: a token is letters, digits and signs, without spaces")
-    return token.decode("ascii")
-
-
 def _read_ports(file: str) -> str:
     try:
         return Path(file).read_text("utf-8")
@@ -169,21 +152,3 @@ def _may_be_file(path: Path) -> bool:
         return path.is_file()
     except PermissionError:
         return True
-
-
-def _derive_secret(table_bytes: bytes) -> bytes:
-    return hmac.new(b"pd-cluster secret from rank table", table_bytes, hashlib.sha256).digest()
-
-
-def read_secret(file: str, flag: str = "--secret-file") -> bytes:
-    """Raises ConfigError that names the flag."""
-    path = Path(file)
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"{flag} {file}: {error.strerror}") from None
-    if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
-        raise ConfigError(f"{flag} {file}: others can read it; chmod 600 {file}")
-    if len(secret) < MIN_SECRET_NBYTES:
-        raise ConfigError(f"{flag} {file}: needs at least {MIN_SECRET_NBYTES} bytes")
-    return secret

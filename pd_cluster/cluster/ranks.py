@@ -26,7 +26,7 @@ BLAME_S = 0.5  # ranks that end within this time of each other ended for the sam
 class Ranks:
     """One rank process a device of the instance. `info` is what `/instance` answers: what rank 0 reports."""
 
-    def __init__(self, config: WorkerConfig, cluster_tag: str, preloader: Preloader | None = None) -> None:
+    def __init__(self, config: WorkerConfig, preloader: Preloader | None = None) -> None:
         self._config = config
         several = config.ranks.size > 1
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-ranks-")) if several else None  # mode 0700
@@ -44,7 +44,6 @@ class Ranks:
             epoch=config.epoch,
             pid=os.getpid(),
             tp_size=config.ranks.size,
-            table_digest=cluster_tag,
         )
 
     async def no_more(self, state: str, timeout_s: float) -> None:

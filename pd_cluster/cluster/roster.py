@@ -33,7 +33,7 @@ class Roster:
     def connect(self, instance: Instance, info: InstanceInfo) -> None:
         """Opens a connection to this life of it; `on_opened` or `on_closed` follows."""
         self.set_state(instance, "connecting", "")
-        instance.conn = self._mailbox.connect(info.name, info.epoch, instance.host, info.control_port)
+        instance.conn = self._mailbox.connect(info.name, info.epoch, instance.host, info.control_port, info.public_key)
         self._by_conn[instance.conn] = instance
 
     # ---- the mailbox's events
@@ -66,13 +66,17 @@ class Roster:
             return
         was_open = conn in self._open  # whatever others have said of the instance meanwhile
         self._open.discard(conn)
-        self.set_state(instance, "unreachable", reason)
+        self.set_state(instance, *self._state_after(instance, reason))
         instance.conn = ""
         instance.load = wire.Load()
         instance.known_blocks = KnownBlocks()
         if was_open:
             self._lost(instance, reason)
             self._has_gone(instance)
+
+    def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
+        """What it is, and why, now that its connection has closed for this reason."""
+        return "unreachable", reason
 
     def _has_come(self, instance: Instance) -> None:
         """It is ready now."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pd_cluster import wire
+from pd_cluster.admission import peer_key
 from pd_cluster.config import EngineConfig, WorkerConfig
 from pd_cluster.device import Device, bind, use
 from pd_cluster.engine import rank_messages as to
@@ -26,7 +27,7 @@ from pd_cluster.errors import InstanceLost
 from pd_cluster.grammar import Compiler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.mailbox import Mailbox, peer_key
+from pd_cluster.mailbox import Mailbox
 from pd_cluster.model.guided import Guides
 from pd_cluster.model.parallel.group import Group, Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
@@ -61,7 +62,7 @@ def build_core(
 def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
     return Side(
         peer_key(config.name, config.epoch),
-        config.secret,
+        config.credentials.secret,
         runner.model_identity,
         runner.numerics,
         runner.pool.layout,
@@ -153,7 +154,7 @@ def build_worker(
     device = device_of(config)
     core, runner = build_core(config.engine, meet(config, device), followers, device)
     handler = _Handler(inbox)
-    mailbox = Mailbox(config.name, config.epoch, "worker", config.secret, config.timeouts, handler)
+    mailbox = Mailbox(config.name, config.epoch, "worker", config.credentials, config.timeouts, handler)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
     layout, side = runner.pool.layout, side_of(config, runner)
     local = LocalLanes(side, Transports(config, runner.pool), mailbox.send)
@@ -166,6 +167,7 @@ def build_worker(
     report = RankReport(
         state="ready",
         control_port=control_port,
+        public_key=mailbox.public_key,
         model_identity=runner.model_identity,
         numerics=runner.numerics,
         max_model_len=runner.max_model_len,

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pd_cluster import wire
+from pd_cluster.admission import peer_key
 from pd_cluster.config import Timeouts
 from pd_cluster.engine.exports import ShipLimits
 from pd_cluster.engine.links import LaneEnds, Post, Progress, SendEnd, Side
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, Lane, check_pair, lanes
-from pd_cluster.mailbox import peer_key
 from pd_cluster.transport.events import Report
 from pd_cluster.types import Note, note_nothing
 
@@ -224,7 +224,7 @@ class OutLinks:
         except LinkError as error:
             link.state, link.reason = "refused", str(error)
             return
-        conn = link.conn = self._post.connect(info.name, info.epoch, info.host, info.control_port)
+        conn = link.conn = self._post.connect(info.name, info.epoch, info.host, info.control_port, info.public_key)
         link.link_id = secrets.token_hex(8)
         link.lanes, link.is_connected, link.is_announced = [], False, False
         self._by_conn[conn] = link

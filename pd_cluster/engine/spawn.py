@@ -14,7 +14,7 @@ from types import TracebackType
 
 import msgspec
 
-from pd_cluster.config import EngineConfig, PortRange, RankPlace, Timeouts, WorkerConfig
+from pd_cluster.config import Credentials, EngineConfig, PortRange, RankPlace, Timeouts, WorkerConfig
 from pd_cluster.engine import rank_messages as to
 from pd_cluster.engine.channel import Channel
 from pd_cluster.model.parallel.group import Group, Rendezvous, join
@@ -94,7 +94,7 @@ def _config(engine: EngineConfig, num_threads: int, timeouts: Timeouts) -> Worke
         bind_address="127.0.0.1",
         device_ids=[str(rank) for rank in range(engine.tensor_parallel_size)],
         epoch=secrets.randbits(62),
-        secret=secrets.token_bytes(32),
+        credentials=Credentials(secrets.token_bytes(32)),
         num_threads=num_threads,
         kv_transport="shm",
         kv_port_range=PortRange(),

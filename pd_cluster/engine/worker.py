@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from pd_cluster import wire
+from pd_cluster.admission import peer_key
 from pd_cluster.config import WorkerConfig
 from pd_cluster.engine.cache_news import CacheNews
 from pd_cluster.engine.core import EngineCore
@@ -28,7 +29,6 @@ from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.pace import Pace
 from pd_cluster.engine.patience import Patience
 from pd_cluster.engine.trace import LegNotes, Tracer
-from pd_cluster.mailbox import peer_key
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
 

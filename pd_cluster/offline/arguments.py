@@ -56,7 +56,8 @@ WORKERS = (
 )
 # and what is a server's.
 SERVER = (
-    *("host", "port", "served_model_name", "secret_file", "admin_port", "admin_host", "admin_token_file"),
+    *("host", "port", "served_model_name", "admin_port", "admin_host", "admin_token_file"),
+    *("secret_file", "scheduler_key_file", "derive_secret"),
     *("auto_role", "request_timeout", "drain_timeout", "max_attempts", "replay_wait", "guided_timeout", "api_workers"),
     *("max_connections", "max_connections_per_host", "metrics_key", "admin_allowed_hosts"),
     *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),

@@ -19,7 +19,7 @@ from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.policy import Ask, Pair, alone
 from pd_cluster.cluster.roster import Roster
 from pd_cluster.cluster.router import ReplayLimits, Router
-from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.errors import ConfigError, PdClusterError, Unavailable
 from pd_cluster.reports import InstanceInfo
 
@@ -88,7 +88,7 @@ class LocalEngine:
         elif isinstance(body, wire.CacheKeys):
             self._call(self._roster.on_cache_keys, conn, body)
 
-    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         raise AssertionError("an engine by itself has no peers")
 
     def disconnect(self, conn: str) -> None:
@@ -143,7 +143,7 @@ class LocalEngine:
             bind_address="",
             device_ids=[],
             epoch=1,
-            secret=b"",
+            credentials=Credentials(b""),
             num_threads=torch.get_num_threads(),
             kv_transport="auto",
             kv_port_range=PortRange(),

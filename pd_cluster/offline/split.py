@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from pd_cluster.api.edge import Edge
+from pd_cluster.cluster.credentials import KeyFiles, credentials_of
 from pd_cluster.cluster.launch_preloader import LaunchPreloader
 from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
 from pd_cluster.cluster.membership import Membership, instances_of
@@ -52,7 +53,7 @@ class SplitCluster:
         for member in workers:
             self._spawn(member)
         place = find_place(scheduler.env)
-        self.edge = Edge(self._config, place.secret)
+        self.edge = Edge(self._config, credentials_of(place, KeyFiles()))
         instances = instances_of(place, node_ports(scheduler.env, place))
         router, identity = self.edge.router, self.edge.checkpoint.identity
         overrides = self.edge.checkpoint.hf_overrides

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.cluster.launcher import ADMIN_TOKEN
 from pd_cluster.types import SamplingParams
+from ranktable_tools.keys import ADMIN_TOKEN_FILE
 from tests.support.cluster import LiveCluster, children_of, in_parallel
 from tests.support.engines import assert_all_same, assert_same, random_prompt
 from tests.support.metrics import counts_of, told
@@ -209,7 +209,7 @@ def test_drains_and_roles_under_a_steady_stream(cluster: LiveCluster) -> None:
     """Out of service and back, another role and back: no request is lost, no token is different, nothing stays held."""
 
     def do(name: str, what: str, **fields: object) -> None:
-        token = (cluster.folder / ADMIN_TOKEN).read_text().strip()
+        token = (cluster.folder / ADMIN_TOKEN_FILE).read_text().strip()
         where = f"{cluster.admin_url}/instances/{name}/{what}"
         answer = cluster.client.post(where, json=fields, headers={"Authorization": f"Bearer {token}"})
         assert answer.status_code == 200, answer.text

@@ -42,6 +42,8 @@ class ScatteredCluster(LiveCluster):
             if member.name == "decode-0":
                 for name in ("GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH"):
                     env[name] = str(shutil.copy(env[name], self.elsewhere))
+                table = Path(env["GLOBAL_RANK_TABLE_FILE_PATH"])
+                table.write_text(table.read_text().replace("{", '{"deploy_server": "elsewhere",', 1))
             self.members[member.name] = replace(member, env=env)
         for name in self.members:
             self.start_member(name)
@@ -91,3 +93,12 @@ def test_what_is_the_schedulers_alone(cluster: LiveCluster) -> None:
         assert cluster.client.get(f"http://127.0.0.1:{port}/health").status_code == 200
         with pytest.raises(httpx.ConnectError):
             cluster.client.get(f"http://127.0.0.2:{port}/health")
+
+
+def test_another_global_table_is_noticed(cluster: LiveCluster) -> None:
+    """Over the connection on which the worker has proven itself, and only of the worker that has it."""
+    lines = cluster.log_file("scheduler").read_text().splitlines()
+    (line,) = [
+        line for line in lines if line.endswith("was started with another global rank table than the scheduler's")
+    ]
+    assert " decode-0@" in line

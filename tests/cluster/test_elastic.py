@@ -1,6 +1,6 @@
 """A running cluster that changes under a steady stream of requests: nothing is lost, no token is different.
 
-One cluster of two prefill and two decode instances for all tests, with a secret file, so that its table can grow.
+One cluster of two prefill and two decode instances for all tests; its secret is in a file, so its table can grow.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.launcher import ADMIN_TOKEN, Member
+from pd_cluster.cluster.launcher import Member
 from pd_cluster.cluster.ports import free_ports
 from ranktable_tools import generate, write
+from ranktable_tools.keys import ADMIN_TOKEN_FILE
 from tests.support.cluster import LiveCluster
 from tests.support.steady_stream import SteadyStream
 
@@ -30,18 +31,12 @@ class Elastic(LiveCluster):
     """Its scheduler reads the workers' ports from a file."""
 
     def plan(self) -> list[Member]:
-        self.secret_file.write_text("the secret of a cluster that grows\n")
-        self.secret_file.chmod(0o600)
         members = super().plan()
         self.write_ports([member.port for member in members[:-1]])
         for member in members:
             member.env["NODE_PORTS_FILE"] = str(self.ports_file)
             del member.env["NODE_PORTS"]
         return members
-
-    @property
-    def secret_file(self) -> Path:
-        return self.folder / "secret"
 
     @property
     def ports_file(self) -> Path:
@@ -52,7 +47,7 @@ class Elastic(LiveCluster):
 
     def command(self, *words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """`pd-cluster instances …` as an operator types it."""
-        token = {"PD_CLUSTER_ADMIN_TOKEN_FILE": str(self.folder / ADMIN_TOKEN)}
+        token = {"PD_CLUSTER_ADMIN_TOKEN_FILE": str(self.folder / ADMIN_TOKEN_FILE)}
         return subprocess.run(
             [sys.executable, "-m", "pd_cluster.cli", "instances", f"--admin={self.admin_url}", *words],
             env={**os.environ, **(token if env is None else env)},
@@ -86,7 +81,7 @@ def cluster(
     request: pytest.FixtureRequest, checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Elastic]:
     folder = tmp_path_factory.mktemp("elastic")
-    arguments = [f"--secret-file={folder / 'secret'}", "--num-blocks=512", f"--api-workers={request.param}"]
+    arguments = ["--num-blocks=512", f"--api-workers={request.param}"]
     with Elastic(folder, checkpoint("llama", max_position_embeddings=512), 2, 2, arguments) as running:
         yield running
 
@@ -142,8 +137,8 @@ def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:
 
 def test_what_is_refused(cluster: Elastic) -> None:
     assert "does not take this token" in cluster.refuses("drain", "decode-0", env={})
-    secret = {"PD_CLUSTER_SECRET_FILE": str(cluster.secret_file)}
-    assert "does not take this token" in cluster.refuses("drain", "decode-0", env=secret), "a token file was given"
+    moved = cluster.refuses("drain", "decode-0", "--secret-file=cluster.secret")
+    assert moved.startswith("--secret-file: the admin token is a file of its own; give --admin-token-file FILE")
     assert cluster.refuses("drain", "decode-7").endswith("there are prefill-0, prefill-1, decode-0, decode-1")
     assert cluster.refuses("add", "prefill-0", "--port=1").startswith("prefill-0 is there already, at port ")
     assert "has no prefill-2; it has prefill-0" in cluster.refuses("add", "prefill-2", "--port=1")

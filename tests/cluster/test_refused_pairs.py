@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ranktable_tools.files import PRIVATE, write_private
+from ranktable_tools.keys import SECRET_FILE, read_secret, secret_text, write_keys
 from tests.support.cluster import LiveCluster
 
 Checkpoints = Callable[..., Path]
@@ -14,16 +16,18 @@ Checkpoints = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Its decode instances: one with other weights of the same shapes, one with another secret."""
+    """Its decode instances: one with other weights of the same shapes, two with the secrets of another cluster."""
     folder = tmp_path_factory.mktemp("refused")
-    secret = folder / "another-secret"
-    secret.write_bytes(b"another secret of 32 bytes length")
-    secret.chmod(0o600)
+    write_keys(folder, PRIVATE)
+    write_keys(folder / "another", PRIVATE)
+    pinned = read_secret(folder / SECRET_FILE).schedulers
+    guess = write_private(folder / "guess", secret_text(b"a guess of thirty-two bytes here", pinned))
     unlike = {
         "decode-0": [f"--model={checkpoint('llama', seed=1)}"],
-        "decode-1": [f"--secret-file={secret}"],
+        "decode-1": [f"--secret-file={folder / 'another' / SECRET_FILE}"],
+        "decode-2": [f"--secret-file={guess}"],
     }
-    running = LiveCluster(folder, checkpoint("llama"), num_decode=2, member_arguments=unlike)
+    running = LiveCluster(folder, checkpoint("llama"), num_decode=3, member_arguments=unlike)
     try:
         running.start()
         yield running
@@ -46,6 +50,12 @@ def test_a_worker_with_another_model(cluster: LiveCluster) -> None:
     assert "serves another model" in answer.json()["error"]["message"]
 
 
+def test_a_worker_that_pins_another_scheduler(cluster: LiveCluster) -> None:
+    await_refusal(cluster, "decode-1", "another cluster.secret than the scheduler (the other end does not admit")
+    assert cluster.health()[0] == 503
+
+
 def test_a_worker_with_another_secret(cluster: LiveCluster) -> None:
-    await_refusal(cluster, "decode-1", "another global rank table or secret")
+    """It admits the scheduler, and cannot prove that it is one of the cluster."""
+    await_refusal(cluster, "decode-2", "another cluster.secret than the scheduler (the other end has another secret")
     assert cluster.health()[0] == 503

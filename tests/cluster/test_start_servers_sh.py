@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ import pytest
 
 from pd_cluster.cluster.ports import free_ports
 from tests.support.checkpoints import EOS_ID
+from tests.support.netns import HUB, CannotMakeNamespaces, Network
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
@@ -55,7 +57,14 @@ class Servers:
         self.ports = free_ports(5)
         self.prefill, self.decode, self.public, self.admin, _ = self.ports
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        generate_tables(folder, devices)
+        self.make_tables()
+
+    def make_tables(self) -> None:
+        generate_tables(self.folder, self.devices)
+
+    def where(self, table: str) -> tuple[Path, Callable[[Sequence[str]], list[str]]]:
+        """The folder in which the instance of this table is started, and what makes its command one of its machine."""
+        return self.folder, list
 
     def __enter__(self) -> Servers:
         return self
@@ -84,21 +93,23 @@ class Servers:
         return {name: value for name, value in variables.items() if value is not None}
 
     def start(self, name: str, table: str, port: int, flags: Sequence[str] = (), **changes: str | None) -> None:
+        folder, on_its_machine = self.where(table)
+        command = [
+            *("sh", str(ROOT / "scripts" / "start_servers.sh")),
+            f"--model={self.model}",
+            f"--tensor-parallel-size={self.shape.tensor_parallel_size}",
+            f"--max-model-len={self.shape.max_model_len}",
+            "--max-num-seqs=256",
+            f"--max-num-batched-tokens={self.shape.max_num_batched_tokens}",
+            f"--host={HOST}",
+            f"--port={port}",
+            *("--served-model-name", "tiny"),
+            *flags,
+        ]
         with self.log_file(name).open("wb") as log:
             self.processes[name] = subprocess.Popen(
-                [
-                    *("sh", str(ROOT / "scripts" / "start_servers.sh")),
-                    f"--model={self.model}",
-                    f"--tensor-parallel-size={self.shape.tensor_parallel_size}",
-                    f"--max-model-len={self.shape.max_model_len}",
-                    "--max-num-seqs=256",
-                    f"--max-num-batched-tokens={self.shape.max_num_batched_tokens}",
-                    f"--host={HOST}",
-                    f"--port={port}",
-                    *("--served-model-name", "tiny"),
-                    *flags,
-                ],
-                cwd=self.folder,
+                on_its_machine(command),
+                cwd=folder,
                 env=self.environment(table, **changes),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -319,6 +330,117 @@ def test_sigterm_ends_every_instance(deployed: Servers) -> None:
     codes = {name: deployed.await_exit(name) for name in deployed.processes}
     assert codes == {"scheduler": 0, "prefill": 0, "decode": 0}, deployed.logs()
     assert "Traceback" not in deployed.logs()
+
+
+class TwoMachines(Servers):
+    """The document's deployment over two machines: prefill and scheduler on the first, decode on the second.
+
+    Each has a folder of its own, in which its operator runs the document's lines.
+    """
+
+    said: list[str]  # by `merge`
+
+    def __init__(self, network: Network, folder: Path, model: Path) -> None:
+        self.network = network
+        self.first, self.second = (network.addresses[name] for name in (HUB, "second"))
+        self.folders = {self.first: folder / "first", self.second: folder / "second"}
+        super().__init__(folder, model)
+
+    def make_tables(self) -> None:
+        """Step 5: `gen` on each, both global tables to the first, `merge` there, and what it says to copy."""
+        for address, instances in (
+            (self.first, ["--prefill-server-list", "0", "--api-server"]),
+            (self.second, ["--decode-server-list", "0"]),
+        ):
+            self.folders[address].mkdir()
+            self.tool(address, "gen", *instances, "--server-ip", address, "--device", "cpu")
+        parts = [f"global_ranktable_{address}.json" for address in self.folders]
+        shutil.copy(self.folders[self.second] / parts[1], self.folders[self.first])
+        self.said = self.tool(self.first, "merge", "--global-ranktable-list", *parts)
+        shutil.copy(self.folders[self.first] / "global_ranktable_merge.json", self.folders[self.second])
+
+    def tool(self, address: str, mode: str, *options: str) -> list[str]:
+        command = [sys.executable, str(ROOT / "scripts" / "pd_ranktable_tools.py"), "--mode", mode, *options]
+        folder = self.folders[address]
+        return subprocess.run(
+            command, cwd=folder, check=True, timeout=60, capture_output=True, text=True
+        ).stdout.splitlines()
+
+    def environment(self, table: str, **changes: str | None) -> dict[str, str]:
+        address = self.second if table == "decode" else self.first
+        tables = {
+            "GLOBAL_RANK_TABLE_FILE_PATH": "global_ranktable_merge.json",
+            "RANK_TABLE_FILE_PATH": f"local_rank_table_{address}_{'host' if table == 'host' else '0'}.json",
+        }
+        return super().environment(table, **tables, **changes)
+
+    def start_all(self) -> None:
+        self.start("prefill", "prefill", self.prefill, [f"--host={self.first}"])
+        self.start("decode", "decode", self.decode, [f"--host={self.second}"])
+        self.start_scheduler()
+
+    def where(self, table: str) -> tuple[Path, Callable[[Sequence[str]], list[str]]]:
+        if table == "decode":
+            return self.folders[self.second], partial(self.network.inside, "second")
+        return self.folders[self.first], partial(self.network.inside, HUB)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    try:
+        with Network(["second"]) as made:
+            yield made
+    except CannotMakeNamespaces as error:
+        pytest.skip(str(error))
+
+
+def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint: Checkpoints) -> None:
+    """Of what the document does not say, exactly one thing: a copy of cluster.secret on the second machine."""
+    with TwoMachines(network, tmp_path, checkpoint("llama")) as servers:
+        assert servers.said[-2:] == [
+            f"copy global_ranktable_merge.json and cluster.secret to {servers.first}, {servers.second}, into one "
+            f"folder each, readable for nobody else",
+            f"copy scheduler.key and admin.token to {servers.first} alone, into the same folder",
+        ]
+        first, second = servers.folders.values()
+        servers.start("decode", "decode", servers.decode, [f"--host={servers.second}"])
+        assert servers.error_of("decode").startswith("cluster.secret: no such file; `pd-ranktable gen` or `merge` ")
+        servers.start("decode", "decode", servers.decode, ["--derive-secret"])
+        assert f"has several hosts ({servers.first}, {servers.second})" in servers.error_of("decode")
+        shutil.copy(first / "cluster.secret", second)
+        assert not [name for name in ("scheduler.key", "admin.token") if (second / name).exists()]
+        servers.start_all()
+        with network.visit():
+            servers.await_health(servers.public)
+            answer = curl(servers.public, "/v1/completions", {"model": "tiny", "prompt": "hello", "max_tokens": 4})
+            assert answer["usage"]["completion_tokens"] == 4
+            instances = httpx.get(f"http://{HOST}:{servers.admin}/instances", trust_env=False).json()["instances"]
+            assert [each["host"] for each in instances] == [servers.first, servers.second]
+        command = [sys.executable, "-m", "pd_cluster.cli", "instances", f"--admin=http://{HOST}:{servers.admin}"]
+        drained = subprocess.run(
+            network.inside(HUB, [*command, "drain", "decode-0", "--force"]),
+            cwd=first,
+            env=servers.environment("host"),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert drained.returncode == 0, drained.stderr  # the token is beside the table
+
+
+def test_without_the_secrets_a_launch_says_so(servers: Servers) -> None:
+    (servers.folder / "scheduler.key").unlink()
+    servers.start_scheduler()
+    assert servers.error_of("scheduler").startswith(
+        "scheduler.key: no such file; `pd-ranktable gen` or `merge` writes it"
+    )
+    (servers.folder / "cluster.secret").unlink()
+    servers.start("prefill", "0", servers.prefill)
+    error = servers.error_of("prefill")
+    assert error.startswith("cluster.secret: no such file; `pd-ranktable gen` or `merge` writes it beside the global")
+    assert "`pd-ranktable keys --save-dir .`" in error
+    assert "--derive-secret" in error
 
 
 @pytest.mark.parametrize("variable", ["RANK_TABLE_FILE_PATH", "GLOBAL_RANK_TABLE_FILE_PATH"])

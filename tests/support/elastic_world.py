@@ -13,7 +13,7 @@ from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
 from pd_cluster.cluster.policy import least_loaded
 from pd_cluster.cluster.router import Router
-from pd_cluster.config import Timeouts
+from pd_cluster.config import Credentials, Timeouts
 from pd_cluster.mailbox import Mailbox
 from ranktable_tools import generate
 from tests.support.router_world import FakeMailbox
@@ -28,7 +28,7 @@ class Wires(FakeMailbox):
         self.closed.append(conn)
 
 
-def place_of(num_prefill: int = 2, num_decode: int = 2, secret: bytes = b"s" * 16, is_derived: bool = False) -> Place:
+def place_of(num_prefill: int = 2, num_decode: int = 2) -> Place:
     """The scheduler's place in a table of so many instances of one device each, without any file."""
     slots = [[10 + at] for at in range(num_prefill)], [[20 + at] for at in range(num_decode)]
     generated = generate(
@@ -36,24 +36,25 @@ def place_of(num_prefill: int = 2, num_decode: int = 2, secret: bytes = b"s" * 1
     )
     table = generated.global_table
     assert table.scheduler is not None
-    return Place("scheduler", 0, table.scheduler, table, secret, is_derived)
+    return Place("scheduler", 0, table.scheduler, table)
 
 
 class ElasticWorld:
     """A real membership and a router over ready instances, and the commands for them; the clock stands."""
 
-    def __init__(self, num_prefill: int = 2, num_decode: int = 2, is_derived: bool = False) -> None:
+    def __init__(self, num_prefill: int = 2, num_decode: int = 2) -> None:
         self.now_s = 0.0
         self.mailbox = Wires()
         mailbox = cast(Mailbox, self.mailbox)
         self.router = Router(mailbox, least_loaded, 0.0)
-        place = place_of(num_prefill, num_decode, is_derived=is_derived)
+        place = place_of(num_prefill, num_decode)
         instances = instances_of(place, list(range(1, num_prefill + num_decode + 1)))
         self.membership = Membership(place, instances, mailbox, Timeouts(), "model", self.router.on_lost)
         self.router.membership = self.membership
         self.place, self.ports = place, list[int]()
-        tables = Tables(lambda: self.place, lambda place: self.ports or None)
-        self.elastic = Elastic(self.membership, tables, self.router.move_on, 30.0, lambda: self.now_s)
+        self.credentials = credentials = Credentials(b"s" * 32)
+        tables = Tables(lambda: self.place, lambda place: self.ports or None, lambda place: self.credentials)
+        self.elastic = Elastic(self.membership, credentials, tables, self.router.move_on, 30.0, lambda: self.now_s)
         for instance in instances:
             self.make_ready(instance)
         self.link()

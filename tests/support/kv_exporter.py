@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from pd_cluster import wire
-from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.device import Device, use
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
@@ -63,7 +63,7 @@ def make_config(choice: str) -> WorkerConfig:
         bind_address="127.0.0.1",
         device_ids=["0"],
         epoch=1,
-        secret=b"secret",
+        credentials=Credentials(b"secret"),
         num_threads=1,
         kv_transport=choice,  # type: ignore[arg-type]
         kv_port_range=PortRange(),

@@ -80,7 +80,8 @@ def test_the_tables_are_what_the_readme_makes(tmp_path: Path, monkeypatch: pytes
     parts = {name for name in made if re.fullmatch(r"global_ranktable_10\.77\.0\.\d+\.json", name)}
     assert len(parts) == 3
     committed = {path.name: path.read_bytes() for path in TABLES.iterdir()}
-    assert {name: made[name] for name in made.keys() - parts} == committed
+    keys = {"cluster.secret", "scheduler.key", "admin.token"}
+    assert {name: made[name] for name in made.keys() - parts - keys} == committed
 
 
 # ---- compose.yaml
@@ -88,7 +89,8 @@ def test_the_tables_are_what_the_readme_makes(tmp_path: Path, monkeypatch: pytes
 
 def test_every_variable_has_a_default_but_the_secret() -> None:
     assert set(SERVICES) == {"prefill", "decode", "scheduler"}
-    assert compose()["secrets"] == {"cluster_secret": {"environment": "CLUSTER_SECRET"}}
+    named = {"cluster_secret": "CLUSTER_SECRET", "scheduler_key": "SCHEDULER_KEY", "admin_token": "ADMIN_TOKEN"}
+    assert compose()["secrets"] == {name: {"environment": variable} for name, variable in named.items()}
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -110,8 +112,9 @@ def test_a_service_is_started_with_known_flags(name: str) -> None:
     assert options["host"] == "0.0.0.0"
     assert options["port"] == service["environment"]["HEALTH_PORT"]
     assert options["model"] in [volume.split(":")[1] for volume in service["volumes"]]
-    assert options["secret_file"] == service["secrets"][0]["target"]
-    assert service["secrets"][0]["mode"] & 0o077 == 0
+    files = [options[name] for name in ("secret_file", "scheduler_key_file", "admin_token_file")]
+    assert [each["target"] for each in service["secrets"]] == (files if name == "scheduler" else files[:1])
+    assert all(each["mode"] & 0o077 == 0 for each in service["secrets"])
     assert options["kv_transport"] == "auto"
 
 
@@ -142,7 +145,7 @@ def test_a_service_is_restarted_and_has_time_to_drain(name: str) -> None:
     assert grace_s > parse_serve(service["command"])["drain_timeout"]
     user = re.search(r"^USER (\d+)", (DEPLOY / "Dockerfile.cpu").read_text(encoding="utf-8"), re.MULTILINE)
     assert user is not None
-    assert str(service["secrets"][0]["uid"]) == user[1]
+    assert {str(each["uid"]) for each in service["secrets"]} == {user[1]}
 
 
 # ---- healthcheck.py

@@ -13,7 +13,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 FILES = ("compose.yaml", "compose.cuda.yaml", "compose.npu.yaml")
-ENV = {"CLUSTER_SECRET": "sixteen bytes and more", "BASE_IMAGE": "registry.example/base:1"}
+ENV = {"CLUSTER_SECRET": "secret …", "SCHEDULER_KEY": "…", "ADMIN_TOKEN": "…", "BASE_IMAGE": "registry.example/base:1"}
 
 
 def loaded(name: str) -> dict[str, Any]:

@@ -175,7 +175,9 @@ def test_the_guide_s_rank_table_lines_work_in_the_image_s_layout(tmp_path: Path)
     tables = [f"./save_dir/global_ranktable_10.0.0.{last}.json" for last in (18, 19)]
     merge = [*tool, "--mode", "merge", "--global-ranktable-list", *tables, "--save-dir", "./save_dir"]
     code, out, err = run(*merge, cwd=tmp_path)
-    assert (code, out, err) == (0, "save_dir/global_ranktable_merge.json\n", "")
+    written = [f"save_dir/{name}" for name in ("cluster.secret", "scheduler.key", "admin.token")]
+    assert (code, out.splitlines()[:4], err) == (0, ["save_dir/global_ranktable_merge.json", *written], "")
+    assert all(line.startswith("copy ") for line in out.splitlines()[4:])
     names = {"45", "67", "host"}
     assert {path.stem.rpartition("_")[2] for path in tmp_path.glob("save_dir/local_*.18_*")} == names
 

@@ -16,7 +16,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from pd_cluster.cluster.credentials import KeyFiles, credentials_of
 from pd_cluster.cluster.place import find_place, node_ports
+from ranktable_tools.files import PRIVATE
+from ranktable_tools.keys import SECRET_FILE, read_secret, write_keys
 from tests.unit.test_deploy import parse_serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +154,10 @@ def test_a_pod_is_started_with_known_flags(overlay: str, role: str) -> None:
     assert options["host"] == "0.0.0.0"
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
     assert options["model"] in ("", *mounts)  # "": the model that the project ships
-    assert options["secret_file"].rpartition("/")[0] in mounts
+    assert options["secret_file"] is None, "it is beside the table"
+    (secret,) = [volume["secret"] for volume in pod(overlay, role)["volumes"] if volume["name"] == "secret"]
+    names = ["cluster.secret", "scheduler.key", "admin.token"] if role == "scheduler" else ["cluster.secret"]
+    assert [item["key"] for item in secret["items"]] == [item["path"] for item in secret["items"]] == names
     assert container["image"] == f"pd-cluster:{OVERLAYS[overlay]}"
     volumes = {volume["name"] for volume in pod(overlay, role)["volumes"]}
     used = [*container["volumeMounts"], *pod(overlay, role)["initContainers"][0]["volumeMounts"]]
@@ -254,7 +260,7 @@ def init_arguments(overlay: str, role: str, save_dir: Path) -> list[str]:
     assert container["command"] == ["python3", "/opt/pd-cluster/deploy/kubernetes/ranktable_init.py"]
     env = environment(overlay, container, f"pd-{role}-0")
     arguments = [expanded(argument, env) for argument in container["args"]]
-    return [each for each in arguments if "--save-dir" not in each and "--secret-file" not in each] + [
+    return [each for each in arguments if "--save-dir" not in each and "--secrets" not in each] + [
         f"--save-dir={save_dir}"
     ]
 
@@ -288,14 +294,14 @@ LOCAL += ["--decode=127.0.0.4{}", "--num-decode=1", "--decode-port=8089"]
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    path = tmp_path / "mounted"
-    path.write_text("as Kubernetes mounts it, readable for a group")
-    path.chmod(0o440)
-    return path
+def secrets(tmp_path: Path) -> Path:
+    """As Kubernetes mounts them, readable for a group."""
+    for path in write_keys(tmp_path / "mounted", PRIVATE):
+        path.chmod(0o440)
+    return tmp_path / "mounted"
 
 
-def test_real_processes_end_with_the_same_table(tmp_path: Path, secret: Path) -> None:
+def test_real_processes_end_with_the_same_table(tmp_path: Path, secrets: Path) -> None:
     hosts = ["127.0.0.2", "127.0.0.30", "127.0.0.31", "127.0.0.40"]
     started = [
         subprocess.Popen(
@@ -306,7 +312,7 @@ def test_real_processes_end_with_the_same_table(tmp_path: Path, secret: Path) ->
                 f"--me={host}",
                 *LOCAL,
                 f"--save-dir={tmp_path / host}",
-                f"--secret-file={secret}",
+                f"--secrets={secrets}",
             ],
             stderr=subprocess.PIPE,
         )
@@ -321,8 +327,10 @@ def test_real_processes_end_with_the_same_table(tmp_path: Path, secret: Path) ->
     for host in hosts:
         env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(tmp_path / host / "global_ranktable.json")}
         env["RANK_TABLE_FILE_PATH"] = str(tmp_path / host / "local_ranktable.json")
-        place = find_place(env, str(tmp_path / host / "secret"))
-        assert (place.server.server_ip, place.secret) == (host, secret.read_bytes())
+        place = find_place(env)
+        assert place.server.server_ip == host
+        assert credentials_of(place, KeyFiles()).secret == read_secret(secrets / SECRET_FILE).secret
+        assert (tmp_path / host / "scheduler.key").exists() is (place.role == "scheduler")
         names.append(place.name)
     assert names == ["scheduler", "prefill-0", "prefill-1", "decode-0"]
 
@@ -364,7 +372,7 @@ def test_a_name_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
         ({"--prefill": "127.0.0.3"}, "has no {} for the number, and there are 2"),
         ({"--decode": "no host"}, "--decode no host: expected"),
         ({"--decode": "127.0.0.3{}"}, "nobody else uses"),
-        ({"--secret-file": "/nowhere"}, "/nowhere"),
+        ({"--secrets": "/nowhere"}, "/nowhere/cluster.secret"),
     ],
 )
 def test_what_makes_no_table_is_named(

@@ -19,6 +19,7 @@ from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.place import Place
 from pd_cluster.cluster.policy import Ask, least_loaded, linked_pairs
 from pd_cluster.cluster.prefixes import Prompt
+from pd_cluster.config import Credentials
 from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
 from pd_cluster.types import SamplingParams
 from ranktable_tools import RankTable
@@ -356,11 +357,11 @@ def test_a_table_that_renames_is_refused_whole(change: Callable[[list[Server]], 
 
 def test_a_changed_table_needs_a_secret_of_its_own() -> None:
     async def test() -> None:
-        world = ElasticWorld(is_derived=True)
+        world = ElasticWorld()
         assert await world.elastic.reload() == "nobody joins, nobody leaves"
-        place = ElasticWorld(num_prefill=3, is_derived=True).place
-        world.place = replace(place, secret=b"t" * 16)
-        with pytest.raises(Refused, match="start every process with the same --secret-file; nothing has changed"):
+        world.place = ElasticWorld(num_prefill=3).place
+        world.credentials = Credentials(b"t" * 32)  # as --derive-secret makes of another table
+        with pytest.raises(Refused, match="do not use --derive-secret where the table may change; nothing has changed"):
             await world.elastic.add("prefill-2", 7002)
         assert len(world.names) == 4
 
@@ -374,7 +375,7 @@ def test_a_faulty_table_is_one_line() -> None:
         def read() -> Place:
             raise ConfigError("table.json: line 1: found '{', expected more")
 
-        world.elastic._tables = Tables(read, lambda place: None)
+        world.elastic._tables = Tables(read, lambda place: None, lambda place: world.credentials)
         with pytest.raises(Refused, match=r"^table.json: line 1: found '{', expected more; nothing has changed$"):
             await world.elastic.reload()
 

@@ -13,7 +13,7 @@ import pytest
 from pd_cluster import check, hccl, serve
 from pd_cluster.cluster import rank_process
 from pd_cluster.cluster.place import find_place
-from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.device import CPU
 from pd_cluster.engine import build
 from ranktable_tools import Device, Server, generate, write
@@ -139,7 +139,7 @@ def worker_config(environment: dict[str, str]) -> WorkerConfig:
         bind_address="10.0.0.18",
         device_ids=["0"],
         epoch=1,
-        secret=b"",
+        credentials=Credentials(b""),
         num_threads=3,
         kv_transport="auto",
         kv_port_range=ANY,

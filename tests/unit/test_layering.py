@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("wire", "reports", "weight_files", "hub", "internlm", "architectures"),
     ("config", "device", "checkpoint", "sampling_defaults", "hccl"),
     ("streams", "device_group"),
-    ("sockets", "mailbox", "chat_template", "text", "grammar", "parsers", "kv"),
+    ("sockets", "admission", "mailbox", "chat_template", "text", "grammar", "parsers", "kv"),
     ("transport", "model"),
     ("engine",),
     ("cluster",),

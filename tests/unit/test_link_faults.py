@@ -261,7 +261,7 @@ class Post:
     def __init__(self) -> None:
         self.sent: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
 
-    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         raise AssertionError
 
     def disconnect(self, conn: str) -> None: ...

@@ -7,16 +7,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
-import zmq
 
+from pd_cluster import mailbox as module
 from pd_cluster import wire
-from pd_cluster.config import PortRange, Timeouts
+from pd_cluster.config import Credentials, PortRange, Timeouts
 from pd_cluster.errors import ConfigError
-from pd_cluster.mailbox import Mailbox
-from pd_cluster.sockets import CurveKeys
+from pd_cluster.mailbox import NOT_ADMITTED, OTHER_SECRET, Mailbox
+from pd_cluster.sockets import KeyPair, receive
 
 SECRET = b"s" * 32
+SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
+OTHER_KEY = b"k" * 32
 TIMES = Timeouts(heartbeat_interval_s=0.05, dead_after_s=0.5, connect_timeout_s=2.0)
 WAIT_S = 10.0
 
@@ -24,11 +27,29 @@ WAIT_S = 10.0
 class Box:
     """A mailbox whose events land in a queue."""
 
-    def __init__(self, name: str, epoch: int, secret: bytes = SECRET, listen: bool = False) -> None:
+    def __init__(self, name: str, epoch: int, secret: bytes = SECRET, listen: bool = False, key: bytes = b"") -> None:
+        """Who listens is a worker; else a scheduler, unless another key than its own is given."""
+        is_worker = listen or bool(key)
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self.mailbox = Mailbox(name, epoch, "worker", secret, TIMES, self)
+        credentials = Credentials(secret, (SCHEDULER.public,), key if is_worker else SCHEDULER.private)
+        self.mailbox = Mailbox(name, epoch, "worker" if is_worker else "scheduler", credentials, TIMES, self)
         self.port = self.mailbox.bind("127.0.0.1", PortRange()) if listen else 0
         self.mailbox.start()
+
+    def connect_to(self, other: Box, epoch: int | None = None) -> str:
+        mailbox = other.mailbox
+        return self.mailbox.connect(mailbox.name, epoch or mailbox.epoch, "127.0.0.1", other.port, mailbox.public_key)
+
+    @property
+    def info(self) -> wire.PeerInfo:
+        return wire.PeerInfo(
+            name=self.mailbox.name,
+            epoch=self.mailbox.epoch,
+            role="prefill",
+            host="127.0.0.1",
+            control_port=self.port,
+            public_key=self.mailbox.public_key,
+        )
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
         self.events.put(("opened", conn, peer, kind))
@@ -68,11 +89,11 @@ def box() -> Iterator[Callable[..., Box]]:
 
 def test_mail_goes_both_ways(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    conn = client.connect_to(server)
     client.mailbox.send(conn, wire.Offer("t", 3))  # before it is open: kept
     assert client.wait("opened")[1:3] == (conn, "decode-0@7")
     _, back, peer, kind = server.wait("opened")
-    assert (peer, kind) == ("prefill-0@8", "worker")
+    assert (peer, kind) == ("prefill-0@8", "scheduler")
     assert server.wait("message")[2] == wire.Offer("t", 3)
     server.mailbox.send(back, wire.Credit("t"))
     assert client.wait("message")[2] == wire.Credit("t")
@@ -81,7 +102,7 @@ def test_mail_goes_both_ways(box: Callable[..., Box]) -> None:
 
 def test_mail_comes_in_order(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    conn = client.connect_to(server)
     for number in range(500):
         client.mailbox.send(conn, wire.Offer("t", number))
     assert [server.wait("message")[2].num_tokens for _ in range(500)] == list(range(500))
@@ -89,48 +110,93 @@ def test_mail_comes_in_order(box: Callable[..., Box]) -> None:
 
 def test_mail_for_a_predecessor_is_dropped(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    wrong = client.mailbox.connect("decode-0", 6, "127.0.0.1", server.port)
+    wrong = client.connect_to(server, epoch=6)
     client.mailbox.send(wrong, wire.Offer("old", 1))
-    right = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    right = client.connect_to(server)
     client.mailbox.send(right, wire.Offer("new", 1))
     assert server.wait("message")[2].transfer_id == "new"
 
 
 def test_another_secret_gets_no_connection(box: Callable[..., Box]) -> None:
-    server, client = box("decode-0", 7, listen=True), box("prefill-0", 8, secret=b"x" * 32)
-    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    """The worker admits this scheduler's key; the scheduler hears no proof that it can believe, and sends nothing."""
+    server, client = box("decode-0", 7, listen=True), box("scheduler", 8, secret=b"x" * 32)
+    conn = client.connect_to(server)
     client.mailbox.send(conn, wire.Offer("t", 1))
-    assert client.wait("closed")[1] == conn
+    assert client.wait("closed")[1:] == (conn, OTHER_SECRET)
+    assert server.wait("opened")[2] == "scheduler@8"
+    assert server.wait("closed")
     assert server.events.empty()
 
 
-def test_a_key_that_knows_the_server_but_is_no_member_is_refused(box: Callable[..., Box]) -> None:
-    """The server's public key alone is not enough: ZAP looks at the client's."""
-    server = box("decode-0", 7, listen=True)
-    keys = CurveKeys.from_secret(SECRET)
-    public, secret = zmq.curve_keypair()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = keys.public, public, secret
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        socket.connect(f"tcp://127.0.0.1:{server.port}")
-        assert monitor.poll(WAIT_S * 1000)
-        number = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
-        assert number == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        socket.disable_monitor()
+def test_the_clusters_secret_is_not_enough_to_connect(box: Callable[..., Box]) -> None:
+    """Nor is the worker's public key, which everybody may know: ZAP looks at the client's."""
+    server, client = box("decode-0", 7, listen=True), box("scheduler", 8, key=OTHER_KEY)
+    conn = client.connect_to(server)
+    assert client.wait("closed")[1:] == (conn, NOT_ADMITTED)
+    assert server.events.empty()
+
+
+def test_a_worker_connects_once_a_scheduler_has_named_it(box: Callable[..., Box]) -> None:
+    server, worker, scheduler = box("decode-0", 7, listen=True), box("prefill-0", 8, key=OTHER_KEY), box("scheduler", 9)
+    assert worker.connect_to(server) == worker.wait("closed")[1]
+    told = scheduler.connect_to(server)
+    scheduler.mailbox.send(told, wire.Peers([worker.info]))
+    assert server.wait("message")[2] == wire.Peers([worker.info])
+    assert worker.connect_to(server) == worker.wait("opened")[1]
+    assert [server.wait("opened")[2:]] == [("prefill-0@8", "worker")]
+    scheduler.mailbox.send(told, wire.Peers([]))
+    assert server.wait("message")[2] == wire.Peers([])
+    assert worker.connect_to(server) == worker.wait("closed")[1]
+
+
+@pytest.mark.parametrize(("name", "epoch"), [("prefill-1", 8), ("prefill-0", 9), ("scheduler", 8)])
+def test_a_worker_is_taken_for_nobody_else(
+    box: Callable[..., Box], name: str, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    monkeypatch.setattr(module.log, "error", lambda *words: said.put(words))
+    server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 1)
+    worker = box(name, epoch, key=OTHER_KEY)
+    monkeypatch.setattr(worker.mailbox, "kind", "scheduler" if name == "scheduler" else "worker")
+    named = msgspec.structs.replace(worker.info, name="prefill-0", epoch=8)
+    told = scheduler.connect_to(server)
+    scheduler.mailbox.send(told, wire.Peers([named]))
+    assert server.wait("message")[2] == wire.Peers([named])
+    worker.mailbox.send(worker.connect_to(server), wire.Peers([]))
+    assert said.get(timeout=WAIT_S)[1] == f"{name}@{epoch}"
+    scheduler.mailbox.send(told, wire.Offer("after", 1))
+    assert server.wait("message")[2] == wire.Offer("after", 1)
+
+
+def test_a_frame_over_another_key_is_not_the_connections(
+    box: Callable[..., Box], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client chooses its identity, and may take one over that has become free: its key is what it is heard by."""
+    server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 1)
+    told = scheduler.connect_to(server)
+    assert scheduler.wait("opened")[1] == told
+
+    def received(router: Any) -> tuple[bytes, bytes, list[bytes]]:
+        identity, key, frames = receive(router)
+        return identity, OTHER_KEY if b"forged" in frames[0] else key, frames
+
+    monkeypatch.setattr(module, "receive", received)
+    scheduler.mailbox.send(told, wire.Offer("forged", 1))
+    scheduler.mailbox.send(told, wire.Offer("own", 1))
+    assert server.wait("message")[2] == wire.Offer("own", 1)
 
 
 def test_nobody_listens(box: Callable[..., Box]) -> None:
     client = box("prefill-0", 8)
     gone = box("decode-0", 7, listen=True)
     gone.mailbox.close()
-    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", gone.port)
+    conn = client.connect_to(gone)
     assert client.wait("closed")[1] == conn
 
 
 def test_end_of_file_is_noticed_at_once(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    conn = client.connect_to(server)
     client.wait("opened")
     server.mailbox.close()
     assert client.wait("closed")[1:] == (conn, "the connection was closed")
@@ -138,7 +204,7 @@ def test_end_of_file_is_noticed_at_once(box: Callable[..., Box]) -> None:
 
 def test_silence_is_noticed_by_the_side_that_was_connected_to(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    client.connect_to(server)
     conn = server.wait("opened")[1]
     client.mailbox.close()
     closed = server.wait("closed")
@@ -149,7 +215,7 @@ def test_silence_is_noticed_by_the_side_that_was_connected_to(box: Callable[...,
 def test_who_speaks_over_a_connection_that_was_given_up_is_told(box: Callable[..., Box]) -> None:
     """As after a pause that only one side noticed: the other does not wait for silence."""
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    conn = client.connect_to(server)
     server.mailbox.disconnect(server.wait("opened")[1])
     assert client.wait("closed")[1:] == (conn, "the other end has given the connection up")
 
@@ -157,7 +223,7 @@ def test_who_speaks_over_a_connection_that_was_given_up_is_told(box: Callable[..
 def test_after_a_long_pause_all_connections_are_lost(box: Callable[..., Box]) -> None:
     """The others have given this process up meanwhile; it must not believe in anything that it held before."""
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    conn = client.connect_to(server)
     client.wait("opened")
     client.mailbox._clock = lambda: time.monotonic() + 100
     _, closed, reason = client.wait("closed")
@@ -167,7 +233,7 @@ def test_after_a_long_pause_all_connections_are_lost(box: Callable[..., Box]) ->
 
 def test_a_heartbeat_can_be_sent_at_once(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    client.connect_to(server)
     client.wait("beat")
     for _ in range(50):
         server.mailbox.beat()
@@ -177,7 +243,7 @@ def test_a_heartbeat_can_be_sent_at_once(box: Callable[..., Box]) -> None:
 
 def test_garbage_does_not_harm(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
-    conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", server.port)
+    conn = client.connect_to(server)
     client.wait("opened")
     client.mailbox._call(lambda: client.mailbox._connections[conn].socket.send(b"\xc1garbage"))
     client.mailbox._call(lambda: client.mailbox._connections[conn].socket.send_multipart([b"a", b"b"]))

@@ -15,7 +15,7 @@ from pd_cluster import wire
 from pd_cluster.cluster.api_processes import ApiProcesses, view_of
 from pd_cluster.cluster.instance import Instance
 from pd_cluster.cluster.mirror import Mirror
-from pd_cluster.config import ApiConfig, ApiProcessConfig, EngineConfig, RoutingConfig, Timeouts
+from pd_cluster.config import ApiConfig, ApiProcessConfig, Credentials, EngineConfig, RoutingConfig, Timeouts
 from pd_cluster.mailbox import Mailbox
 from pd_cluster.reports import (
     ApiReport,
@@ -34,7 +34,7 @@ class FakeMailbox:
         self.opened: list[tuple[str, int]] = []
         self.closed: list[str] = []
 
-    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         self.opened.append((name, epoch))
         return f"{name}@{epoch}#{len(self.opened)}"
 
@@ -235,7 +235,9 @@ def config(index: int) -> ApiProcessConfig:
         routing=RoutingConfig(),
         max_logprobs=5,
     )
-    made = ApiProcessConfig(index=index, api=api, secret=b"s" * 32, listener_fd=1, admin_fd=2, log_level="INFO")
+    made = ApiProcessConfig(
+        index=index, api=api, credentials=Credentials(b"s" * 32), listener_fd=1, admin_fd=2, log_level="INFO"
+    )
     assert msgspec.json.decode(msgspec.json.encode(made), type=ApiProcessConfig) == made
     return made
 

@@ -14,8 +14,12 @@ from typer.testing import CliRunner
 from pd_cluster import admin, operate
 from pd_cluster.admin import Admin
 from pd_cluster.cli import app
-from pd_cluster.cluster.place import admin_token
+from pd_cluster.cluster.credentials import KeyFiles, admin_token_of
+from pd_cluster.cluster.place import find_place
 from pd_cluster.errors import ConfigError, PdClusterError, Unauthorized
+from ranktable_tools import generate, write
+from ranktable_tools.files import PRIVATE
+from ranktable_tools.keys import write_keys
 
 VARIABLES = [f"PD_CLUSTER_{way}{what}_FILE" for way in ("", "SERVE_") for what in ("ADMIN_TOKEN", "SECRET")]
 TOKEN = "a-token-of-some-length"
@@ -155,18 +159,22 @@ def test_undo_has_no_deadline() -> None:
 
 
 def test_where_the_token_comes_from(token_file: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"0123456789abcdef")
-    secret.chmod(0o600)
+    """The file that is named, or the one beside the table; beside a table alone, what --derive-secret makes of it."""
     assert Admin("u").token() == ""
-    assert Admin("u", "", str(secret)).token() == admin_token(b"0123456789abcdef")
-    assert Admin("u", str(token_file), str(secret)).token() == TOKEN
-    table = tmp_path / "table.json"
-    table.write_text("{}")
-    from_table = Admin("u", env={"GLOBAL_RANK_TABLE_FILE_PATH": str(table)}).token()
-    assert len(from_table) == 64
-    assert Admin("u", "", str(secret), {"GLOBAL_RANK_TABLE_FILE_PATH": str(table)}).token() != from_table
-    with pytest.raises(ConfigError, match="--admin-token-file /nowhere: No such file"):
+    folder = tmp_path / "tables"
+    made = generate(prefill=[[0]], decode=[[1]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")
+    table, *_, local = write(made, folder)
+    env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local)}
+    assert Admin("u", str(token_file), env).token() == TOKEN
+    assert Admin("u", env=env).token() == admin_token_of(find_place(env), KeyFiles(derives=True))
+    write_keys(folder, PRIVATE)
+    beside = (folder / "admin.token").read_text().strip()
+    assert Admin("u", env=env).token() == admin_token_of(find_place(env), KeyFiles()) == beside
+    assert Admin("u", str(token_file), env).token() == TOKEN
+    (folder / "admin.token").unlink()
+    with pytest.raises(ConfigError, match=r"admin\.token: no such file; .* or name it with --admin-token-file FILE"):
+        Admin("u", env=env).token()
+    with pytest.raises(ConfigError, match=r"--admin-token-file /nowhere: .*No such file"):
         Admin("u", "/nowhere").token()
 
 

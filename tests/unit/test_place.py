@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from pd_cluster.cluster.place import (
     Place,
-    admin_token,
     find_place,
     node_ports,
-    read_admin_token,
-    secret_of,
     use_openai,
 )
 from pd_cluster.errors import ConfigError
@@ -39,9 +35,9 @@ def env_of(table: Path, local: Path, **more: str) -> Env:
     return {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local), **more}
 
 
-def fault(env: Env, secret_file: str | None = None) -> str:
+def fault(env: Env) -> str:
     with pytest.raises(ConfigError) as caught:
-        find_place(env, secret_file)
+        find_place(env)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -189,96 +185,3 @@ def test_which_api() -> None:
     for value in ("2", "", "true", "-1", "00"):
         with pytest.raises(ConfigError, match=r"^USE_OPENAI="):
             use_openai({"USE_OPENAI": value})
-
-
-# ---- the secret
-
-
-def test_everyone_derives_the_same_secret_from_the_same_bytes(tmp_path: Path) -> None:
-    table, *local_tables = tables(tmp_path)
-    copy = tmp_path / "copy.json"
-    copy.write_bytes(table.read_bytes())
-    places = [find_place(env_of(path, local)) for path in (table, copy) for local in local_tables]
-    assert len({place.secret for place in places}) == len({place.cluster_tag for place in places}) == 1
-    assert all(place.secret_is_derived for place in places)
-    copy.write_bytes(table.read_bytes() + b"\n")
-    other = find_place(env_of(copy, local_tables[0]))
-    assert other.secret != places[0].secret
-    assert other.cluster_tag != places[0].cluster_tag
-
-
-def test_a_secret_file_wins(tmp_path: Path) -> None:
-    table, prefill, *_ = tables(tmp_path)
-    file = tmp_path / "secret"
-    file.write_bytes(b"0123456789abcdef\n")
-    file.chmod(0o600)
-    place = find_place(env_of(table, prefill), str(file))
-    assert (place.secret, place.secret_is_derived) == (b"0123456789abcdef", False)
-    assert "0123456789abcdef" not in place.cluster_tag
-
-
-@pytest.mark.parametrize(
-    ("content", "mode", "said"),
-    [
-        (None, 0, "No such file"),
-        (b"0123456789abcdef", 0o644, "others can read it; chmod 600"),
-        (b"0123456789abcdef", 0o640, "others can read it; chmod 600"),
-        (b"0123456789abcde \n", 0o600, "at least 16 bytes"),
-        (b"", 0o600, "at least 16 bytes"),
-    ],
-)
-def test_a_bad_secret_file(tmp_path: Path, content: bytes | None, mode: int, said: str) -> None:
-    table, prefill, *_ = tables(tmp_path)
-    file = tmp_path / "secret"
-    if content is not None:
-        file.write_bytes(content)
-        os.chmod(file, mode)
-    message = fault(env_of(table, prefill), str(file))
-    assert message.startswith(f"--secret-file {file}: ")
-    assert said in message
-
-
-# ---- the admin token
-
-
-def test_the_token_follows_from_the_secret_and_does_not_tell_it(tmp_path: Path) -> None:
-    table, *local_tables = tables(tmp_path)
-    place = find_place(env_of(table, local_tables[-1]))
-    assert secret_of(env_of(table, local_tables[-1]), None) == place.secret
-    token = admin_token(place.secret)
-    assert token == admin_token(place.secret) != admin_token(place.secret + b"x")
-    assert len(token) == 64
-    assert place.cluster_tag not in token
-    file = tmp_path / "secret"
-    file.write_bytes(b"0123456789abcdef\n")
-    file.chmod(0o600)
-    assert secret_of({}, str(file)) == b"0123456789abcdef"
-    with pytest.raises(ConfigError, match="GLOBAL_RANK_TABLE_FILE_PATH is not set"):
-        secret_of({}, None)
-
-
-@pytest.mark.parametrize(
-    ("content", "mode", "said"),
-    [
-        (None, 0, "No such file"),
-        (b"0123456789abcdef", 0o644, "others can read it; chmod 600"),
-        (b"0123456789", 0o600, "at least 16 bytes"),
-        (b"0123456789 abcdef", 0o600, "without spaces"),
-        ("0123456789abcdefü".encode(), 0o600, "without spaces"),
-    ],
-)
-def test_a_bad_token_file(tmp_path: Path, content: bytes | None, mode: int, said: str) -> None:
-    file = tmp_path / "token"
-    if content is not None:
-        file.write_bytes(content)
-        os.chmod(file, mode)
-    with pytest.raises(ConfigError, match=said) as caught:
-        read_admin_token(str(file))
-    assert str(caught.value).startswith(f"--admin-token-file {file}: ")
-
-
-def test_a_good_token_file(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("0123456789abcdef\n")
-    file.chmod(0o600)
-    assert read_admin_token(str(file)) == "0123456789abcdef"

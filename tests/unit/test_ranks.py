@@ -144,7 +144,9 @@ class World:
             lambda: 0.0,
             Timeouts(),
         )
-        info = wire.PeerInfo(name="decode-0", epoch=2, role="decode", host="h", control_port=1, tp_size=2)
+        info = wire.PeerInfo(
+            name="decode-0", epoch=2, role="decode", host="h", control_port=1, public_key=b"", tp_size=2
+        )
         self.links.set_peers([info])
         self.links.on_opened("c")
 

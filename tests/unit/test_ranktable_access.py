@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.place import find_place, secret_of
+from pd_cluster.cluster.credentials import find_admin_token
+from pd_cluster.cluster.place import find_place
 from ranktable_tools import check, cli, load_global, merge, permission_warnings
+from tests.support.another_user import OTHER_ID, as_another_user
 
-OTHER_ID = 65534  # of a user and of a group
 GEN = ["--prefill-server-list", "0", "--decode-server-list", "1", "--api-server", "--device", "cpu"]
 HERE = ["--server-ip", "10.0.0.1"]
 
 
 def modes(folder: Path) -> set[int]:
-    return {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    return {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.json")}
 
 
 def written(folder: Path, *options: str, expected: int = 0) -> Path:
@@ -66,7 +67,7 @@ def test_a_mode_for_everybody_says_what_that_means(tmp_path: Path, capsys: pytes
     table = written(tmp_path, "--file-mode", "0644")
     err = capsys.readouterr().err
     assert err.startswith("note: --file-mode 0644: everybody on this machine can read the tables")
-    assert "--secret-file" in err
+    assert "cluster.secret, scheduler.key and admin.token stay closed (--group " in err
     assert len(permission_warnings([table])) == 1
 
 
@@ -109,29 +110,6 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def as_another_user(work: Callable[[], object]) -> str:
-    """What `work` raises in a child process that is not root and, where this one may choose, somebody else."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        line = "nothing raised"
-        try:
-            if os.getuid() == 0:
-                os.setgroups([])
-                os.setgid(OTHER_ID)
-                os.setuid(OTHER_ID)
-            work()
-        except BaseException as error:
-            line = f"{type(error).__name__}: {error}"
-        os.write(write, line.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as stream:
-        said = stream.read()
-    os.waitpid(pid, 0)
-    return said
-
-
 def readers(table: Path) -> dict[str, Callable[[], object]]:
     """Everything that reads a global table."""
     env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(table)}
@@ -139,11 +117,11 @@ def readers(table: Path) -> dict[str, Callable[[], object]]:
         "load": lambda: load_global(table),
         "merge": lambda: merge([table]),
         "place": lambda: find_place(env),
-        "secret": lambda: secret_of(env, None),
+        "token": lambda: find_admin_token(env, ""),
     }
 
 
-@pytest.mark.parametrize("what", ["load", "merge", "place", "secret"])
+@pytest.mark.parametrize("what", ["load", "merge", "place"])
 def test_a_table_that_may_not_be_read_says_who_may(folder: Path, what: str) -> None:
     table = written(folder)
     if os.getuid() != 0:
@@ -167,7 +145,7 @@ def test_with_the_readers_group_it_is_read(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("what", ["load", "place", "secret"])
+@pytest.mark.parametrize("what", ["load", "place", "token"])
 def test_a_folder_that_may_not_be_searched(folder: Path, what: str) -> None:
     table = written(folder / "closed")
     (folder / "closed").chmod(0o700 if os.getuid() == 0 else 0)

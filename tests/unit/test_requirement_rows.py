@@ -23,6 +23,8 @@ from pd_cluster.options import ServeOptions
 from pd_cluster.types import Request, SamplingParams
 from ranktable_tools import check, generate, write
 from ranktable_tools import cli as ranktable_cli
+from ranktable_tools.files import PRIVATE
+from ranktable_tools.keys import write_keys
 from ranktable_tools.schema import RankTableError, parse_global, parse_local
 from tests.support.engines import assert_same, make_core
 from tests.support.engines import generate as run_engine
@@ -105,6 +107,7 @@ def test_gen_finds_this_machines_address(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     assert ranktable_cli.reference_main([*GEN.split(), "--device", "cpu"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
+        *("cluster.secret", "scheduler.key", "admin.token"),  # the document has none: their only addition
         "global_ranktable_10.0.0.18.json",
         *(f"local_ranktable_10.0.0.18_{which}.json" for which in ("45", "67", "host")),
     }
@@ -129,7 +132,7 @@ def test_an_option_counts_in_its_own_mode(tmp_path: Path, capsys: pytest.Capture
     capsys.readouterr()
     assert ranktable_cli.reference_main([*command, str(told), *foreign.split()]) == 0
     assert capsys.readouterr().err == f"note: {foreign.split()[0]} has no effect in --mode {mode}\n"
-    expected, found = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (plain, told))
+    expected, found = ({path.name: path.read_bytes() for path in folder.glob("*.json")} for folder in (plain, told))
     assert found == expected
 
 
@@ -139,6 +142,7 @@ def test_an_option_counts_in_its_own_mode(tmp_path: Path, capsys: pytest.Capture
 def tables(folder: Path) -> list[Path]:
     """The global table; the local tables of prefill, decode and scheduler."""
     made = generate(prefill=[[4, 5]], decode=[[6, 7]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")
+    write_keys(folder, PRIVATE)
     return write(made, folder)
 
 

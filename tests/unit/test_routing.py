@@ -131,7 +131,7 @@ class _Post:
         assert isinstance(body, wire.CacheKeys)
         self.sent.append((conn, body))
 
-    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         raise AssertionError
 
     def disconnect(self, conn: str) -> None:

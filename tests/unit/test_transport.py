@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.device import DeviceKind
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.layout import KVLayout
@@ -308,7 +308,7 @@ def make_config(transport: str, secret: bytes = b"s", connect_timeout_s: float =
         bind_address="127.0.0.1",
         device_ids=["0"],
         epoch=1,
-        secret=secret,
+        credentials=Credentials(secret),
         num_threads=1,
         kv_transport=transport,  # type: ignore[arg-type]
         kv_port_range=PortRange(),

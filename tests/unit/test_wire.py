@@ -20,8 +20,15 @@ BODIES: list[wire.Body] = [
     wire.Heartbeat(load=wire.Load(num_blocks=3, links={"decode-0@1": "up (shm)"})),
     wire.Heartbeat(),
     wire.Hello(kind="worker"),
+    wire.Welcome(b"p" * 32, b"t" * 16),
     wire.Gone(),
-    wire.Peers([wire.PeerInfo(name="decode-0", epoch=2**61, role="decode", host="127.0.0.1", control_port=1)]),
+    wire.Peers(
+        [
+            wire.PeerInfo(
+                name="decode-0", epoch=2**61, role="decode", host="127.0.0.1", control_port=1, public_key=b"k" * 32
+            )
+        ]
+    ),
     wire.Submit(
         "r", 0, "t", "prefill", "decode-0@1", [1, 2, 3], SamplingParams(stop_token_ids=(4,), seed=2**64 - 1), 9.5
     ),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.config import EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.engine import outbox
 from pd_cluster.engine.beams import are_first_tokens
 from pd_cluster.engine.core import EngineCore
@@ -43,7 +43,7 @@ class Post:
         self.ended: list[LegEnd] = []
         self.messages: list[tuple[str, wire.Outputs]] = []
 
-    def connect(self, name: str, epoch: int, host: str, port: int) -> str:
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         raise AssertionError("nobody to connect to")
 
     def disconnect(self, conn: str) -> None: ...
@@ -101,7 +101,7 @@ class World:
             bind_address="127.0.0.1",
             device_ids=["0"],
             epoch=1,
-            secret=b"",
+            credentials=Credentials(b""),
             num_threads=1,
             kv_transport="auto",
             kv_port_range=PortRange(),
@@ -167,7 +167,9 @@ def found(world: World, name: str) -> list[list[int]]:
 
 
 def peer(name: str, epoch: int, role: Role) -> wire.PeerInfo:
-    return wire.PeerInfo(name=name, epoch=epoch, role=role, host=f"host of {name}", control_port=1)
+    return wire.PeerInfo(
+        name=name, epoch=epoch, role=role, host=f"host of {name}", control_port=1, public_key=b"k" * 32
+    )
 
 
 def test_the_scheduler_says_which_role_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ import queue
 import secrets
 from collections import deque
 from collections.abc import Callable
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
 from pd_cluster import wire
+from pd_cluster.admission import peer_key
 from pd_cluster.bench.kv_spec import (
     BLOCK_NBYTES,
     BLOCK_SIZE,
@@ -20,16 +21,17 @@ from pd_cluster.bench.kv_spec import (
     RUN_BLOCKS,
     Lane,
 )
-from pd_cluster.config import EngineConfig, KVTransportChoice, PortRange, Timeouts, WorkerConfig
+from pd_cluster.config import Credentials, EngineConfig, KVTransportChoice, PortRange, Timeouts, WorkerConfig
 from pd_cluster.device import CPU, Device
 from pd_cluster.engine.events import Closed, Event, Mail, Opened, Stop
 from pd_cluster.engine.links import LocalLanes, Side
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.mailbox import Mailbox, peer_key
+from pd_cluster.mailbox import Mailbox
 from pd_cluster.numerics import Numerics
 from pd_cluster.transport.factory import Transports
 from pd_cluster.types import Role
+from ranktable_tools.curve import public_key
 
 HOST = "127.0.0.1"
 NAMES: dict[Role, str] = {"prefill": "prefill-0", "decode": "decode-0"}
@@ -85,7 +87,7 @@ class LaneEnd:
             bind_address=HOST,
             device_ids=["0"],
             epoch=epoch,
-            secret=lane.secret,
+            credentials=Credentials(lane.secret, (public_key(lane.key_of("prefill")),), lane.key_of(role)),
             num_threads=1,
             kv_transport=cast(KVTransportChoice, lane.transport),
             kv_port_range=PortRange(),
@@ -94,7 +96,8 @@ class LaneEnd:
             timeouts=TIMEOUTS,
         )
         self.epoch = epoch
-        self.mailbox = Mailbox(config.name, epoch, "worker", lane.secret, TIMEOUTS, self)
+        kind: Literal["scheduler", "worker"] = "scheduler" if role == "prefill" else "worker"  # its key is pinned
+        self.mailbox = Mailbox(config.name, epoch, kind, config.credentials, TIMEOUTS, self)
         self.port = self.mailbox.bind(HOST, config.kv_port_range)
         self.side = Side(
             peer_key(config.name, epoch), lane.secret, "", Numerics(), LAYOUT, pool.num_blocks, pool.probe_seed, options

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from pd_cluster import wire
+from pd_cluster.admission import peer_key
 from pd_cluster.bench.kv_spec import (
     Answer,
     Gloo,
@@ -33,9 +34,9 @@ from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.mailbox import peer_key
 from pd_cluster.transport.events import LinkFailed
 from pd_cluster.types import Request, SamplingParams, TokenOutput
+from ranktable_tools.curve import public_key
 
 DEADLINE_S = 60.0
 
@@ -68,7 +69,14 @@ class SendLane:
         self.ships_s: list[float] = []
         self.confirms_s: list[float] = []
         self._end.mailbox.start()
-        info = wire.PeerInfo(name=NAMES["decode"], epoch=lane.epoch, role="decode", host=HOST, control_port=lane.port)
+        info = wire.PeerInfo(
+            name=NAMES["decode"],
+            epoch=lane.epoch,
+            role="decode",
+            host=HOST,
+            control_port=lane.port,
+            public_key=public_key(lane.key_of("decode")),
+        )
         self._links.set_peers([info])
         self._wait(lambda: self._links.link_to(self._peer) is not None)
         if (state := self._links.states()[self._peer]) != f"up ({lane.transport})":

@@ -23,9 +23,10 @@ import msgspec
 import uvloop
 
 from pd_cluster import wire
+from pd_cluster.admission import peer_key
 from pd_cluster.bench.router_spec import PREFILL_STEP_S, MadeUpWorker, WorkersSpec
 from pd_cluster.config import PortRange, Timeouts
-from pd_cluster.mailbox import Mailbox, peer_key
+from pd_cluster.mailbox import Mailbox
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import LegEnd, PromptOutput, TokenOutput
 
@@ -81,7 +82,7 @@ class Worker:
         self._landed: set[str] = set()  # before its Submit was read
         self._ends: dict[str, list[LegEnd]] = {}  # conn -> legs that were handed over with the last step
         self._events: list[wire.TraceEvent] = []
-        self._mailbox = Mailbox(me.name, self.epoch, "worker", spec.secret, Timeouts(), self)
+        self._mailbox = Mailbox(me.name, self.epoch, "worker", spec.credentials, Timeouts(), self)
         self._port = self._mailbox.bind(HOST, PortRange())
         self._mailbox.start()
 
@@ -100,9 +101,9 @@ class Worker:
             epoch=self.epoch,
             pid=os.getpid(),
             control_port=self._port,
+            public_key=self._mailbox.public_key,
             model_identity=self._spec.model_identity,
             max_model_len=self._spec.max_model_len,
-            table_digest=self._spec.table_digest,
         )
 
     def close(self) -> None:

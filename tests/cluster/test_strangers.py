@@ -1,0 +1,187 @@
+"""Another user of the host, who reads no private file, knows what everybody may know, and speaks the protocol.
+
+And one who has the cluster's secret, but not the scheduler's key. Neither gets a token, nor changes what workers do.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import os
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from pd_cluster import wire
+from pd_cluster.types import SamplingParams
+from ranktable_tools import generate, write
+from ranktable_tools.keys import read_scheduler_key, read_secret
+from tests.support.another_user import answer_of_another_user
+from tests.support.cluster import LiveCluster
+
+Checkpoints = Callable[..., Path]
+HANDSHAKE_MS = 3000
+ANSWER_MS = 1500
+LAST = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+LAST |= zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    folder = tmp_path_factory.mktemp("strangers")
+    with LiveCluster(folder, checkpoint("llama"), arguments=["--api-key=sk-the-clients-own"]) as running:
+        running.client.headers["Authorization"] = "Bearer sk-the-clients-own"
+        yield running
+
+
+# ---- what the stranger does, in a process of its own
+
+
+def instance_of(port: int) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/instance", timeout=10) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+
+def regenerated() -> bytes:
+    """The cluster's global table, made once more of what everybody may know."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = generate(prefill=[[0]], decode=[[1]], api_server=True, server_ip="127.0.0.1", device_kind="cpu")
+        return write(made, Path(folder))[0].read_bytes()
+
+
+def private_keys(secret: bytes) -> dict[str, bytes]:
+    """Every private key that somebody could think to follow from a secret, and one that follows from nothing."""
+    labels = (b"pd-cluster curve 1", b"pd-cluster scheduler key", b"pd-cluster from rank table: scheduler key 1")
+    named = {label.decode(): hmac.digest(label, secret, "sha256") for label in labels}
+    return {**named, "the secret": hashlib.sha256(secret).digest(), "its bytes": secret[:32], "drawn": os.urandom(32)}
+
+
+def tell(
+    info: Mapping[str, Any], private: bytes, server_key: bytes, bodies: Sequence[wire.Body], name: str = "scheduler"
+) -> dict[str, Any]:
+    """As a scheduler of that name, over that key. Returns whether it opened and what came back."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        secret_key = z85.encode(private)
+        socket.curve_serverkey, socket.curve_secretkey = z85.encode(server_key), secret_key
+        socket.curve_publickey = zmq.curve_public(secret_key)
+        monitor = socket.get_monitor_socket(LAST)
+        socket.connect(f"tcp://127.0.0.1:{info['control_port']}")
+        opened = bool(monitor.poll(HANDSHAKE_MS))
+        opened = opened and recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if opened:
+            for body in bodies:
+                socket.send(wire.encode(wire.Envelope(name, 7, info["epoch"], body)))
+        answers: list[str] = []
+        while opened and socket.poll(ANSWER_MS):
+            body = wire.decode(socket.recv()).body
+            answers += [type(body).__name__] if not isinstance(body, wire.Heartbeat) else []
+            if isinstance(body, wire.Outputs) or len(answers) == len(bodies):
+                break
+        socket.disable_monitor()
+    return {"opened": opened, "answers": answers}
+
+
+FORGED = (
+    wire.Hello("scheduler"),
+    wire.Submit("stolen", 0, "t", "hybrid", "", [5, 6, 7], SamplingParams(max_tokens=4), 30.0),
+    wire.Peers([]),
+)
+
+
+def key_of(info: Mapping[str, Any]) -> bytes:
+    return base64.b64decode(info.get("public_key") or "")
+
+
+def attack(ports: Mapping[str, int], guesses: Mapping[str, bytes]) -> list[str]:
+    """With each secret of `guesses` and the table's; what worked."""
+    with pytest.raises(PermissionError):
+        next(Path("/root").iterdir())
+    table = regenerated()
+    derived = hmac.digest(b"pd-cluster secret from rank table", table, "sha256")
+    known = {"the table": table, "the secret that follows from it": derived, **guesses}
+    worked = []
+    for name, port in ports.items():
+        info = instance_of(port)
+        for what, secret in known.items():
+            tag = hmac.new(secret, b"pd-cluster tag", hashlib.sha256).hexdigest()[:8]
+            if tag in json.dumps(info):
+                worked.append(f"{name} confirms {what}")
+            for how, private in private_keys(secret).items():
+                own = z85.decode(zmq.curve_public(z85.encode(private)))
+                for server_key in {own, key_of(info) or own}:
+                    found = tell(info, private, server_key, FORGED)
+                    if found["opened"] or found["answers"]:
+                        worked.append(f"{name}, {what}, {how}: {found}")
+    return worked
+
+
+# ---- and what comes of it
+
+
+def is_untouched(cluster: LiveCluster) -> None:
+    """Requests go over the link, which has stayed up, and nobody said hello to a worker but the scheduler."""
+    assert cluster.is_whole()
+    before = cluster.instance("prefill-0")["kv_sent_nbytes"]
+    prompt = [before % 200 + at for at in range(40)]  # another one each time
+    assert len(cluster.complete(prompt, 4)) == 4
+    cluster.wait_until("handed over", lambda: cluster.instance("prefill-0")["kv_sent_nbytes"] > before)
+    for name in ("prefill-0", "decode-0"):
+        lines = cluster.log_file(name).read_text().splitlines()
+        schedulers = {line.split()[-3] for line in lines if line.endswith("is here")}
+        assert sum(each.startswith("scheduler@") for each in schedulers) == 1, schedulers
+        assert not any("link to decode-0 is down" in line for line in lines)
+    cluster.assert_home()
+
+
+def ports_of(cluster: LiveCluster) -> dict[str, int]:
+    return {name: cluster.members[name].port for name in ("prefill-0", "decode-0")}
+
+
+def test_the_schedulers_key_does_open(cluster: LiveCluster) -> None:
+    """Else the other tests of this file would prove nothing."""
+    key = read_scheduler_key(cluster.folder / "scheduler.key")
+    for port in ports_of(cluster).values():
+        info = instance_of(port)
+        told = tell(info, key, key_of(info), [wire.Hello("scheduler")], "scheduler-9")
+        assert told == {"opened": True, "answers": ["Welcome"]}
+
+
+def test_another_user_of_the_host(cluster: LiveCluster) -> None:
+    ports = ports_of(cluster)
+    assert answer_of_another_user(lambda: attack(ports, {})) == []
+    is_untouched(cluster)
+
+
+def test_the_clusters_secret_without_the_schedulers_key(cluster: LiveCluster) -> None:
+    ports, known = ports_of(cluster), read_secret(cluster.folder / "cluster.secret")
+    guesses = {"cluster.secret": known.secret, "the pinned key": known.schedulers[0]}
+    assert answer_of_another_user(lambda: attack(ports, guesses)) == []
+    is_untouched(cluster)
+
+
+def test_no_guess_can_be_checked_against_what_everybody_may_read(cluster: LiveCluster) -> None:
+    """A worker's public key is drawn anew with each life, so it follows from nothing that stays the same."""
+    before = instance_of(cluster.members["decode-0"].port)
+    cluster.kill("decode-0")
+    cluster.await_exit("decode-0")
+    cluster.start_member("decode-0")
+    pid = cluster.processes["decode-0"].pid
+    cluster.wait_until("it is back", lambda: cluster.instance("decode-0")["pid"] == pid and cluster.is_whole())
+    after = instance_of(cluster.members["decode-0"].port)
+    own = {"epoch", "pid", "rank_pids", "control_port", "public_key"}
+    assert {name for name in before if before[name] != after[name]} == own
+    assert httpx.get(f"{cluster.url}/health", trust_env=False).status_code == 200

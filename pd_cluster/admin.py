@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +27,26 @@ class Admin:
         """Empty when nothing names one. Raises ConfigError for a file that cannot be used."""
         return find_admin_token(self.env, self.token_file)
 
+    def _trusted(self) -> ssl.SSLContext:
+        """Certificates of the system, or those of SSL_CERT_FILE. Raises PdClusterError."""
+        file = self.env.get("SSL_CERT_FILE") or None
+        try:
+            return ssl.create_default_context(cafile=file)
+        except OSError as error:
+            raise PdClusterError(f"SSL_CERT_FILE {file}: cannot be used: {error}") from None
+
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Whatever status it has; with a body it is a command. Raises PdClusterError when nobody answers."""
         url = f"{self.url.rstrip('/')}{path}"
         token = self.token()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            async with httpx.AsyncClient(timeout=ANSWER_TIMEOUT_S, trust_env=False, headers=headers) as client:
+            async with httpx.AsyncClient(
+                timeout=ANSWER_TIMEOUT_S,
+                trust_env=False,
+                headers=headers,
+                verify=url.startswith("https:") and self._trusted(),
+            ) as client:
                 return await (client.get(url) if body is None else client.post(url, json=body))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__

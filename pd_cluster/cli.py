@@ -143,6 +143,10 @@ def serve(
     kv_rate_limit: Annotated[float, KV(help="MB/s of KV over each link; 0: no limit.")] = 0.0,
     link_keepalive: Annotated[float, KV(help="Seconds after which an idle link is probed.")] = 30.0,
     api_workers: Annotated[int, SCHEDULER(help="Processes that serve the public port.")] = 1,
+    max_connections: Annotated[
+        int, SCHEDULER(help="Connections that may have requests at a time, of all API processes together.")
+    ] = 8192,
+    max_connections_per_host: Annotated[int, SCHEDULER(help="The same from one address; 0: no such limit.")] = 6144,
     routing_policy: Annotated[
         str, SCHEDULER(help="least-loaded, prefix-aware, predicted-ttft or session: which workers get a request.")
     ] = "prefix-aware",
@@ -160,6 +164,9 @@ def serve(
     replay_wait: Annotated[float, SCHEDULER(help="Seconds that such a request waits for an instance.")] = 30.0,
     admin_port: Annotated[int | None, SCHEDULER(help="Admin port; default: port + 1.")] = None,
     admin_host: Annotated[str, SCHEDULER(help="Address to bind the admin port to.")] = "127.0.0.1",
+    admin_allowed_hosts: Annotated[
+        str, SCHEDULER(help="Names beside localhost by which the admin port may be read, with commas between.")
+    ] = "",
     admin_token_file: Annotated[
         str | None, SCHEDULER(help="Admin token (mode 0600); default: admin.token beside the global rank table.")
     ] = None,
@@ -220,9 +227,14 @@ def serve(
     ] = False,
     api_key: Annotated[
         list[str] | None,
-        HTTP(
-            help="Keys, one of which clients must send; default: VLLM_API_KEY. Only /health, /ping, /metrics are open."
-        ),
+        HTTP(help="Keys, one of which clients must send; default: VLLM_API_KEY. Only /health, /ping, /live are open."),
+    ] = None,
+    metrics_key: Annotated[
+        str,
+        HTTP(help="The key that opens /metrics and nothing else. Without it, API keys close /metrics."),
+    ] = "",
+    allowed_origins: Annotated[
+        str | None, HTTP(help="CORS: a JSON list of origins; [] turns CORS off. Default: any, none if there are keys.")
     ] = None,
     api_key_tenant: Annotated[
         list[str] | None,
@@ -235,7 +247,6 @@ def serve(
         bool,
         HTTP("--shared-prefix-cache", help="Requests find the cached prompts of other keys, and so can time them."),
     ] = False,
-    allowed_origins: Annotated[str, HTTP(help="CORS: a JSON list of origins; [] turns CORS off.")] = ANY,
     allowed_methods: Annotated[str, HTTP(help="CORS: a JSON list of methods.")] = ANY,
     allowed_headers: Annotated[str, HTTP(help="CORS: a JSON list of headers.")] = ANY,
     allow_credentials: Annotated[bool, HTTP("--allow-credentials", help="CORS: with cookies and the like.")] = False,
@@ -244,6 +255,10 @@ def serve(
         bool, HTTP("--enable-request-id-headers", help="Answers have x-request-id, the client's own or a new one.")
     ] = False,
     disable_fastapi_docs: Annotated[bool, HTTP("--disable-fastapi-docs", help="No /docs and /openapi.json.")] = False,
+    ssl_certfile: Annotated[str, HTTP(help="TLS: the certificate, in PEM, read again when it changes.")] = "",
+    ssl_keyfile: Annotated[str, HTTP(help="TLS: its key; default: in the certificate's file.")] = "",
+    ssl_ca_certs: Annotated[str, HTTP(help="TLS: who signs clients' certificates.")] = "",
+    ssl_cert_reqs: Annotated[int, HTTP(help="TLS: clients show a certificate: 0: none, 1: if they like, 2: all.")] = 0,
     heartbeat_interval: Annotated[float, TIMES(help="Seconds between heartbeats.")] = 0.5,
     dead_after: Annotated[float, TIMES(help="Seconds of silence after which a peer is dead.")] = 3.0,
     connect_timeout: Annotated[float, TIMES(help="Seconds to open a connection or a link.")] = 5.0,
@@ -300,9 +315,10 @@ def up(
     gc.disable()  # until the cluster is ready
     from pd_cluster.cluster.launcher import SPAWN, Launch, run_until_signal
     from pd_cluster.cluster.place import use_openai
-    from pd_cluster.flags import choice_of_model, normalize, split_keys
+    from pd_cluster.flags import choice_of_model, normalize, split_keys, split_values
 
     flags, keys = split_keys(normalize(arguments or []))
+    flags, metrics_keys = split_values(flags, "--metrics-key")
     flags += choice_of_model(try_unlisted or (), language_model_only)
     launch = Launch(
         model=model,
@@ -317,6 +333,7 @@ def up(
         restart=restart,
         arguments=[*flags, *(SPAWN for _ in range(spawn))],
         api_keys=keys,
+        metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
     raise typer.Exit(asyncio.run(run_until_signal(launch)))
 

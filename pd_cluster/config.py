@@ -5,7 +5,7 @@ Knows nothing of torch. What a flag is called and how it is refused is in flags.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -218,21 +218,61 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     allows_control_tokens: bool = False
 
 
+class ConnectionLimits(msgspec.Struct, frozen=True):
+    """Connections with requests at one port of one process. `per_host` counts an address's; 0: no limit.
+
+    `spare` more may be there without a request, or with a probe's. `num_kept_descriptors` are for others than the
+    clients of this port: instances, children, the admin port.
+    """
+
+    total: int = 8192
+    per_host: int = 6144
+    spare: int = 64
+    num_kept_descriptors: int = 64
+
+    def share(self, num_processes: int) -> ConnectionLimits:
+        """Of one of several processes at one port, so that together they hold the whole."""
+        per_host = max(1, self.per_host // num_processes) if self.per_host else 0
+        return msgspec.structs.replace(self, total=max(1, self.total // num_processes), per_host=per_host)
+
+
+class Tls(msgspec.Struct, frozen=True):
+    """Files in PEM. `keyfile` is "" where the certificate's file has the key, too.
+
+    `cert_reqs`: whether clients show a certificate of `ca_certs`: 0 no, 1 those that want to, 2 all.
+    """
+
+    certfile: str
+    keyfile: str = ""
+    ca_certs: str = ""
+    cert_reqs: int = 0
+
+
+ADMIN_CONNECTIONS = ConnectionLimits(total=16, per_host=0, spare=8, num_kept_descriptors=16)
 KEY_VARIABLE = "VLLM_API_KEY"
 KEYS_VARIABLE = "PD_CLUSTER_SERVE_API_KEY"  # --api-key's, as typer calls it: everybody can read a command line
+METRICS_KEY_VARIABLE = "PD_CLUSTER_SERVE_METRICS_KEY"
+SECRET_VARIABLES = (KEY_VARIABLE, KEYS_VARIABLE, METRICS_KEY_VARIABLE)
+
+
+def without_keys(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment for processes that check no keys: all but those that serve the public port."""
+    return {name: value for name, value in env.items() if name not in SECRET_VARIABLES}
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What is in front of the API's routes. `root_path`: what a proxy cuts off of every path.
 
     `tenants`: a name for each of the keys, or none: then each key is a tenant of its own. `shares_prefix_cache`:
-    tenants find each other's cached prompts. `returns_request_ids`: every answer has x-request-id. `has_docs`: /docs
+    tenants find each other's cached prompts. `metrics_key` opens /metrics and nothing else; where there are only
+    `api_keys`, /metrics is closed to everybody. `returns_request_ids`: every answer has x-request-id. `has_docs`: /docs
     and /openapi.json.
     """
 
     api_keys: tuple[str, ...] = ()
     tenants: tuple[str, ...] = ()
     shares_prefix_cache: bool = False
+    metrics_key: str = ""
     root_path: str = ""
     allowed_origins: tuple[str, ...] = ("*",)
     allowed_methods: tuple[str, ...] = ("*",)
@@ -240,6 +280,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_credentials: bool = False
     returns_request_ids: bool = False
     has_docs: bool = True
+    connections: ConnectionLimits = ConnectionLimits()
+    tls: Tls | None = None
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,8 @@ PdClusterError
 │   ├── RequestNotFound    404: of the requests that are kept for their timelines
 │   ├── InstanceNotFound   404
 │   ├── Refused            409: what the cluster's state does not allow
-│   └── Unauthorized       401: without an API key, or the admin port's token
+│   ├── Unauthorized       401: without an API key, or the admin port's token
+│   └── Forbidden          403: under a name that the admin port does not answer to
 ├── Unavailable            nobody can serve it right now: HTTP 503 with Retry-After
 ├── Overloaded             what is promised can't be met right now: HTTP 429 with Retry-After
 ├── GenerationError        a request that had begun and cannot be finished
@@ -65,6 +66,10 @@ class Refused(RequestError):
 
 class Unauthorized(RequestError):
     status = 401
+
+
+class Forbidden(RequestError):
+    status = 403
 
 
 class Unavailable(PdClusterError):

@@ -89,10 +89,6 @@ REFUSED: dict[str, str] = {
     "--speculative-max-model-len": "speculative decoding is not supported",
     "--speculative-model": "speculative decoding is not supported",
     "--speculative-model-quantization": "speculative decoding is not supported",
-    "--ssl-ca-certs": "TLS does not exist yet; put a proxy in front",
-    "--ssl-cert-reqs": "TLS does not exist yet; put a proxy in front",
-    "--ssl-certfile": "TLS does not exist yet; put a proxy in front",
-    "--ssl-keyfile": "TLS does not exist yet; put a proxy in front",
     "--tokenizer-pool-extra-config": "there is no tokenizer pool",
     "--tokenizer-pool-type": "there is no tokenizer pool",
     "--tokenizer-pool-size": "there is no tokenizer pool",
@@ -145,16 +141,21 @@ def _switch(flag: str, value: str) -> str:
 
 def split_keys(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     """Normal flags without --api-key, and its values."""
+    return split_values(flags, "--api-key")
+
+
+def split_values(flags: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """Normal flags without the one of this name, and its values."""
     rest: list[str] = []
-    keys: list[str] = []
+    values: list[str] = []
     following = iter(flags)
     for argument in following:
         flag, equals, value = argument.partition("=")
-        if flag != "--api-key":
+        if flag != name:
             rest.append(argument)
         else:
-            keys.append(value if equals else next(following, ""))
-    return rest, keys
+            values.append(value if equals else next(following, ""))
+    return rest, values
 
 
 def choice_of_model(try_unlisted: Sequence[str], language_model_only: bool) -> list[str]:

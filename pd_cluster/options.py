@@ -16,7 +16,16 @@ import msgspec
 from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.cluster.credentials import KeyFiles
-from pd_cluster.config import KEY_VARIABLE, ChatConfig, EngineConfig, HttpConfig, RoutingConfig, Timeouts
+from pd_cluster.config import (
+    KEY_VARIABLE,
+    ChatConfig,
+    ConnectionLimits,
+    EngineConfig,
+    HttpConfig,
+    RoutingConfig,
+    Timeouts,
+    Tls,
+)
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.parsers.reply import ReplyFormat
 
@@ -25,6 +34,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it: no path, no slash at its end
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+HOST_NAME = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
 HEADER_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -81,6 +91,7 @@ class ServeOptions:
     derive_secret: bool
     admin_port: int | None
     admin_host: str
+    admin_allowed_hosts: str
     admin_token_file: str | None
     auto_role: bool
     heartbeat_interval: float
@@ -92,6 +103,8 @@ class ServeOptions:
     step_timeout: float
     request_timeout: float
     drain_timeout: float
+    max_connections: int
+    max_connections_per_host: int
     max_attempts: int
     replay_wait: float
     guided_decoding_backend: str
@@ -100,13 +113,18 @@ class ServeOptions:
     api_key: list[str] | None = field(default=None, repr=False)
     api_key_tenant: list[str] | None
     shared_prefix_cache: bool
+    metrics_key: str = field(default="", repr=False)
     root_path: str
-    allowed_origins: str
+    allowed_origins: str | None
     allowed_methods: str
     allowed_headers: str
     allow_credentials: bool
     enable_request_id_headers: bool
     disable_fastapi_docs: bool
+    ssl_certfile: str
+    ssl_keyfile: str
+    ssl_ca_certs: str
+    ssl_cert_reqs: int
     chat_template: str
     trust_request_chat_template: bool
     allow_control_tokens: bool
@@ -234,18 +252,65 @@ class ServeOptions:
         source, keys = ("--api-key", self.api_key) if self.api_key else (KEY_VARIABLE, variable)
         _check_keys(source, keys)
         tenant_of = _tenants(source, keys, self.api_key_tenant or ())
+        origins = self.allowed_origins
+        if origins is None:
+            origins = "[]" if tenant_of else '["*"]'
+        if self.metrics_key:
+            _check_keys("--metrics-key", [self.metrics_key])
+        if self.metrics_key in tenant_of:
+            raise ConfigError("--metrics-key: is one of the API keys, too; give another, which opens /metrics only")
         return HttpConfig(
             api_keys=tuple(tenant_of),
             tenants=tuple(tenant_of.values()) if self.api_key_tenant else (),
             shares_prefix_cache=self.shared_prefix_cache,
+            metrics_key=self.metrics_key,
             root_path=_checked_root_path(self.root_path),
-            allowed_origins=_strings("--allowed-origins", self.allowed_origins),
+            allowed_origins=_strings("--allowed-origins", origins),
             allowed_methods=_strings("--allowed-methods", self.allowed_methods),
             allowed_headers=_strings("--allowed-headers", self.allowed_headers),
             allow_credentials=self.allow_credentials,
             returns_request_ids=self.enable_request_id_headers,
             has_docs=not self.disable_fastapi_docs,
+            connections=self.connections(),
+            tls=self.tls(),
         )
+
+    def tls(self) -> Tls | None:
+        """The files are read by whoever serves. Raises ConfigError."""
+        certfile, keyfile, ca_certs, cert_reqs = (
+            self.ssl_certfile,
+            self.ssl_keyfile,
+            self.ssl_ca_certs,
+            self.ssl_cert_reqs,
+        )
+        if not certfile:
+            for flag, value in (("keyfile", keyfile), ("ca-certs", ca_certs), ("cert-reqs", cert_reqs)):
+                if value:
+                    raise ConfigError(f"--ssl-{flag} {value}: needs --ssl-certfile FILE, the server's certificate")
+            return None
+        if cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"--ssl-cert-reqs {cert_reqs}: expected 0, 1 or 2")
+        if cert_reqs and not ca_certs:
+            raise ConfigError(f"--ssl-cert-reqs {cert_reqs}: needs --ssl-ca-certs FILE, who signs for clients")
+        return Tls(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs, cert_reqs=cert_reqs)
+
+    def connections(self) -> ConnectionLimits:
+        """Raises ConfigError."""
+        if self.max_connections < 1:
+            raise ConfigError(f"--max-connections {self.max_connections}: must be at least 1")
+        if self.max_connections_per_host < 0:
+            raise ConfigError(f"--max-connections-per-host {self.max_connections_per_host}: give 0 for no such limit")
+        return ConnectionLimits(total=self.max_connections, per_host=self.max_connections_per_host)
+
+    def admin_hosts(self) -> frozenset[str]:
+        """Beside those that every admin port answers to. Raises ConfigError."""
+        names = [name.strip().lower() for name in self.admin_allowed_hosts.split(",") if name.strip()]
+        for name in names:
+            if not HOST_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"--admin-allowed-hosts {name!r}: expected names without a port, such as pd.example,10.0.0.5"
+                )
+        return frozenset(names)
 
     def chat(self) -> ChatConfig:
         """Reads the chat template. Raises ConfigError."""

@@ -20,8 +20,7 @@ from pd_cluster.cluster.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.cluster.place import Place, find_place, node_ports, use_openai
 from pd_cluster.cluster.rank_process import environment_of
 from pd_cluster.config import (
-    KEY_VARIABLE,
-    KEYS_VARIABLE,
+    SECRET_VARIABLES,
     ApiConfig,
     Credentials,
     EngineConfig,
@@ -52,7 +51,7 @@ log = logging.getLogger(__name__)
 def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> None:
     """Serves until a signal. Raises ConfigError and the like."""
     _die_with_parent(env)
-    for name in (KEY_VARIABLE, KEYS_VARIABLE):  # `env` is a copy; processes that this one starts need no keys
+    for name in SECRET_VARIABLES:  # `env` is a copy; processes that this one starts need no keys
         os.environ.pop(name, None)
     level = options.log_level.upper()
     if level not in logging.getLevelNamesMapping():
@@ -106,11 +105,12 @@ def _run_scheduler(
     from pd_cluster.api.admin_app import AdminAccess
     from pd_cluster.api.interpreter import tune
     from pd_cluster.api.scheduler_app import Scheduler
-    from pd_cluster.api.server import bind, bind_several
+    from pd_cluster.api.server import bind, bind_several, raise_descriptor_limit
     from pd_cluster.cluster.auto_role import AutoRole
     from pd_cluster.cluster.elastic import Tables
 
     http, chat = options.http(env), options.chat()
+    raise_descriptor_limit(http.connections)
     if http.allow_credentials and "*" in http.allowed_origins:
         log.warning("--allow-credentials: any web page may send its visitors' credentials; name --allowed-origins")
     config = ApiConfig(
@@ -135,7 +135,7 @@ def _run_scheduler(
         lambda place: _ports_of_file(env, place),
         lambda place: credentials_of(place, files),
     )
-    access = AdminAccess(token, is_loopback(options.admin_host))
+    access = AdminAccess(token, is_loopback(options.admin_host), options.admin_hosts())
 
     async def serve() -> None:
         scheduler = Scheduler(place, credentials, ports, config, listeners, tables, options.log_level.upper())
@@ -195,7 +195,8 @@ def _run_worker(
         if preloader is not None:
             ending.callback(preloader.close)
         tune()
-        asyncio.run(run_worker(config, bind(options.host, options.port), preloader))
+        listener = bind(options.host, options.port)
+        asyncio.run(run_worker(config, listener, options.connections(), preloader))
 
 
 def _preloader_of(options: ServeOptions, config: WorkerConfig) -> Preloader | None:

@@ -6,6 +6,7 @@ What a command does is in cluster/elastic.py; here it is read, allowed or refuse
 from __future__ import annotations
 
 import hmac
+import reprlib
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,23 +19,36 @@ from pd_cluster.api.http import read_body
 from pd_cluster.api.timelines import TimelineSource, timeline_routes
 from pd_cluster.cluster.elastic import Elastic
 from pd_cluster.cluster.instance import Instance
-from pd_cluster.errors import RequestError, Unauthorized
+from pd_cluster.errors import Forbidden, RequestError, Unauthorized
 from pd_cluster.types import Role
+from ranktable_tools.hosts import is_loopback
 
 MOST_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdminAccess:
-    """Commands need the token; where others than this host's users reach the port, everything does."""
+    """Commands need the token; where others than this host's users reach the port, everything does.
+
+    What is open to read is open under names of this host and under `allowed_hosts` only: a web page can have its own
+    name resolve to 127.0.0.1 and then read what answers there, and cannot change the Host that its browser sends.
+    """
 
     token: str
     is_open_to_read: bool
+    allowed_hosts: frozenset[str] = frozenset()
 
     def check(self, request: Request) -> None:
-        """Raises Unauthorized."""
-        if self.is_open_to_read and request.method == "GET":
+        """Raises Unauthorized and Forbidden."""
+        is_reading = self.is_open_to_read and request.method == "GET"
+        host = _host_name(request.headers.get("host", ""))
+        if is_reading and (is_loopback(host.strip("[]")) or host in self.allowed_hosts):
             return
+        if is_reading and "authorization" not in request.headers:
+            raise Forbidden(
+                f"Host {reprlib.repr(host)} is no name of this port: ask for localhost, allow the name with "
+                f"--admin-allowed-hosts, or send the admin token"
+            )
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(token.strip().encode(), self.token.encode())
         if scheme.lower() != "bearer" or not is_right:
@@ -44,6 +58,12 @@ class AdminAccess:
                 f"(GLOBAL_RANK_TABLE_FILE_PATH)",
                 code="invalid_admin_token",
             )
+
+
+def _host_name(host: str) -> str:
+    """Without the port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
 
 
 class Add(msgspec.Struct, forbid_unknown_fields=True):

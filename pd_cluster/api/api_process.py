@@ -25,7 +25,7 @@ from pd_cluster.api.public_app import public_app
 from pd_cluster.api.server import make_server, serve_until_signal
 from pd_cluster.api.timelines import timeline_app
 from pd_cluster.cluster.mirror import Mirror
-from pd_cluster.config import ApiProcessConfig
+from pd_cluster.config import ADMIN_CONNECTIONS, ApiProcessConfig
 from pd_cluster.engine.process import die_with_parent
 from pd_cluster.errors import PdClusterError
 from pd_cluster.reports import ApiReport, Stop, ToApi
@@ -44,10 +44,11 @@ async def serve(channel: socket.socket) -> None:
     edge.mailbox.start()
     try:
         drain = Drain(config.api.timeouts.drain_timeout_s, edge.router.end_all, stays=True)
-        app = public_app(service, mirror.instances, config.api.is_openai, drain, config.api.http, lambda: mirror.totals)
+        http, timelines = config.api.http, timeline_app(edge.router.timelines)
+        app = public_app(service, mirror.instances, config.api.is_openai, drain, http, lambda: mirror.totals)
         servers = [
-            (make_server(app), socket.socket(fileno=config.listener_fd)),
-            (make_server(timeline_app(edge.router.timelines)), socket.socket(fileno=config.admin_fd)),
+            (make_server(app, http.connections, http.root_path, http.tls), socket.socket(fileno=config.listener_fd)),
+            (make_server(timelines, ADMIN_CONNECTIONS), socket.socket(fileno=config.admin_fd)),
         ]
         stops: list[Callable[[], None]] = []
 

@@ -23,7 +23,7 @@ from pd_cluster.api.token_routes import DetokenizeRequest, TokenizeChatRequest, 
 Json = dict[str, Any]
 REF = "#/components/schemas/{model}"
 KEY = "api_key"
-PROBES = ("/health", "/ping", "/metrics")
+PROBES = ("/health", "/ping", "/live")
 REQUESTS: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,
     CompletionRequest,
@@ -41,7 +41,13 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ModelList,
     responses.Model,
 )
-COMMON: tuple[type[BaseModel], ...] = (responses.Error, responses.Health, responses.ServerLoad, responses.Version)
+COMMON: tuple[type[BaseModel], ...] = (
+    responses.Error,
+    responses.Health,
+    responses.Alive,
+    responses.ServerLoad,
+    responses.Version,
+)
 ERRORS = {
     400: ("BadRequest", "The request cannot be served; `param` names the field."),
     404: ("NotFound", "There is no such model here."),
@@ -131,6 +137,7 @@ def _common_paths() -> Json:
     return {
         "/health": {"get": _operation("health", alive, health)},
         "/ping": {"get": _operation("ping", alive, health), "post": _operation("ping_post", alive, health)},
+        "/live": {"get": _operation("live", "Whether this process answers.", _answers(responses.Alive))},
         "/metrics": {"get": _operation("metrics", "For Prometheus.", text)},
         "/load": {"get": _operation("load", "Requests in flight.", _answers(responses.ServerLoad))},
         "/version": {"get": _operation("version", "The server's version.", _answers(responses.Version))},

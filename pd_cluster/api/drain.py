@@ -16,7 +16,7 @@ from pd_cluster.errors import Unavailable
 
 LAST_WORDS_S = 2.0  # for in-band errors to leave, once what runs was told to end
 REFUSED_BODY_S = 1.0
-ALWAYS_ANSWERED = ("/health", "/ping", "/metrics", "/load")
+ALWAYS_ANSWERED = ("/health", "/ping", "/live", "/metrics", "/load")
 
 
 class Drain:

@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from pd_cluster.api.front_door import MAX_BODY_NBYTES as MAX_BODY_NBYTES
 from pd_cluster.errors import RequestError
 
-MAX_BODY_NBYTES = 32 << 20
 MAX_LENGTH_NUM_DIGITS = 18  # of a body's declared length; more are too many, whatever they are
 CLIENT_CLOSED_REQUEST = 499
 BODY_TIMEOUT_S = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -47,8 +48,14 @@ def public_app(
     for routes in own:
         app.include_router(routes(service))
     app.include_router(_common_routes(instances, drain))
-    app.include_router(metrics_routes(service.router, instances, service.served_model_names[0], drain, totals))
+    app.include_router(metrics_routes(service.router, instances, shown_name(service), drain, totals))
     return app
+
+
+def shown_name(service: TextService) -> str:
+    """What metrics call the model: a model without a name is known by its path, of which they show the end."""
+    name = service.served_model_names[0]
+    return Path(name).name if name == service.model and Path(name).is_absolute() else name
 
 
 def _common_routes(instances: list[Instance], drain: Drain) -> APIRouter:
@@ -61,6 +68,11 @@ def _common_routes(instances: list[Instance], drain: Drain) -> APIRouter:
         if drain.is_draining:
             status, body = 503, {**body, "status": "draining", "reason": "this server is stopping"}
         return JSONResponse(body, status, {} if status == 200 else {"Retry-After": "1"})
+
+    @routes.api_route("/live", methods=LOOKING)
+    async def live(request: Request) -> Response:
+        """Says that this process answers, whatever the instances do."""
+        return JSONResponse({"status": "alive"})
 
     @routes.api_route("/version", methods=LOOKING)
     async def version(request: Request) -> Response:
@@ -83,13 +95,14 @@ def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
 def _put_in_front(app: FastAPI, drain: Drain, http: HttpConfig) -> None:
     """From the inside out: what is added last sees a request first."""
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
-    if http.api_keys:
+    if http.api_keys or http.metrics_key:
         app.add_middleware(
             ApiKeys,
             keys=http.api_keys,
             root_path=http.root_path,
             tenants=http.tenants,
             shares_prefix_cache=http.shares_prefix_cache,
+            metrics_key=http.metrics_key,
         )
     if http.returns_request_ids:
         app.add_middleware(RequestIds)

@@ -233,6 +233,10 @@ class Health(BaseModel):
     reason: str | None = Field(default=None, description="Why requests cannot be served now.")
 
 
+class Alive(BaseModel):
+    status: Literal["alive"]
+
+
 class Version(BaseModel):
     version: str
 

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import uvicorn
+from msgspec.structs import replace
 
 from pd_cluster.api.admin_app import AdminAccess, admin_app
 from pd_cluster.api.drain import Drain
@@ -30,7 +30,7 @@ from pd_cluster.cluster.auto_role import AutoRole
 from pd_cluster.cluster.elastic import Elastic, Tables
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import Place
-from pd_cluster.config import ApiConfig, ApiProcessConfig, Credentials
+from pd_cluster.config import ADMIN_CONNECTIONS, ApiConfig, ApiProcessConfig, Credentials
 from pd_cluster.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ class Scheduler:
         """Serves until a signal. Raises ConfigError for ports in the wrong order."""
         self._edge.mailbox.start()
         try:
-            admin = make_server(admin_app(self.elastic, self._timelines(), access)), admin_listener
+            app = admin_app(self.elastic, self._timelines(), access)
+            admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
             failure = _first_failure(self._watch(auto_role), self._edge.handler.fatal)
             if self._processes is not None:
                 await serve_until_signal([admin], failure, self._processes.drain, self._processes)
@@ -89,21 +90,26 @@ class Scheduler:
         service = self._edge.over(self.membership)
         drain = Drain(self._config.timeouts.drain_timeout_s, self._edge.router.end_all)
         app = public_app(service, self.membership.instances, self._config.is_openai, drain, self._config.http)
+        http = self._config.http
+        public = make_server(app, http.connections, http.root_path, http.tls), self._listeners[0]
         try:
-            await serve_until_signal([(make_server(app), self._listeners[0]), admin], failure, drain.begin, drain)
+            await serve_until_signal([public, admin], failure, drain.begin, drain)
         finally:
             await service.close()
 
     def _several(self, credentials: Credentials, log_level: str) -> ApiProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cluster-api-")  # mode 0700
         configs = []
+        http = self._config.http
+        connections = http.connections.share(len(self._listeners))
+        api = replace(self._config, http=replace(http, connections=connections))
         for index, listener in enumerate(self._listeners):
             admin = bind_unix(self._admin_path(index))
             configs.append(
                 ApiProcessConfig(
                     index=index,
-                    api=self._config,
-                    credentials=msgspec.structs.replace(credentials, table=b""),  # only process 0 reads it again
+                    api=api,
+                    credentials=replace(credentials, table=b""),  # only process 0 reads it again
                     listener_fd=listener.fileno(),
                     admin_fd=admin.detach(),
                     log_level=log_level,

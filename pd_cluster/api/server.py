@@ -1,10 +1,15 @@
-"""Runs uvicorn servers on sockets that are bound first, so that a taken port is one clear line and exit code 1."""
+"""Runs uvicorn servers on sockets that are bound first, so that a taken port is one clear line and exit code 1.
+
+Connections are accepted here and not by the event loop, which would take all that wait before anybody can look at one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import logging
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -14,11 +19,22 @@ from typing import Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
+from pd_cluster.api.door import Door
+from pd_cluster.api.doorman import Doorman
+from pd_cluster.api.front_door import GuardedProtocol, probes_under
+from pd_cluster.api.refusals import RefusalLog
+from pd_cluster.api.tls import TlsFiles
+from pd_cluster.config import ConnectionLimits, Tls
 from pd_cluster.errors import ConfigError
 
 BACKLOG = 2048
+DEFAULT_LIMITS = ConnectionLimits()
 CLOSE_TIMEOUT_S = 3  # for connections to close, once the listener has
+TICKS_A_SECOND = 10  # uvicorn's
+NUM_OWN_DESCRIPTORS = 192  # of a process, besides those that are kept for what comes and goes
 UNREAD_TIMEOUT_S = 120  # a client that takes nothing of what was sent to it for so long loses its connection
+
+log = logging.getLogger(__name__)
 
 
 def bind_several(host: str, port: int, count: int) -> list[socket.socket]:
@@ -43,11 +59,12 @@ def bind_unix(path: Path) -> socket.socket:
 def bind(host: str, port: int, flag: str = "--port", is_shared: bool = False) -> socket.socket:
     """A listening TCP socket. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets that say they are TCP; without it each token may wait for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)  # connections inherit it
+    # Connections inherit both. Without TCP_NODELAY each token may wait for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_S * 1000)
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)
@@ -66,19 +83,58 @@ class Finishing(Protocol):
         """Until nothing runs any more, or soon after there is a hurry."""
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to `serve_until_signal`."""
+class Server(uvicorn.Server):
+    """Leaves signals to `serve_until_signal`, and who may connect to a doorman."""
+
+    def __init__(
+        self, config: uvicorn.Config, doorman: Doorman, probes: frozenset[bytes], tls: TlsFiles | None
+    ) -> None:
+        super().__init__(config)
+        self.doorman = doorman
+        self._refusals = RefusalLog()
+        self._probes = probes
+        self._tls = tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        loop = asyncio.get_running_loop()
+        doors = [
+            Door(listener, self._protocol, self.doorman, self._refusals, self._tls, loop) for listener in sockets or ()
+        ]
+        self.servers = doors  # type: ignore[assignment]  # uvicorn closes them and waits for that, nothing more
+        self.started = True
 
-def make_server(app: ASGIApp) -> uvicorn.Server:
+    async def on_tick(self, counter: int) -> bool:
+        if not counter % TICKS_A_SECOND:
+            self.doorman.sweep()
+            self._refusals.tell()
+            if self._tls is not None:
+                self._tls.refresh()
+        return await super().on_tick(counter)
+
+    def _protocol(self) -> GuardedProtocol:
+        return GuardedProtocol(
+            self.doorman,
+            self._refusals,
+            self._probes,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+
+
+def make_server(
+    app: ASGIApp, limits: ConnectionLimits = DEFAULT_LIMITS, root_path: str = "", tls: Tls | None = None
+) -> Server:
+    """Raises ConfigError for files of TLS that cannot be used."""
     config = uvicorn.Config(
         app,
         loop="none",  # whoever serves has chosen it
-        http="httptools",
+        http=GuardedProtocol,
         ws="none",
         log_level="warning",
         access_log=False,
@@ -88,7 +144,29 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         timeout_keep_alive=75,
     )
-    return _Server(config)
+    num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = TlsFiles(tls) if tls is not None else None
+    return Server(config, Doorman(limits, num_descriptors), probes_under(root_path), files)
+
+
+def raise_descriptor_limit(limits: ConnectionLimits) -> None:
+    """As far as the connections need it and the system allows. Children of this process inherit it."""
+    needed = limits.total + limits.spare + limits.num_kept_descriptors + NUM_OWN_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard > needed:
+        hard_enough = needed
+    else:
+        hard_enough = hard
+    if soft < hard_enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_enough, hard))
+    if hard_enough < needed:
+        log.warning(
+            "--max-connections %d: this process may have only %d descriptors, so it takes fewer; raise the hard limit "
+            "(ulimit -Hn %d)",
+            limits.total,
+            hard_enough,
+            needed,
+        )
 
 
 def _listen_to_signals(stop: Callable[[], None]) -> None:
@@ -97,7 +175,7 @@ def _listen_to_signals(stop: Callable[[], None]) -> None:
 
 
 async def serve_until_signal(
-    servers: list[tuple[uvicorn.Server, socket.socket]],
+    servers: Sequence[tuple[uvicorn.Server, socket.socket]],
     until: Awaitable[None] | None = None,
     signalled: Callable[[], None] = lambda: None,
     drain: Finishing | None = None,

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from pd_cluster.api.error_answers import install_error_handlers
 from pd_cluster.api.server import make_server, serve_until_signal
 from pd_cluster.cluster.ranks import Ranks
-from pd_cluster.config import WorkerConfig
+from pd_cluster.config import ConnectionLimits, WorkerConfig
 from pd_cluster.engine.preloader import Preloader
 from pd_cluster.errors import RequestError
 
@@ -43,11 +43,16 @@ def make_app(ranks: Ranks) -> Starlette:
     return app
 
 
-async def run_worker(config: WorkerConfig, listener: socket.socket, preloader: Preloader | None = None) -> None:
+async def run_worker(
+    config: WorkerConfig,
+    listener: socket.socket,
+    connections: ConnectionLimits,
+    preloader: Preloader | None = None,
+) -> None:
     """Starts the rank processes, serves HTTP, ends all. Raises ConfigError or InstanceLost when a rank ends."""
     ranks = Ranks(config, preloader)
     try:
-        server = make_server(make_app(ranks))
+        server = make_server(make_app(ranks), connections)
         await serve_until_signal([(server, listener)], until=ranks.run(), signalled=ranks.drain)
         await _until_drained(ranks, config.timeouts.drain_timeout_s)
     finally:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.cluster.rank_process import environment
-from pd_cluster.config import KEY_VARIABLE, KEYS_VARIABLE
 from pd_cluster.device import num_threads_for
 from pd_cluster.engine.preloader import VARIABLE, Preloader
 
@@ -57,6 +56,4 @@ class LaunchPreloader:
             self._own.close()
         num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(self._launch.num_ranks)
         env = {**environment(num_threads, os.environ), DIE_WITH_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        for name in (KEY_VARIABLE, KEYS_VARIABLE):
-            env.pop(name, None)
         self._own = Preloader.start(env, self._launch.model or str(SHIPPED_MODEL))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pd_cluster.cluster.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
 from pd_cluster.cluster.ports import free_ports
-from pd_cluster.config import KEYS_VARIABLE
+from pd_cluster.config import KEYS_VARIABLE, METRICS_KEY_VARIABLE, without_keys
 from pd_cluster.engine.preloader import forks_are_safe
 from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, write
@@ -53,6 +53,7 @@ class Launch:
     arguments: list[str] = field(default_factory=list)
     openai: bool = True
     api_keys: list[str] = field(default_factory=list, repr=False)
+    metrics_key: str = field(default="", repr=False)
 
     @property
     def worker_names(self) -> list[str]:
@@ -66,21 +67,35 @@ class Launch:
     @property
     def forks(self) -> bool:
         """Whether rank processes are forked, by what the flags say."""
-        device = "auto"
+        return SPAWN not in self.arguments and forks_are_safe(self._value_of("--device") or "auto")
+
+    def _value_of(self, wanted: str) -> str:
+        """Of a flag among the arguments; "" where it is not there."""
+        found = ""
         for flag, following in itertools.zip_longest(self.arguments, self.arguments[1:], fillvalue=""):
             name, equals, value = flag.partition("=")
-            if name == "--device":
-                device = value if equals else following
-        return SPAWN not in self.arguments and forks_are_safe(device)
+            if name == wanted:
+                found = value if equals else following
+        return found
+
+    @property
+    def scheme(self) -> str:
+        """Raises ConfigError where nobody could ask whether the scheduler is ready."""
+        if self._value_of("--ssl-cert-reqs") == "2":
+            raise ConfigError(
+                "--ssl-cert-reqs 2: `up` has no certificate to ask its scheduler with; start each instance with "
+                "`pd-cluster serve`, or give 1"
+            )
+        return "https" if self._value_of("--ssl-certfile") else "http"
 
     @property
     def url(self) -> str:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
-        return f"http://{host}:{self.port}"
+        return f"{self.scheme}://{host}:{self.port}"
 
     @property
     def admin_url(self) -> str:
-        return f"http://127.0.0.1:{self.port + 1}"
+        return f"{self.scheme}://127.0.0.1:{self.port + 1}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +143,8 @@ def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
         env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
         members.append(Member(name, _command(launch, "127.0.0.1", port, f"--secret-file={secret}"), env, port))
     keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}
+    if launch.metrics_key:
+        keys[METRICS_KEY_VARIABLE] = launch.metrics_key
     env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **keys}
     files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
     command = _command(launch, launch.host, launch.port, *files)
@@ -172,7 +189,8 @@ class Cluster:
         import httpx  # which each process that this one starts would import for nothing
 
         deadline_s = time.monotonic() + timeout_s
-        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+        # A certificate is for the name that clients use, not for this address, and nothing secret is asked.
+        async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False) as client:
             while time.monotonic() < deadline_s:
                 self.raise_failure()
                 with contextlib.suppress(httpx.HTTPError):
@@ -216,10 +234,12 @@ class Cluster:
 
     async def _spawn(self, member: Member) -> asyncio.subprocess.Process:
         assert self._preloader is not None
-        env, files = self._preloader.for_worker() if member.name != "scheduler" else ({}, ())
+        is_scheduler = member.name == "scheduler"
+        env, files = ({}, ()) if is_scheduler else self._preloader.for_worker()
+        inherited = os.environ if is_scheduler else without_keys(os.environ)
         process = await asyncio.create_subprocess_exec(
             *member.command,
-            env={**os.environ, **member.env, **env},
+            env={**inherited, **member.env, **env},
             pass_fds=files,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pd_cluster.config import WorkerConfig
+from pd_cluster.config import WorkerConfig, without_keys
 from pd_cluster.engine.preloader import FORK_TIMEOUT_S, VARIABLE, Fork, NotForked, Preloader
 from pd_cluster.reports import RankReport
 
@@ -36,7 +36,7 @@ def environment_of(config: WorkerConfig, inherited: Mapping[str, str]) -> dict[s
 def environment(num_threads: int, inherited: Mapping[str, str], own: Mapping[str, str] = {}) -> dict[str, str]:
     """Makes the environment of a rank and of its preloader; an empty value in `own` removes a variable."""
     threads = str(num_threads)
-    env = {**DEFAULTS, **inherited, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    env = {**DEFAULTS, **without_keys(inherited), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     return {name: value for name, value in env.items() if name != VARIABLE and own.get(name) != ""}
 
 

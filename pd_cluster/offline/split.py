@@ -22,7 +22,7 @@ from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
 from pd_cluster.cluster.membership import Membership, instances_of
 from pd_cluster.cluster.place import find_place, node_ports
 from pd_cluster.cluster.policy import linked_pairs, why_unavailable
-from pd_cluster.config import ApiConfig
+from pd_cluster.config import ApiConfig, without_keys
 from pd_cluster.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class SplitCluster:
         with self._log_file(member.name).open("wb") as lines:
             self._processes[member.name] = subprocess.Popen(
                 member.command,
-                env={**os.environ, **member.env, **env},
+                env={**without_keys(os.environ), **member.env, **env},
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
                 stdout=lines,

@@ -80,7 +80,7 @@ def test_answers_with_everything_are_documented(
         answer_validator(WRITTEN, schema_of(path, "post", 200, media_type)).validate(each)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/health", "/ping", "/version", "/load"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/health", "/ping", "/live", "/version", "/load"])
 def test_what_is_only_looked_at_is_documented(cluster: LiveCluster, path: str) -> None:
     answer = cluster.client.get(cluster.url + path.replace("{name}", "tiny"))
     assert answer.status_code == 200

@@ -14,6 +14,7 @@ from tests.api.conftest import FLAGS
 from tests.support.cluster import LiveCluster, children_of
 
 KEYS = ["sk-first-0123456789", "sk-second_0123456789"]
+METRICS_KEY = "mk-0123456789"
 RIGHT = {"Authorization": f"Bearer {KEYS[1]}"}
 COMPLETION = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
 FRONT = [
@@ -30,6 +31,7 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     """The scheduler has its keys from its environment, as under `pd-cluster up`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PD_CLUSTER_SERVE_API_KEY", " ".join(KEYS))
+        patch.setenv("PD_CLUSTER_SERVE_METRICS_KEY", METRICS_KEY)
         with LiveCluster(tmp_path_factory.mktemp("front"), model, arguments=[*FLAGS, *FRONT]) as running:
             yield running
             running.assert_home()
@@ -81,7 +83,7 @@ def test_cached_prompts_of_one_key_are_nothing_to_another(guarded: LiveCluster) 
 
 
 def test_probes_need_none(guarded: LiveCluster) -> None:
-    for path in ("/health", "/ping", "/metrics", "/llm/health"):
+    for path in ("/health", "/ping", "/live", "/llm/health"):
         answers = list(each_process(path, {}, guarded.url))
         assert {answer.status_code for answer in answers} == {200}
         assert len({answer.headers["x-request-id"] for answer in answers}) == NUM_TRIES
@@ -110,7 +112,7 @@ def test_raw_requests_that_try_to_get_around_it(guarded: LiveCluster, target: st
     assert raw(guarded, f"GET {target} HTTP/1.1").startswith(b"HTTP/1.1 401 ")
 
 
-@pytest.mark.parametrize("target", ["/health", "/%68ealth", "http://127.0.0.1/ping", "/llm/metrics"])
+@pytest.mark.parametrize("target", ["/health", "/%68ealth", "http://127.0.0.1/ping", "/llm/live"])
 def test_raw_requests_for_a_probe(guarded: LiveCluster, target: str) -> None:
     assert raw(guarded, f"GET {target} HTTP/1.1").startswith(b"HTTP/1.1 200 ")
 
@@ -143,6 +145,13 @@ def raw(guarded: LiveCluster, line: str, *headers: str) -> bytes:
     return answer
 
 
+def test_metrics_have_a_key_of_their_own(guarded: LiveCluster) -> None:
+    for headers, status in (({}, 401), (RIGHT, 401), ({"Authorization": f"Bearer {METRICS_KEY}"}, 200)):
+        assert {answer.status_code for answer in each_process("/metrics", headers, guarded.url)} == {status}
+    found = guarded.client.get(f"{guarded.url}/v1/models", headers={"Authorization": f"Bearer {METRICS_KEY}"})
+    assert found.status_code == 401
+
+
 def test_a_refused_body_leaves_the_connection_usable(guarded: LiveCluster) -> None:
     with httpx.Client(trust_env=False, timeout=30) as client:
         large = {**COMPLETION, "user": "x" * (1 << 20)}
@@ -164,7 +173,9 @@ def test_a_page_of_another_origin(guarded: LiveCluster) -> None:
 def test_keys_are_written_nowhere(guarded: LiveCluster) -> None:
     """Neither into a log nor to the processes that the scheduler starts."""
     for name in guarded.members:
-        assert "sk-" not in guarded.log_file(name).read_text(errors="replace")
+        log = guarded.log_file(name).read_text(errors="replace")
+        assert "sk-" not in log
+        assert METRICS_KEY not in log
     scheduler = guarded.processes["scheduler"].pid
     started = children_of(scheduler)
     assert len(started) >= 2
@@ -173,4 +184,6 @@ def test_keys_are_written_nowhere(guarded: LiveCluster) -> None:
     for pid in (*started, scheduler):
         assert b"sk-first" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     for pid in started:
-        assert b"sk-first" not in Path(f"/proc/{pid}/environ").read_bytes()
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"sk-first" not in environment
+        assert METRICS_KEY.encode() not in environment

@@ -46,14 +46,16 @@ def make_special_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_app(folder: Path, http: HttpConfig | None = None, openai: bool = True) -> tuple[FastAPI, Drain]:
+def make_app(
+    folder: Path, http: HttpConfig | None = None, openai: bool = True, served_model_names: Sequence[str] = NAMES
+) -> tuple[FastAPI, Drain]:
     """A model that nobody serves: what needs no instance works, the rest is 503."""
     make_special_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", folder)
     nobody = SimpleNamespace(membership=SimpleNamespace(instances=[]), stats=RequestStats(), num_streams=0)
     router = cast(Router, nobody)
-    service = TextService(router, checkpoint, "/models/tiny", list(NAMES), MAX_MODEL_LEN)
+    service = TextService(router, checkpoint, "/models/tiny", list(served_model_names), MAX_MODEL_LEN)
     drain = Drain(1.0, lambda: None)
     return public_app(service, [], openai, drain, http or HttpConfig()), drain
 

@@ -90,7 +90,7 @@ def test_every_route_but_the_probes_is_closed(tmp_path: Path, openai: bool) -> N
     paths |= {"/static-offline-docs/swagger-ui-bundle.js", "/v1/models/tiny", "/admin", "/instances"}
     for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
         for path, answer in ask_each(app, method, paths):
-            is_open = path in ("/health", "/ping", "/metrics") and method in ("GET", "HEAD")
+            is_open = path in ("/health", "/ping", "/live") and method in ("GET", "HEAD")
             assert (answer.status != 401) == is_open, (method, path)
 
 
@@ -98,7 +98,23 @@ def test_every_route_but_the_probes_is_closed(tmp_path: Path, openai: bool) -> N
 def test_no_way_of_writing_a_path_leads_around_the_keys(tmp_path: Path, root_path: str) -> None:
     """Whatever gets through without a key is one of the probes."""
     app, _ = make_app(tmp_path, HttpConfig(api_keys=KEYS, root_path=root_path))
-    pieces = ["", "/", "//", "/health", "/ping", "/metrics", "/v1/models", "/v1", "/api", "/..", "/.", "\n", ";", "%2f"]
+    pieces = [
+        "",
+        "/",
+        "//",
+        "/health",
+        "/ping",
+        "/live",
+        "/metrics",
+        "/v1/models",
+        "/v1",
+        "/api",
+        "/..",
+        "/.",
+        "\n",
+        ";",
+        "%2f",
+    ]
     pieces += ["/HEALTH", "\0", "/docs", "\\", "?", "#"]
     num_open = 0
     paths = {"".join(parts) for parts in itertools.product(pieces, repeat=3)}
@@ -106,7 +122,7 @@ def test_no_way_of_writing_a_path_leads_around_the_keys(tmp_path: Path, root_pat
         if answer.status != 401:
             num_open += 1
             if answer.status != 404:
-                assert b'"status":"unavailable"' in answer.body or b"vllm:" in answer.body, path
+                assert b'"status":"unavailable"' in answer.body or b'"status":"alive"' in answer.body, path
     assert num_open >= 3
 
 
@@ -116,6 +132,38 @@ def test_probes_are_open_under_the_root_path_too(make: Callable[..., Ask]) -> No
     assert make(root_path="/heal")("GET", "/health").status == 503  # which only begins like it
     for path in ("/apihealth", "/api//health", "/api/api/health", "/api/health/", "/api/v1/models"):
         assert asked("GET", path).status == 401, path
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/api/metrics"])
+def test_metrics_open_with_their_key_and_nothing_else_does(make: Callable[..., Ask], path: str) -> None:
+    metrics_key = ("Authorization", "Bearer mk-1")
+    asked = make(metrics_key="mk-1", root_path="/api")
+    assert asked("GET", path, [metrics_key]).status == 200
+    for headers in ([], [RIGHT], [("Authorization", "Bearer mk-2")], [metrics_key, metrics_key]):
+        assert asked("GET", path, headers).status == 401
+    for other in ("/v1/models", "/load", "/docs"):
+        assert asked("GET", other, [metrics_key]).status == 401
+    closed = make(root_path="/api")("GET", path, [RIGHT])
+    assert closed.status == 401
+    assert "--metrics-key" in closed.json()["error"]["message"]
+
+
+def test_a_metrics_key_alone_closes_the_metrics_alone(make: Callable[..., Ask], tmp_path: Path) -> None:
+    asked = make(api_keys=(), metrics_key="mk-1")
+    assert asked("GET", "/v1/models").status == 200
+    assert asked("GET", "/metrics").status == 401
+    app, _ = make_app(tmp_path, HttpConfig(metrics_key="mk-1", root_path="/api"))
+    pieces = ["", "/", "//", "/metrics", "/api", "/..", "/.", "\n", ";", "%2f", "/METRICS", "?"]
+    for path, answer in ask_each(app, "GET", {"".join(parts) for parts in itertools.product(pieces, repeat=3)}):
+        assert b"vllm:" not in answer.body, path
+
+
+def test_metrics_show_no_path_of_the_model(tmp_path: Path) -> None:
+    app, _ = make_app(tmp_path, HttpConfig(), served_model_names=())
+    assert ask(app, "GET", "/v1/models").json()["data"][0]["id"] == "/models/tiny"
+    metrics = ask(app, "GET", "/metrics").body
+    assert b'model_name="tiny"' in metrics
+    assert b"/models" not in metrics
 
 
 def test_without_keys_nothing_stands_in_front(make: Callable[..., Ask], tmp_path: Path) -> None:

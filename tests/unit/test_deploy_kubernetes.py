@@ -180,8 +180,8 @@ def test_only_readiness_depends_on_what_others_do(overlay: str, role: str) -> No
     (container,) = pod(overlay, role)["containers"]
     asked = {probe: container[f"{probe}Probe"]["httpGet"] for probe in ("startup", "readiness", "liveness")}
     assert asked["readiness"]["path"] == "/health"
-    assert asked["liveness"]["path"] == ("/metrics" if role == "scheduler" else "/instance")
-    assert asked["startup"]["path"] == ("/metrics" if role == "scheduler" else "/health")
+    assert asked["liveness"]["path"] == ("/live" if role == "scheduler" else "/instance")
+    assert asked["startup"]["path"] == ("/live" if role == "scheduler" else "/health")
     startup = container["startupProbe"]
     if role != "scheduler":
         assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800

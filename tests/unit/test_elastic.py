@@ -406,7 +406,7 @@ def send(
         app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, is_open))
         headers = {"Authorization": f"Bearer {token}".encode("latin-1")} if token is not None else {}
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://x", headers=headers
+            transport=httpx.ASGITransport(app), base_url="http://localhost", headers=headers
         ) as client:
             if body is None and not raw:
                 return await client.get(path)
@@ -414,6 +414,41 @@ def send(
 
     answer = asyncio.run(ask())
     return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_known"),
+    [
+        ("localhost", True),
+        ("localhost:9001", True),
+        ("127.0.0.1:9001", True),
+        ("127.1.2.3", True),
+        ("[::1]:9001", True),
+        ("PD.example:9001", True),
+        ("[fd00::5]", True),
+        ("evil.example", False),
+        ("evil.example:9001", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("10.0.0.5", False),
+        ("", False),
+    ],
+)
+def test_the_port_is_read_under_its_own_names_only(host: str, is_known: bool) -> None:
+    """A page whose name resolves to 127.0.0.1 sends its own name; the token opens under any."""
+    access = AdminAccess(TOKEN, True, frozenset({"pd.example", "[fd00::5]"}))
+
+    async def ask() -> None:
+        app = admin_app(ElasticWorld().elastic, LocalTimelines(ElasticWorld().router.timelines), access)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            for path in ("/instances", "/requests"):
+                answer = await client.get(path, headers={"Host": host})
+                assert answer.status_code == (200 if is_known else 403)
+                assert is_known or "--admin-allowed-hosts" in answer.text
+                token = {"Host": host, "Authorization": f"Bearer {TOKEN}"}
+                assert (await client.get(path, headers=token)).status_code == 200
+
+    asyncio.run(ask())
 
 
 COMMANDS = [

@@ -85,7 +85,7 @@ SCHEDULER = "pd_cluster.api.scheduler_app"
 HEAVY = ("torch", "transformers", "llguidance")
 # What each role's process has imported before it does anything: top-level packages that are not Python's own.
 COMMON = {"anyio", "idna", "jinja2", "markupsafe", "msgspec", "pd_cluster", "ranktable_tools", "typing_extensions"}
-COMMAND = {"annotated_doc", "click", "shellingham", "starlette", "typer", "uvicorn"}
+COMMAND = {"annotated_doc", "click", "httptools", "shellingham", "starlette", "typer", "uvicorn"}
 ALLOWED = {
     "up": COMMON | COMMAND,
     "worker's parent": COMMON | COMMAND,

@@ -32,6 +32,18 @@ dashboards query; each has the label `model_name`. With several API processes (`
 answers with the counts of all, also of those that have ended: none shrinks before the scheduler itself starts again.
 They are up to a quarter of a second old then. One that has just begun answers 503 until it has heard of the others.
 
+Without API keys everybody may read them. With `--metrics-key KEY` they are read with `Authorization: Bearer KEY`, and
+with API keys alone by nobody: give a key of their own, which opens nothing else. In Prometheus' configuration:
+
+```yaml
+scrape_configs:
+  - job_name: pd-cluster
+    authorization: {credentials_file: /etc/prometheus/pd-cluster.key}
+    static_configs: [{targets: ["10.0.0.18:9000"]}]
+```
+
+`model_name` is the first `--served-model-name`; a model that is served under its path is named by the path's end.
+
 `GET /load` is `{"server_load": N}`: requests that are being answered now, by all API processes together.
 """
 OF_INSTANCES = """From its heartbeat, with the label `instance_id`. Counters start again from 0 when their instance

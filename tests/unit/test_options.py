@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pd_cluster.cluster.launcher import Launch, plan_cluster
-from pd_cluster.config import KEYS_VARIABLE, ChatConfig, HttpConfig
+from pd_cluster.cluster.rank_process import environment
+from pd_cluster.config import KEYS_VARIABLE, SECRET_VARIABLES, ChatConfig, HttpConfig, without_keys
 from pd_cluster.errors import ConfigError
 from pd_cluster.flags import normalize
 from pd_cluster.options import ServeOptions
@@ -98,15 +100,57 @@ def test_tenants_that_are_none_are_refused(argv: list[str], start: str) -> None:
 
 def test_keys_are_not_shown_with_the_options() -> None:
     assert "sk-secret" not in repr(options("--api-key=sk-secret"))
-    assert "sk-secret" not in repr(Launch(api_keys=["sk-secret"]))
+    assert "sk-secret" not in repr(Launch(api_keys=["sk-secret"], metrics_key="sk-secret"))
 
 
 def test_a_started_cluster_has_its_keys_on_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    *workers, scheduler = plan_cluster(Launch(api_keys=["sk-a", "sk-b"]), tmp_path)
+    *workers, scheduler = plan_cluster(Launch(api_keys=["sk-a", "sk-b"], metrics_key="sk-m"), tmp_path)
     assert not any("sk-" in part for member in (*workers, scheduler) for part in member.command)
     assert not any("sk-" in value for member in workers for value in member.env.values())
     monkeypatch.setenv(KEYS_VARIABLE, scheduler.env[KEYS_VARIABLE])
     assert options().http({}).api_keys == ("sk-a", "sk-b")
+
+
+def test_cors_is_closed_where_there_are_keys() -> None:
+    assert options().http({}).allowed_origins == ("*",)
+    assert options("--api-key=sk-1").http({}).allowed_origins == ()
+    assert options().http({"VLLM_API_KEY": "sk-1"}).allowed_origins == ()
+    given = """--allowed-origins=["*"]"""
+    assert options("--api-key=sk-1", given).http({}).allowed_origins == ("*",)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-connections=0"], "--max-connections 0: must be at least 1"),
+        (["--max-connections-per-host=-1"], "--max-connections-per-host -1: give 0 for no such limit"),
+        (["--api-key=a", "--metrics-key=a"], "--metrics-key: is one of the API keys, too"),
+        (["--ssl-keyfile=k"], "--ssl-keyfile k: needs --ssl-certfile FILE"),
+        (["--ssl-certfile=c", "--ssl-cert-reqs=3"], "--ssl-cert-reqs 3: expected 0, 1 or 2"),
+        (["--ssl-certfile=c", "--ssl-cert-reqs=1"], "--ssl-cert-reqs 1: needs --ssl-ca-certs FILE"),
+        (["--metrics-key=a b"], "--metrics-key: keys have printable ASCII characters only"),
+    ],
+)
+def test_limits_and_keys_that_make_no_sense(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options(*argv).http({})
+
+
+def test_names_of_the_admin_port() -> None:
+    assert options("--admin-allowed-hosts", " pd.Example,10.0.0.5,[fd00::5] ").admin_hosts() == {
+        "pd.example",
+        "10.0.0.5",
+        "[fd00::5]",
+    }
+    with pytest.raises(ConfigError, match="--admin-allowed-hosts 'pd:9001': expected names without a port"):
+        options("--admin-allowed-hosts=pd:9001").admin_hosts()
+
+
+def test_workers_get_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRET_VARIABLES:
+        monkeypatch.setenv(name, "sk-1")
+    assert "sk-1" not in without_keys(os.environ).values()
+    assert "sk-1" not in environment(1, os.environ).values()
 
 
 def test_cors_as_json_lists() -> None:

@@ -145,7 +145,7 @@ def test_no_tokens_are_no_text(asked: Ask) -> None:
 # ---- probes and the like
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping", "/metrics", "/version", "/v1/models", "/v1/models/tiny"])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/live", "/metrics", "/version", "/v1/models", "/v1/models/tiny"])
 def test_head_is_get_without_a_body_for_the_server_to_send(asked: Ask, path: str) -> None:
     get, head = asked("GET", path), asked("HEAD", path)
     assert (head.status, head.headers["content-type"]) == (get.status, get.headers["content-type"])

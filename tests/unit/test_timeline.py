@@ -208,7 +208,7 @@ def get(world: World, path: str) -> tuple[int, Any]:
         transport = httpx.ASGITransport(
             admin_app(ElasticWorld().elastic, LocalTimelines(world.timelines), AdminAccess("t" * 16, True))
         )
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.get(path)
 
     answer = asyncio.run(ask())

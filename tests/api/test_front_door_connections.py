@@ -1,0 +1,166 @@
+"""Clients that take their time at a server's door, and crowds of them, over real sockets.
+
+Deadlines are shortened, and only end what would otherwise never end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from pd_cluster.api import doorman
+from pd_cluster.api.doorman import NUM_SPARE_PER_HOST
+from pd_cluster.config import ConnectionLimits
+from tests.support.front_door import GET, HELD, POST, PROBE, WAIT_S, Client, Serving, run, said, status
+
+NUM_SPARE = ConnectionLimits().spare
+
+
+# ---- times
+
+
+@pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n" + GET, b"\r\n"], ids=["nothing", "half", "a second", "crlf"])
+def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """Also one that always gets a little further."""
+    monkeypatch.setattr(doorman, "HEAD_TIMEOUT_S", 0.3)
+
+    async def test(at: Serving) -> None:
+        client = await at.connect()
+        await client.send(sent)
+        if sent.count(b"GET") == 2:
+            assert status(await client.answer()) == 200
+        closing = asyncio.ensure_future(client.answer())
+        while not closing.done():
+            await client.send(b"X: 1\r\n" if sent.strip() else b"")
+            await asyncio.wait({closing}, timeout=0.05)
+        assert status(await closing) == (408 if sent.strip() else 0)
+        await at.until("nobody is connected", lambda: not at.doorman.num_open)
+        client.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", [b"/", b"/early"])
+def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
+    monkeypatch.setattr(doorman, "BODY_TIMEOUT_S", 0.3)
+
+    async def test(at: Serving) -> None:
+        client = await at.connect()
+        await client.send(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        closing = asyncio.ensure_future(client.reader.read())
+        while not closing.done():
+            await client.send(b"a")
+            await asyncio.wait({closing}, timeout=0.05)
+        await asyncio.wait({closing})
+        await at.until("nobody is connected", lambda: not at.doorman.num_open)
+        client.close()
+
+    run(test)
+
+
+def test_a_client_that_takes_long_to_answer_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines are for what the client sends, not for what the server does."""
+    monkeypatch.setattr(doorman, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(doorman, "BODY_TIMEOUT_S", 0.1)
+
+    async def test(at: Serving) -> None:
+        client = await at.connect()
+        await client.send(HELD + GET)
+        await at.until("it is heard", lambda: at.app.num_heard == 1)
+        for _ in range(3):
+            at.doorman.sweep()
+            await asyncio.sleep(0.11)
+        at.app.go.set()
+        assert status(await client.answer()) == 200
+        client.close()
+
+    run(test)
+
+
+# ---- connections
+
+
+LIMITS = ConnectionLimits(total=5, per_host=0)
+
+
+async def crowd(at: Serving, count: int, sent: bytes, source: str = "127.0.0.1") -> list[Client]:
+    clients = [await at.connect(source) for _ in range(count)]
+    for client in clients:
+        await client.send(sent)
+    return clients
+
+
+@pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n"], ids=["silent", "half", "answered"])
+def test_idle_connections_make_room(sent: bytes) -> None:
+    """Twice as many as may be there: the first go, and whoever comes is served."""
+
+    async def test(at: Serving) -> None:
+        most = 5 + NUM_SPARE
+        clients = await crowd(at, 2 * most, sent)
+        await at.until("all were looked at", lambda: at.doorman.num_open == most)
+        assert status(await at.ask(GET + b"\r\n")) == 200
+        assert status(await at.ask(PROBE)) == 200
+        assert at.doorman.num_open <= most
+        for client in clients:
+            client.close()
+
+    run(test, LIMITS)
+
+
+@pytest.mark.parametrize("sent", [HELD, POST + b"Content-Length: 90\r\n\r\nunfinished"], ids=["late", "unfinished"])
+def test_when_all_are_busy_probes_are_answered_and_others_refused(sent: bytes) -> None:
+    async def test(at: Serving) -> None:
+        clients = await crowd(at, 5, sent)
+        await at.until("all are busy", lambda: at.doorman.num_busy == 5)
+        more = await crowd(at, 3 * NUM_SPARE, b"")
+        refused = await at.ask(GET + b"\r\n")
+        assert (status(refused), said(refused)["error"]["code"]) == (503, "too_many_connections")
+        assert b"\r\nretry-after: 1\r\n" in refused
+        assert status(await at.ask(PROBE)) == 200
+        assert status(await at.ask(b"POST /health HTTP/1.1\r\nHost: x\r\n\r\n")) == 503
+        assert at.doorman.num_busy == 5
+        assert at.doorman.num_open <= 5 + NUM_SPARE
+        for client in clients[:1]:
+            client.close()
+        await at.until("one has left", lambda: at.doorman.num_busy < 5)
+        assert status(await at.ask(GET + b"\r\n")) == 200
+        for client in clients[1:] + more:
+            client.close()
+        await at.until("all have left", lambda: not at.doorman.num_open)
+        assert at.doorman.num_busy == 0
+
+    run(test, LIMITS)
+
+
+def test_one_address_does_not_take_the_others_places() -> None:
+    async def test(at: Serving) -> None:
+        hog = await crowd(at, 3, HELD, "127.0.0.2")
+        await at.until("its requests run", lambda: at.doorman.num_busy == 3)
+        refused = await at.ask(GET + b"\r\n", source="127.0.0.2")
+        assert (status(refused), said(refused)["error"]["type"]) == (429, "rate_limit_error")
+        assert status(await at.ask(PROBE, source="127.0.0.2")) == 200
+        hog += await crowd(at, 3 * NUM_SPARE_PER_HOST, b"", "127.0.0.2")
+        others = await crowd(at, 3, GET + b"\r\n")
+        assert [status(await client.answer()) for client in others] == [200] * 3
+        assert at.doorman.num_open <= 3 + NUM_SPARE_PER_HOST + 3
+        for client in hog + others:
+            client.close()
+
+    run(test, ConnectionLimits(total=100, per_host=3))
+
+
+# ---- the log
+
+
+def test_malformed_requests_are_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(at: Serving) -> None:
+        for _ in range(200):
+            assert status(await at.ask(b"NONSENSE\r\n\r\n")) == 400
+
+    with caplog.at_level(logging.WARNING):
+        run(test)
+    assert 1 <= len(caplog.records) <= 1 + WAIT_S / 10
+    assert "127.0.0.1: malformed request" in caplog.records[0].getMessage()
+    assert "NONSENSE" not in caplog.text

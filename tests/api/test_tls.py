@@ -1,0 +1,158 @@
+"""TLS at the public and the admin port: both sides' certificates, renewed ones, and clients that never shake hands."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pd_cluster.admin import Admin
+from pd_cluster.api import doorman
+from pd_cluster.api.tls import TlsFiles, load
+from pd_cluster.cluster.launcher import Launch
+from pd_cluster.config import ConnectionLimits, Tls
+from pd_cluster.errors import ConfigError, PdClusterError
+from tests.api.conftest import FLAGS
+from tests.support.certificates import Certificate, make_certificate
+from tests.support.cluster import LiveCluster
+from tests.support.front_door import GET, PROBE, Client, Serving, run, status
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Certificate]:
+    folder = tmp_path_factory.mktemp("tls")
+    return {name: make_certificate(folder, name) for name in ("first", "second", "client")}
+
+
+async def ask(at: Serving, tls: ssl.SSLContext | None, sent: bytes = PROBE) -> int:
+    """The status; 0 where no answer comes."""
+    try:
+        client = await at.connect(tls=tls)
+        await client.send(sent)
+        answer = await client.answer()
+    except (ConnectionError, ssl.SSLError):
+        return 0
+    client.close()
+    return status(answer)
+
+
+def test_who_trusts_the_certificate_is_served_and_nobody_without_tls(certificates: dict[str, Certificate]) -> None:
+    first, second = certificates["first"], certificates["second"]
+
+    async def test(at: Serving) -> None:
+        assert await ask(at, first.trusted()) == 200
+        assert await ask(at, second.trusted()) == 0
+        assert await ask(at, None) == 0
+        old = first.trusted()
+        old.maximum_version = ssl.TLSVersion.TLSv1_2
+        assert await ask(at, old) == 200
+        assert await ask(at, first.trusted(), b"NONSENSE\r\n\r\n") == 400
+        await at.until("nobody is connected", lambda: not at.doorman.num_open)
+
+    run(test, tls=first.tls())
+
+
+@pytest.mark.parametrize("cert_reqs", [0, 1, 2])
+def test_certificates_of_clients(certificates: dict[str, Certificate], cert_reqs: int) -> None:
+    server, known, unknown = certificates["first"], certificates["client"], certificates["second"]
+
+    async def test(at: Serving) -> None:
+        assert await ask(at, server.trusted()) == (0 if cert_reqs == 2 else 200)
+        assert await ask(at, server.trusted(known)) == 200
+        assert await ask(at, server.trusted(unknown)) == (0 if cert_reqs else 200)
+
+    run(test, tls=server.tls(known, cert_reqs))
+
+
+def test_a_renewed_certificate_is_shown(
+    certificates: dict[str, Certificate], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """New connections get it, an old one goes on; files that do not belong together change nothing."""
+    served = Certificate(tmp_path / "served.pem", tmp_path / "served.key")
+    served.becomes(certificates["first"])
+
+    async def test(at: Serving) -> None:
+        old = await at.connect(tls=certificates["first"].trusted())
+        served.becomes(certificates["second"])
+        while await ask(at, certificates["second"].trusted()) != 200:
+            await asyncio.sleep(0.05)
+        assert await ask(at, certificates["first"].trusted()) == 0
+        await old.send(PROBE)
+        assert status(await old.answer()) == 200
+        old.close()
+        served.certfile.write_text("nothing")
+        await at.until("the log says so", lambda: "TLS goes on with the files as they were before" in caplog.text)
+        assert await ask(at, certificates["second"].trusted()) == 200
+
+    with caplog.at_level(logging.ERROR):
+        run(test, tls=served.tls())
+
+
+def test_clients_that_never_shake_hands(certificates: dict[str, Certificate], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted from the first moment, make room, and have no more time than others."""
+
+    async def crowd(at: Serving, count: int, sent: bytes) -> list[Client]:
+        clients = [await at.connect() for _ in range(count)]
+        for client in clients:
+            await client.send(sent)
+        return clients
+
+    async def test(at: Serving) -> None:
+        clients = await crowd(at, 40, b"") + await crowd(at, 40, b"\x16\x03\x01")
+        assert await ask(at, certificates["first"].trusted(), GET + b"\r\n") == 200
+        assert at.doorman.num_open <= 10
+        for client in clients:
+            client.close()
+        await at.until("nobody is connected", lambda: not at.doorman.num_open)
+        monkeypatch.setattr(at.doorman.heads, "_timeout_s", 0.2)
+        silent = await at.connect()
+        assert await silent.is_closed()
+        silent.close()
+
+    assert doorman.HEAD_TIMEOUT_S == 10
+    run(test, ConnectionLimits(total=5, per_host=0, spare=5), certificates["first"].tls())
+
+
+def test_files_that_cannot_be_used_are_named(certificates: dict[str, Certificate], tmp_path: Path) -> None:
+    first, second = certificates["first"], certificates["second"]
+    nothing = tmp_path / "nothing.pem"
+    for config, message in (
+        (Tls(str(nothing)), "--ssl-certfile .*nothing.pem, which must have the key, too: No such file"),
+        (Tls(str(first.certfile)), "--ssl-certfile .*first.pem, which must have the key, too: "),
+        (Tls(str(first.certfile), str(second.keyfile)), "--ssl-keyfile .*second.key: KEY_VALUES_MISMATCH"),
+        (Tls(str(first.certfile), str(first.keyfile), str(nothing)), "--ssl-ca-certs .*nothing.pem: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(config)
+    both = tmp_path / "both.pem"
+    both.write_text(first.certfile.read_text() + first.keyfile.read_text())
+    assert TlsFiles(Tls(str(both))).context.verify_mode is ssl.CERT_NONE
+
+
+def test_up_asks_its_scheduler_over_tls() -> None:
+    assert Launch(port=9000).url == "http://127.0.0.1:9000"
+    launch = Launch(port=9000, arguments=["--ssl-certfile=c.pem", "--ssl-keyfile", "k.pem"])
+    assert (launch.url, launch.admin_url) == ("https://127.0.0.1:9000", "https://127.0.0.1:9001")
+    with pytest.raises(ConfigError, match="--ssl-cert-reqs 2: `up` has no certificate"):
+        _ = Launch(arguments=["--ssl-certfile=c.pem", "--ssl-cert-reqs", "2"]).url
+
+
+def test_a_cluster_with_two_api_processes(certificates: dict[str, Certificate], model: Path, tmp_path: Path) -> None:
+    first = certificates["first"]
+    flags = [f"--ssl-certfile={first.certfile}", f"--ssl-keyfile={first.keyfile}", "--api-workers=2"]
+    cluster = LiveCluster(tmp_path, model, arguments=[*FLAGS, *flags])
+    cluster.client = httpx.Client(timeout=60, trust_env=False, verify=first.trusted())
+    with cluster:
+        for _ in range(4):
+            with httpx.Client(verify=first.trusted(), trust_env=False, timeout=30) as client:
+                body = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
+                assert client.post(f"{cluster.url}/v1/completions", json=body).status_code == 200
+        asked = Admin(cluster.admin_url, env={"SSL_CERT_FILE": str(first.certfile)})
+        assert asyncio.run(asked.ask("/instances")).status_code == 200
+        with pytest.raises(PdClusterError, match="certificate"):
+            asyncio.run(Admin(cluster.admin_url).ask("/instances"))
+        cluster.assert_home()

@@ -222,13 +222,13 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     """Connections with requests at one port of one process. `per_host` counts an address's; 0: no limit.
 
     `spare` more may be there without a request, or with a probe's. `num_kept_descriptors` are for others than the
-    clients of this port: instances, children, the admin port.
+    clients of this port: instances, children, and the admin port, which may have taken low numbers before.
     """
 
     total: int = 8192
     per_host: int = 6144
     spare: int = 64
-    num_kept_descriptors: int = 64
+    num_kept_descriptors: int = 40  # 24 are the admin port's
 
     def share(self, num_processes: int) -> ConnectionLimits:
         """Of one of several processes at one port, so that together they hold the whole."""

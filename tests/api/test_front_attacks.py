@@ -69,7 +69,7 @@ def test_more_connections_than_descriptors(poor: LiveCluster, sent: bytes, port:
         assert_answers(poor)
         body = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
         answer = httpx.post(f"{poor.url}/v1/completions", json=body, trust_env=False, timeout=30)
-        assert answer.status_code == 200
+        assert answer.status_code == 200, answer.text
     assert poor.complete("hello", 4)
 
 

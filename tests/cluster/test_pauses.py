@@ -14,6 +14,7 @@ from tests.support.cluster import LiveCluster
 NUM_PAUSES = 3  # two would have been taken for two deaths
 NUM_TOKENS = 6000
 NUM_STREAMS = 2
+WORKERS = ("prefill-0", "decode-0", "decode-1")
 TIMES = ["--dead-after=1", "--heartbeat-interval=0.2"]
 
 
@@ -50,16 +51,18 @@ def test_the_scheduler_pauses(cluster: LiveCluster) -> None:
     """Until every worker has given it up."""
 
     def pause() -> None:
-        names = ("prefill-0", "decode-0", "decode-1")
-        before = {name: count(cluster, name, "is gone (nothing heard") for name in names}
+        gone, here = ("is gone (nothing heard", " is here")
+        before = {(name, said): count(cluster, name, said) for name in WORKERS for said in (gone, here)}
+
+        def all_say(said: str) -> bool:
+            return all(count(cluster, name, said) > before[name, said] for name in WORKERS)
+
         cluster.kill("scheduler", signal.SIGSTOP)
         try:
-            cluster.wait_until(
-                "all workers miss the scheduler",
-                lambda: all(count(cluster, name, "is gone (nothing heard") > before[name] for name in names),
-            )
+            cluster.wait_until("all workers miss the scheduler", lambda: all_say(gone))
         finally:
             cluster.kill("scheduler", signal.SIGCONT)
+        cluster.wait_until("all workers are reached again", lambda: all_say(here))
         cluster.await_ready()
 
     assert_all_go_on(cluster, pause)

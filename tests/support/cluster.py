@@ -6,7 +6,6 @@ deadline and fails with the processes' last words.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from pd_cluster.cluster.launch_preloader import LaunchPreloader
 from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
 from pd_cluster.cluster.ports import free_port_pair
 from pd_cluster.cluster.rank_process import environment
-from pd_cluster.engine.preloader import Preloader
+from pd_cluster.engine.preloader import Preloader, essential, surroundings
 
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 40.0
@@ -32,14 +31,19 @@ SAME_HOST = "ipc" if DEVICE == "cuda" else "shm"  # how two instances of one hos
 
 
 def shared_preloader() -> Preloader:
-    """One for all clusters of this test process, and for ranks that have a core each."""
-    return _preloader_of(os.readlink("/proc/thread-self/ns/net"))
+    """One for all clusters of this test process, and for ranks that have a core each.
 
-
-@functools.cache
-def _preloader_of(namespace: str) -> Preloader:
+    Another one where something has changed that a fork inherits: a namespace, a limit, a test's variable.
+    """
     num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or 1
-    return Preloader.start(environment(num_threads, os.environ), "")
+    env = environment(num_threads, os.environ)
+    key = str((sorted(essential(env).items()), sorted(surroundings().items())))
+    if key not in _preloaders:
+        _preloaders[key] = Preloader.start(env, "")
+    return _preloaders[key]
+
+
+_preloaders: dict[str, Preloader] = {}
 
 
 class LiveCluster:

@@ -25,7 +25,7 @@ WIDE: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 LENGTHS = (5, 1, 33, 16, 40, 2, 60, 17)
-NUM_TOKENS = 8
+NUM_TOKENS, NUM_TOKENS_UNDER_PRESSURE = 8, 70
 ENGINE = ["--num-blocks=128", "--max-model-len=200"]
 
 
@@ -42,30 +42,49 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         yield running
 
 
-def numbers(cluster: LiveCluster, prompt: list[int]) -> Any:
+def numbers(cluster: LiveCluster, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Any:
     """Tokens and logprobs of an answer, as its JSON has them: a float's shortest text names its bits."""
-    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 4, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "logprobs": 4, "ignore_eos": True}
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | {"return_token_ids": True})
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
-    assert len(choice["token_ids"]) == NUM_TOKENS
+    assert len(choice["token_ids"]) == num_tokens
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def together(cluster: LiveCluster, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[Any]:
+    """`numbers` of all of them, asked for at once."""
+    found: dict[int, Any] = {}
+
+    def job(at: int) -> Callable[[], None]:
+        return lambda: found.update({at: numbers(cluster, prompts[at], num_tokens)})
+
+    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
+    assert not errors, errors[0]
+    return [found[at] for at in range(len(prompts))]
 
 
 def test_alone_and_among_eight_split_and_not(cluster: LiveCluster, model: Path) -> None:
     rng = random.Random(4)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     alone = [numbers(cluster, prompt) for prompt in prompts]
-    together: dict[int, Any] = {}
-
-    def job(at: int) -> Callable[[], None]:
-        return lambda: together.update({at: numbers(cluster, prompts[at])})
-
-    errors = in_parallel([job(at) for at in range(len(prompts))], concurrency=len(prompts))
-    assert not errors, errors[0]
-    assert [together[at] for at in range(len(prompts))] == alone
+    assert together(cluster, prompts) == alone
     assert cluster.instance("decode-0")["kv_received_nbytes"] > 0
     assert in_one_process(model, prompts) == alone
+
+
+def test_swapped_out_and_in_again_on_the_decode_instance(model: Path, tmp_path: Path) -> None:
+    """A pool that holds a few of the eight: what gives way goes on with the same bits."""
+    rng = random.Random(5)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    pressed = ["--num-blocks=26", "--growth-tokens=8", "--preemption-mode=swap", "--swap-space=0.5"]
+    arguments = ["--max-model-len=200", "--no-enable-prefix-caching"]
+    with LiveCluster(tmp_path, model, arguments=[*arguments, *pressed]) as cluster:
+        alone = [numbers(cluster, prompt, NUM_TOKENS_UNDER_PRESSURE) for prompt in prompts]
+        assert cluster.instance("decode-0")["num_preemptions"] == 0
+        assert together(cluster, prompts, NUM_TOKENS_UNDER_PRESSURE) == alone
+        assert cluster.instance("decode-0")["num_preemptions"] > 0
+        cluster.assert_home()
 
 
 def in_one_process(model: Path, prompts: list[list[int]]) -> list[Any]:

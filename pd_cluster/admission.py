@@ -44,7 +44,7 @@ class Admission:
         return self._admitted.get(key) == (SCHEDULER if kind == "scheduler" else peer)
 
     def proof_to(self, client: str, client_key: bytes) -> bytes:
-        """What this process answers to a Hello."""
+        """Returns what this process answers to a Hello."""
         return self._proof(self._own, self._public_key, client, client_key)
 
     def is_proof(self, proof: bytes, server: str, server_key: bytes) -> bool:

@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from .offline.lmdeploy.pipeline import pipeline
     from .offline.lmdeploy.templates import ChatTemplateConfig
     from .offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from .offline.pooling import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+    )
     from .offline.sampling import (
         GuidedDecodingParams,
         GuidedDecodingRequest,
@@ -21,11 +28,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {  # name -> where it is; imported when it is first asked for: processes without it stay light
+_MODULES = {  # name -> its module, imported on first use: processes that do not need it stay light
     "LLM": "offline.llm",
     "CompletionOutput": "offline.outputs",
     "RequestMetrics": "offline.outputs",
     "RequestOutput": "offline.outputs",
+    "EmbeddingOutput": "offline.pooling",
+    "EmbeddingRequestOutput": "offline.pooling",
+    "PoolingOutput": "offline.pooling",
+    "PoolingParams": "offline.pooling",
+    "PoolingRequestOutput": "offline.pooling",
     "GuidedDecodingParams": "offline.sampling",
     "GuidedDecodingRequest": "offline.sampling",
     "LLMGuidedOptions": "offline.sampling",
@@ -45,11 +57,16 @@ __all__ = [
     "AsyncEngine",
     "ChatTemplateConfig",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "GenOut",
     "GenerationConfig",
     "GuidedDecodingParams",
     "GuidedDecodingRequest",
     "LLMGuidedOptions",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PytorchEngineConfig",
     "RequestMetrics",
     "RequestOutput",

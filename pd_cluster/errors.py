@@ -1,35 +1,80 @@
 """Every exception that pd-cluster raises on purpose.
 
 PdClusterError
-├── ConfigError            a flag, a rank table, an environment variable: the operator's to mend
+├── ConfigError            a flag, a rank table, an environment variable: the operator must fix it
 │   └── ModelError         the model folder: missing, incomplete, of an architecture that is not supported
-├── RequestError           the client's to mend: HTTP 4xx, never retried
+├── RequestError           the client must fix it: HTTP 4xx, never retried
 │   ├── ModelNotFound      404
-│   ├── RequestNotFound    404: of the requests that are kept for their timelines
+│   ├── RequestNotFound    404: not among the requests whose timelines are kept
 │   ├── InstanceNotFound   404
-│   ├── Refused            409: what the cluster's state does not allow
+│   ├── Refused            409: the cluster's state does not allow it
 │   ├── Unauthorized       401: without an API key, or the admin port's token
 │   └── Forbidden          403: under a name that the admin port does not answer to
-├── Unavailable            nobody can serve it right now: HTTP 503 with Retry-After
-├── Overloaded             what is promised can't be met right now: HTTP 429 with Retry-After
+├── Unavailable            no instance can serve it right now: HTTP 503 with Retry-After
+├── Overloaded             too much to serve in time right now: HTTP 429 with Retry-After
+│   └── RateLimited        a key has used up its limit for this minute
 ├── GenerationError        a request that had begun and cannot be finished
-│   ├── InstanceLost       its worker died, stalled or was cut off
+│   ├── InstanceLost       its worker died, stalled or became unreachable
 │   ├── TransferFailed     its KV cache did not arrive
 │   └── DeadlineExceeded   HTTP 504
-├── GuideError             what an output must look like cannot be followed: a schema, a regex, a grammar
-├── Closed                 an engine that was asked for more after its end
-├── LinkError              two workers cannot exchange KV cache; `retry` tells whether later may be better
-└── OutOfBlocks            the pool has fewer free blocks than wanted; the engine's own business
+├── GuideError             a schema, regex or grammar for the output cannot be followed
+├── Closed                 the engine has already ended
+├── LinkError              two workers cannot exchange KV cache; `retry` says whether a later attempt may succeed
+└── OutOfBlocks            the pool has fewer free blocks than wanted; internal to the engine
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
+MARK = "\0"  # on both sides of a setting's name in an error's text; no argument, path or variable can have it
+KEEPS_MARKS = "PD_CLUSTER_KEEPS_MARKS"  # set in a process whose errors are shown by the one that started it
+Naming = Callable[[str], str]  # a setting's name -> how its user wrote it
+
+
+def called(setting: str) -> str:
+    """Returns a placeholder for a setting in an error's text, which is shown as its user wrote it."""
+    return f"{MARK}{setting}{MARK}"
+
+
+def flag_of(setting: str) -> str:
+    """Returns a setting's name on a command line: `max_num_seqs` is `--max-num-seqs`."""
+    return f"--{setting.replace('_', '-')}"
+
+
+def told(text: str, naming: Naming = flag_of) -> str:
+    """Returns the text with each `called` setting under its own name."""
+    parts = text.split(MARK)
+    parts[1::2] = map(naming, parts[1::2])
+    return "".join(parts)
+
 
 class PdClusterError(Exception):
-    """Base of all; `str()` is one line fit for an operator or a client."""
+    """Base of all errors here; `str()` is one line for an operator or a client."""
+
+    @property
+    def text(self) -> str:
+        """Returns the text with settings as `called` leaves them, for use in another error's text."""
+        return Exception.__str__(self)
 
 
-class ConfigError(PdClusterError):
+class NamesSettings(PdClusterError):
+    """Shows `called` settings in its text as flags, unless `named` gives other names."""
+
+    def __str__(self) -> str:
+        return told(self.text)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def named(self, naming: Naming) -> Self:
+        """Names the settings in its text for good, and returns the same error."""
+        self.args = (told(self.text, naming),)
+        return self
+
+
+class ConfigError(NamesSettings):
     """Wrong flag, table or variable."""
 
 
@@ -81,15 +126,23 @@ class Unavailable(PdClusterError):
 
 
 class Overloaded(PdClusterError):
-    """It would be served too late; after `retry_after_s` it may not."""
+    """The request would be served too late now; it may not be after `retry_after_s`."""
+
+    code = "overloaded"
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(Overloaded):
+    """The API key's limit is exceeded; the same request alone is let in after `retry_after_s`."""
+
+    code = "rate_limit_exceeded"
+
+
 class GenerationError(PdClusterError):
-    """A request that was accepted and ended without an answer."""
+    """An accepted request that ended without an answer."""
 
 
 class InstanceLost(GenerationError):
@@ -109,11 +162,11 @@ class GuideError(PdClusterError):
 
 
 class Closed(PdClusterError):
-    """Offline: whoever it was asked of has ended already."""
+    """Offline: the engine has already ended."""
 
 
-class LinkError(PdClusterError):
-    """Why a prefill and a decode instance cannot be paired. `retry=False`: it will not get better by itself."""
+class LinkError(NamesSettings):
+    """Says why a prefill and a decode instance cannot be paired. `retry=False`: a retry cannot succeed by itself."""
 
     def __init__(self, message: str, retry: bool = False) -> None:
         super().__init__(message)
@@ -128,5 +181,5 @@ class OutOfBlocks(PdClusterError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of another library's error, short enough for one line of our own."""
+    """Returns the first line of another library's error, cut to fit one line of an error of ours."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,4 +1,4 @@
-"""LMDeploy's module `messages`, by its name: configurations and responses. They are made in offline/."""
+"""LMDeploy's module `messages` under its own name: configurations and responses, which are defined in offline/."""
 
 from pd_cluster.offline.lmdeploy.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 from pd_cluster.offline.lmdeploy.messages import GenerationConfig, GenOut, Response

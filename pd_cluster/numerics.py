@@ -1,6 +1,6 @@
-"""What decides a model's numbers beside its files: both ends of a link must agree, and a prefix's root has it too.
+"""Settings that affect a model's numbers: both ends of a link must agree on them, and prefix roots hash them.
 
-Read without torch. What positions mean to a model is in model/rope.py.
+Imports no torch. model/layers/rope.py defines how a model uses positions.
 """
 
 from __future__ import annotations
@@ -13,30 +13,32 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.errors import ModelError
+from pd_cluster.errors import ModelError, called
 
-FLAGS = {"dtype": "--dtype", "attention_backend": "--attention-backend", "hf_overrides": "--hf-overrides"}
+# Apart from `rope` and `key_order`, which follow from others. `deterministic` changes the attention, so it comes first.
+SETTINGS = ("dtype", "deterministic", "attention_backend", "hf_overrides")
+KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length
 ROPE_NAMES = {"dynamic": DYNAMIC, "longrope": LONGROPE, "su": LONGROPE}  # "su": longrope's first name
 
 
-class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """How positions beyond those that a model was trained with are turned, where that depends on a request's length.
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """How positions beyond the trained length are rotated, where that depends on a request's length.
 
-    `kind` "dynamic" (NTK): the base grows with the length. "longrope": one set of factors up to `reach` tokens,
-    another one beyond. A request's length is that of its prompt and the most tokens that it may get: it is known when
-    the request comes and stays the same, so that all its keys are turned alike, wherever and whenever it is computed.
+    `kind` "dynamic" (NTK): the base grows with the length. "longrope": one set of factors up to `reach` tokens, another
+    beyond. A request's length is its prompt plus the most tokens that it may get. It is known when the request arrives
+    and never changes, so all its keys are rotated alike, wherever and whenever they are computed.
     """
 
     kind: str = ""  # "": positions mean the same in every request
-    reach: int = 0  # tokens; shorter requests are turned as if there were no such thing
-    most: int = 0  # tokens that a request may have, where more than `reach` are asked for
+    reach: int = 0  # tokens; shorter requests are rotated as if this were absent
+    most: int = 0  # the most tokens of a request, where more than `reach` are allowed
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Rope:
-        """Of a config.json. transformers names the fields in two ways. Raises ModelError for what cannot be."""
+    def of(cls, config: Mapping[str, Any]) -> RopeScaling:
+        """Reads a config.json. transformers names the fields in two ways. Raises ModelError for unsupported values."""
         given = config.get("rope_parameters") or config.get("rope_scaling")
         if not isinstance(given, dict):
             return cls()
@@ -46,7 +48,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelError(f"config.json: rope_scaling {reprlib.repr(given)}: {error}") from None
 
     @classmethod
-    def _of(cls, config: Mapping[str, Any], given: Mapping[str, Any]) -> Rope:
+    def _of(cls, config: Mapping[str, Any], given: Mapping[str, Any]) -> RopeScaling:
         if kinds := [name for name, each in given.items() if isinstance(each, dict) and _kind_of(each) == LONGROPE]:
             raise ModelError(
                 f"config.json: rope_parameters.{kinds[0]}: longrope of one kind of layers alone is not supported"
@@ -62,39 +64,48 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         return cls()
 
     def length(self, num_tokens: int) -> int:
-        """The one number that decides how a request of so many tokens is turned; 0: as a short one."""
+        """Returns the number that decides how a request of this many tokens is rotated; 0: as a short one."""
         if num_tokens <= self.reach or not self.kind:
             return 0
         return num_tokens if self.kind == DYNAMIC else self.reach + 1
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one instance. `attention_backend`: on a CPU as it was asked for, elsewhere the one that was chosen.
+    """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend elsewhere.
 
-    `hf_overrides` is canonical JSON.
+    `deterministic` is the setting, on every device. `hf_overrides` is canonical JSON. `key_order`: that of a head's
+    features in the KV cache (model/layers/rope_tables).
     """
 
     device: str = "cpu"
     dtype: str = "float32"
     attention_backend: str = "auto"
+    deterministic: bool = False
     hf_overrides: str = "{}"
-    rope: Rope = Rope()
+    rope: RopeScaling = RopeScaling()
+    key_order: str = "model"
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
     def difference(self, other: Numerics) -> tuple[str, str, str] | None:
-        """The flag that differs, its value here and there. Kinds of devices have attentions of their own."""
-        for name, flag in FLAGS.items():
+        """Returns the setting that differs, `called`, and both values. Kinds of devices differ in their attention."""
+        for name in SETTINGS:
             own, others = getattr(self, name), getattr(other, name)
             if own != others and (name != "attention_backend" or self.device == other.device):
-                return flag, own, others
-        return ("rope_scaling", str(self.rope), str(other.rope)) if self.rope != other.rope else None
+                return called(name), _written(own), _written(others)
+        if self.rope != other.rope:
+            return "rope_scaling", str(self.rope), str(other.rope)
+        return None if self.key_order == other.key_order else (KEY_ORDER, self.key_order, other.key_order)
+
+
+def _written(value: str | bool) -> str:
+    return ("off", "on")[value] if isinstance(value, bool) else value
 
 
 def canonical(overrides: Mapping[str, Any]) -> str:
-    """The same text for the same overrides; a whole number is one however it is written."""
+    """Returns the same text for equal overrides; a whole number has one form however it is written."""
     return json.dumps(_plain(overrides), sort_keys=True, separators=(",", ":"))
 
 
@@ -107,10 +118,10 @@ def _plain(value: Any) -> Any:
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with `overrides` in place of its own values; a mapping is merged into the one that is there.
+    """Returns config.json with `overrides` in place of its own values; mappings are merged into existing ones.
 
     Positions have two names, `rope_parameters` (with `rope_theta` inside) and `rope_scaling` (with it beside): an
-    override by either goes into what config.json has. Raises ModelError for what would change nothing.
+    override by either name goes into the one that config.json has. Raises ModelError for an override without effect.
     """
     merged = dict(config)
     for name, value in overrides.items():
@@ -123,7 +134,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _override_rope(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """In place, in the form that the config has."""
+    """Changes `config` in place, in the form that it has."""
     own = config.get("rope_parameters")
     if isinstance(own, dict) and any(isinstance(each, dict) for each in own.values()):
         _override_kinds(config, own, overrides)
@@ -132,7 +143,8 @@ def _override_rope(config: dict[str, Any], overrides: Mapping[str, Any]) -> None
     for name in ("rope_scaling", "rope_parameters"):
         value = overrides.get(name, {})
         if value is not None and not isinstance(value, dict):
-            raise ModelError(f"--hf-overrides {name} {reprlib.repr(value)}: expected an object, or null for none")
+            given_name = f"{called('hf_overrides')} {name}"
+            raise ModelError(f"{given_name} {reprlib.repr(value)}: expected an object, or null for none")
         given |= {"rope_type": "default"} if value is None else value
     if "type" in given:
         given.setdefault("rope_type", given.pop("type"))
@@ -158,13 +170,14 @@ def _override_rope(config: dict[str, Any], overrides: Mapping[str, Any]) -> None
 
 
 def _override_kinds(config: dict[str, Any], own: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Where each kind of layers has a rope of its own, they are overridden one by one."""
+    """Overrides each kind of layers separately, where each has a rope of its own."""
     given = overrides.get("rope_parameters")
     others = [name for name in ROPE_FIELDS if name != "rope_parameters" and name in overrides]
     fits = isinstance(given, dict) and all(name in own and isinstance(given[name], dict) for name in given)
     if others or not isinstance(given, dict) or not fits:
         raise ModelError(
-            f"--hf-overrides {', '.join(others) or 'rope_parameters'}: this model's layers are turned by their kind; "
+            f"{called('hf_overrides')} {', '.join(others) or 'rope_parameters'}: this model's layers are turned by "
+            f"their kind; "
             f'give {{"rope_parameters": {{KIND: {{…}}}}}} for some of {", ".join(own)}'
         )
     config["rope_parameters"] = {name: {**each, **given.get(name, {})} for name, each in own.items()}

@@ -1,4 +1,4 @@
-"""LMDeploy's module `pytorch`, by its name: its backend's configuration. It is made in offline/."""
+"""LMDeploy's module `pytorch` under its own name: its backend's configuration, which is defined in offline/."""
 
 from pd_cluster.offline.lmdeploy.engine_configs import PytorchEngineConfig as EngineConfig
 

@@ -1,6 +1,7 @@
-"""What processes say to each other outside of the mailbox, as JSON.
+"""Messages between processes outside of the mailbox, as JSON.
 
-A worker of itself over HTTP, its rank process to its parent, and the scheduler and its API processes to each other.
+A worker describes itself over HTTP, a rank process reports to its parent, and the scheduler and its API processes
+report to each other.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.types import Role
 from pd_cluster.wire import LayoutInfo, PublicKey
 
+InstanceState = Literal["unreachable", "loading", "connecting", "ready", "failed"]
+Service = Literal["in", "out", "leaving"]
+
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of a worker. Ports only: hosts always come from the rank table.
+    """Identity of a worker. It has ports only: hosts always come from the rank table.
 
-    Everybody may read it, so nothing here follows from the cluster's secret; `public_key` is believed once the worker
-    has proven itself over a connection to it.
+    Anyone may read it, so nothing here is derived from the cluster's secret; `public_key` is trusted once the worker
+    has proven itself over a connection with that key.
     """
 
     name: str
     role: Role
-    state: Literal["loading", "ready", "failed", "draining"]
+    state: Literal["loading", "ready", "failed"]
     server_ip: str
     device_ids: list[str]
     epoch: int
     pid: int
-    rank_pids: list[int] = []  # in the order of the ranks, as far as they are started
+    rank_pids: list[int] = []  # in the order of the ranks, as far as they have started
     control_port: int = 0
     public_key: PublicKey = b""
     model_identity: str = ""
@@ -36,16 +40,17 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     layout: LayoutInfo | None = None
     num_blocks: int = 0
+    max_num_seqs: int = 0  # sequences in one step
     tp_size: int = 1
     error: str = ""
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank process tells its parent, one JSON line each."""
+    """A rank process's reports to its parent, one JSON line each."""
 
     state: Literal["ready", "failed"]
-    error: str = ""
-    lost: str = ""  # which other rank was lost, when that is why it ends
+    error: str = ""  # with settings as errors.called marks them
+    lost: str = ""  # the other rank whose loss made this one end, if any
     control_port: int = 0
     public_key: PublicKey = b""
     model_identity: str = ""
@@ -56,22 +61,22 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance as the scheduler knows it, for its API processes."""
+    """An instance as the scheduler knows it, sent to its API processes."""
 
     name: str
     role: Role
     host: str
     port: int
     device_ids: list[str]
-    state: Literal["unreachable", "loading", "connecting", "ready", "failed", "misplaced"]
+    state: InstanceState
     reason: str = ""
-    service: Literal["in", "out", "leaving"] = "in"
+    service: Service = "in"
     next_role: Role | None = None
     info: InstanceInfo | None = None
 
 
 class Instances(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: all instances, in the order of the table; whenever one has changed."""
+    """Scheduler to API process: all instances, in the order of the table; sent whenever one has changed."""
 
     views: list[InstanceView]
 
@@ -85,7 +90,8 @@ class OthersTokens(msgspec.Struct, frozen=True, tag=True):
 class Buckets(msgspec.Struct, frozen=True, array_like=True):
     """A histogram: how many values fell into each bucket, and their sum in millionths.
 
-    Whole numbers, so that a total of several processes never shrinks by a rounding, in whatever order it is added up.
+    All are whole numbers, so that rounding never makes a total of several processes shrink, in whatever order it is
+    added.
     """
 
     counts: list[int]
@@ -93,39 +99,71 @@ class Buckets(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """What a process has counted since it began, by the names of cluster/stats.py."""
+    """Everything that a process has counted since it began, by the names of cluster/routing/stats.py."""
 
     counters: dict[str, int] = {}
     histograms: dict[str, Buckets] = {}
 
 
 class Busy(msgspec.Struct, frozen=True, array_like=True):
-    """What a process serves right now."""
+    """The work that a process serves right now."""
 
-    num_requests: int = 0  # over HTTP, from first byte to last
+    num_requests: int = 0  # over HTTP, from the first byte to the last
     num_streams: int = 0  # that have been routed
+    num_waiting: int = 0  # that wait for their turn to be routed
 
 
 class AllStats(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: what all API processes have counted, those that have ended included."""
+    """Scheduler to API process: the counts of all API processes, including those that have ended."""
 
     stats: Stats
-    others: Busy  # all but the receiver
+    others: Busy  # all except the receiver
     num_api_processes: int
 
 
 class MoveOn(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: what runs on this instance goes on elsewhere."""
+    """Scheduler to API process: requests on this instance continue elsewhere."""
 
     name: str
     why: str
 
 
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A key of --api-key-file. `digest`: HMAC-SHA256 of the key under the file's salt, in hexadecimal.
+
+    `models` None: all that are served. Limits are whole numbers per minute, 0: none. `expires_s` is Unix time.
+    """
+
+    id: str
+    digest: str
+    tenant: str
+    models: tuple[str, ...] | None = None
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    expires_s: float | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        return bool(self.requests_per_minute or self.tokens_per_minute)
+
+
+class Keys(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to API process: all keys of --api-key-file from now on.
+
+    `slots`: each key's record in the shared memory of limits. `tenants`: those that metrics show by name.
+    """
+
+    salt: str
+    keys: list[ApiKey]
+    slots: list[int]
+    tenants: list[str]
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler to API process: drain, and stay until it is said again; then end at once."""
+    """Scheduler to API process: drain and stay; a second Stop ends the process at once."""
 
 
-ToApi = Instances | OthersTokens | AllStats | MoveOn | Stop
+ToApi = Instances | OthersTokens | AllStats | MoveOn | Keys | Stop
 
 
 class Outstanding(msgspec.Struct, frozen=True, array_like=True):
@@ -134,9 +172,9 @@ class Outstanding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ApiReport(msgspec.Struct, frozen=True):
-    """API process to scheduler: what it has sent and not seen finished, by instance.
+    """API process to scheduler: work that was sent and has not finished yet, by instance.
 
-    `is_idle`: it was told to stop, and serves nothing any more. `stats` None: as last reported.
+    `is_idle`: it received Stop and serves nothing any more. `stats` None: unchanged since the last report.
     """
 
     outstanding: dict[str, Outstanding]

@@ -1,6 +1,6 @@
-"""Every fault of a set of tables that is about to serve, and of the ports and the size that go with it.
+"""Finds every fault of a set of tables that is about to serve, and of its ports and its tensor-parallel size.
 
-Looks at files only: whether a device or a port is there, the instances say when they start.
+Reads files only: instances check at their start whether devices and ports exist.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def check(
     node_ports: str | Sequence[int] | None = None,
     tensor_parallel_size: int | None = None,
 ) -> list[Fault]:
-    """All faults, the global table's own first; empty means fine. Never raises RankTableError.
+    """Returns all faults, the global table's own first; empty means fine. Never raises RankTableError.
 
-    `node_ports`: as the environment variable has it (`8088,8089`), or as numbers.
+    `node_ports`: in the environment variable's form (`8088,8089`), or as numbers.
     """
     try:
         table = parse_global(read_json(global_path), str(actual_path(global_path)))
-    except RankTableError as error:  # nothing else can be judged
+    except RankTableError as error:  # nothing more can be judged
         return [error.fault]
     faults = [*device_conflicts(entries(table)), *gaps(table)]
     faults += _local_faults(table, local_paths)
@@ -44,7 +44,7 @@ def check(
 
 
 def permission_warnings(paths: Sequence[Path]) -> list[str]:
-    """One line for each file that is open to more than its owner and its group; `check` tells of missing files."""
+    """Returns one line for each file open to more than its owner and its group; `check` reports missing files."""
     return [
         f"{path}: mode {actual_path(path).stat().st_mode & 0o777:04o}: others can read or write it, and with "
         f"--derive-secret the cluster's secret follows from it; chmod 600, or 640 for its group"
@@ -54,7 +54,7 @@ def permission_warnings(paths: Sequence[Path]) -> list[str]:
 
 
 def parse_node_ports(text: str) -> list[int]:
-    """`8088,8089` -> [8088, 8089]. Raises RankTableError whose file is NODE_PORTS."""
+    """Parses `8088,8089` to [8088, 8089]. Raises RankTableError whose file is NODE_PORTS."""
     ports = []
     for index, part in enumerate(text.split(",")):
         if not re.fullmatch(r"\s*[0-9]{1,5}\s*", part, flags=re.ASCII) or not 1 <= int(part) <= 65535:
@@ -66,7 +66,7 @@ def parse_node_ports(text: str) -> list[int]:
 
 
 def _local_faults(table: RankTable, local_paths: Sequence[Path]) -> Iterator[Fault]:
-    """Every local table is an entry of the global one, and no two are the same entry."""
+    """Checks that every local table is an entry of the global one, and that no two are the same entry."""
     taken: dict[tuple[str, int], Path] = {}  # (role, index) -> local table
     for path in local_paths:
         try:
@@ -81,7 +81,7 @@ def _local_faults(table: RankTable, local_paths: Sequence[Path]) -> Iterator[Fau
 
 
 def _port_faults(table: RankTable, node_ports: str | Sequence[int]) -> Iterator[Fault]:
-    """One port for each instance, prefill first; two instances of one host never share one."""
+    """Checks that each instance has one port, prefill first; two instances of one host never share one."""
     try:
         text = node_ports if isinstance(node_ports, str) else ",".join(map(str, node_ports))
         ports = parse_node_ports(text)

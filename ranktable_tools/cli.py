@@ -36,7 +36,7 @@ _GEN_ONLY: Final = ("prefill_server_list", "decode_server_list", "api_server", "
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, no abbreviations, and the nearest name for an unknown option."""
+    """An argparse parser with one-line errors, no abbreviations, and the nearest name for an unknown option."""
 
     def __init__(self, *, prog: str, description: str, example: str = "") -> None:
         super().__init__(
@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`pd-ranktable`"""
+    """Runs `pd-ranktable`."""
     argv = sys.argv[1:] if argv is None else list(argv)
     top = _Parser(prog="pd-ranktable", description="Write, merge and check rank tables.")
     commands = {
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reference_main(argv: Sequence[str] | None = None) -> int:
-    """`pd_ranktable_tools.py --mode gen|merge …`: the reference document's command line."""
+    """Runs `pd_ranktable_tools.py --mode gen|merge …`: the reference document's command line."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(
         prog="pd_ranktable_tools.py",
@@ -295,7 +295,7 @@ def _gen(args: argparse.Namespace) -> int:
 
 
 def _add_keys(table: RankTable, path: Path, access: Access) -> None:
-    """Beside a table that can serve; one machine's part of a table gets none, because `merge` writes them."""
+    """Writes keys beside a table that can serve; a machine's part of a table gets none, because `merge` writes them."""
     if table.scheduler is None or not table.prefill or not table.decode:
         return
     for key in write_keys(path.parent, access):

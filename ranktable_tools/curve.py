@@ -1,7 +1,7 @@
-"""The public key of a private one, as ZeroMQ's CURVE has them: X25519 of RFC 7748, by the standard library.
+"""The public key of a private one, as in ZeroMQ's CURVE: X25519 of RFC 7748, with the standard library only.
 
-Tables and keys are written where libzmq is not installed. Takes no care to hide how long it takes: it runs once, on the
-machine that has just drawn the private key.
+Tables and keys are written on machines without libzmq. The code is not constant-time: it runs once, on the machine that
+has just drawn the private key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ _A24: Final = 121665  # (486662 - 2) / 4, the curve's constant in the ladder
 
 
 def public_key(private: bytes) -> bytes:
-    """RFC 7748, section 5: the Montgomery ladder from the base point. Raises ValueError for a key of another length."""
+    """Computes the public key (RFC 7748, section 5: the Montgomery ladder from the base point).
+
+    Raises ValueError for a key of another length.
+    """
     if len(private) != KEY_NBYTES:
         raise ValueError(f"a private key has {KEY_NBYTES} bytes, this has {len(private)}")
     scalar = int.from_bytes(private, "little")

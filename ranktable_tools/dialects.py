@@ -1,4 +1,4 @@
-"""Rank tables that other programs write: refused by name, with the way out. A dialect is told by its layout;
+"""Refuses rank tables of other programs by name, with the way out. The layout identifies a dialect;
 file names are shared between them.
 
 Sources: Ascend HCCL cluster information (`server_list`, and `group_list` before it), vllm-ascend's
@@ -21,7 +21,7 @@ _USE_GLOBAL: Final = "GLOBAL_RANK_TABLE_FILE_PATH takes global_ranktable_*.json,
 
 
 def refuse_foreign_global(top: JsonObject) -> None:
-    """Raises RankTableError when `top` is another program's table, or a local one."""
+    """Raises RankTableError if `top` is another program's table, or a local one."""
     keys = top.members
     if "server_group_list" not in keys:
         if "group_id" in keys and "server_list" in keys:
@@ -41,7 +41,7 @@ def refuse_foreign_global(top: JsonObject) -> None:
 
 
 def refuse_foreign_local(top: JsonObject) -> None:
-    """Raises RankTableError when `top` is another program's table, or a global one."""
+    """Raises RankTableError if `top` is another program's table, or a global one."""
     if "server_group_list" in top.members:
         raise _named(top, "server_group_list", "a global rank table", LOCAL, _USE_GLOBAL)
     if "group_id" not in top.members:

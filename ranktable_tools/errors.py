@@ -1,4 +1,4 @@
-"""What a rank table may be blamed for: the file, the field, what was found, what was expected.
+"""Faults of rank tables: the file, the field, the value found, the value expected.
 
 Knows nothing of the tables themselves.
 
@@ -18,7 +18,7 @@ class _Missing:
 
 
 MISSING: Final = _Missing()
-"""The `value` of a fault whose field isn't there at all (JSON's null is None)."""
+"""The `value` of a fault whose field is missing (JSON's null is None)."""
 
 _SHORT: Final = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 2, 4, 4, 80, 80
@@ -45,7 +45,7 @@ class Fault:
 
 
 class RankTableError(Exception):
-    """A `Fault` that stops whoever needs the table."""
+    """A `Fault` that prevents the use of the table."""
 
     def __init__(self, file: str, field: str, value: object, expected: str, way_out: str = "") -> None:
         super().__init__(file, field, value, expected, way_out)

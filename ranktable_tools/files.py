@@ -17,7 +17,7 @@ _FILE: Final = "(file)"
 
 
 class Access(NamedTuple):
-    """Who may read a file that is written: its mode, and the group that it gets, by number."""
+    """The readers of a written file: its mode, and its group, by number."""
 
     mode: int = 0o600
     group_id: int | None = None
@@ -33,8 +33,9 @@ class _DuplicateKey(ValueError):
 
 
 def actual_path(path: str | os.PathLike[str]) -> Path:
-    """`path`, or its other spelling when only that one exists: the reference document's shell lines say
-    `local_rank_table_…`, its tool writes `local_ranktable_…`."""
+    """Returns `path`, or its other spelling if only that one exists: the reference document's shell lines say
+    `local_rank_table_…`, its tool writes `local_ranktable_…`.
+    """
     asked = Path(path)
     if os.path.lexists(asked):
         return asked
@@ -46,7 +47,7 @@ def actual_path(path: str | os.PathLike[str]) -> Path:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a table file, under either spelling of its name. Raises RankTableError."""
+    """Returns the bytes of a table file, under either spelling of its name. Raises RankTableError."""
     file = actual_path(path)
     try:
         with file.open("rb") as stream:
@@ -65,7 +66,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str]) -> object:
-    """The JSON value of a table file; a key given twice is refused. Raises RankTableError."""
+    """Returns the JSON value of a table file; refuses duplicate keys. Raises RankTableError."""
     data, file = read_bytes(path), str(actual_path(path))
     try:
         text = data.decode("utf-8-sig")
@@ -93,14 +94,14 @@ def _object_of_unique_keys(pairs: Sequence[tuple[str, object]]) -> dict[str, obj
 
 
 def write_private(path: Path, text: str) -> Path:
-    """Writes `path` for nobody but its owner, as `write_file` does."""
+    """Writes `path` for its owner alone, like `write_file`."""
     return write_file(path, text, PRIVATE)
 
 
 def write_file(path: Path, text: str, access: Access) -> Path:
-    """Writes `path` at once and whole.
+    """Writes `path` atomically.
 
-    Readers see the old file or the new one. Raises OSError, also where the group cannot be given.
+    Readers see the old file or the new one. Raises OSError, also if the group cannot be set.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -130,5 +131,5 @@ def _give(descriptor: int, path: Path, group_id: int) -> None:
 
 
 def is_private(path: str | os.PathLike[str]) -> bool:
-    """Nobody but the owner may write the file, and nobody but the owner and its group may read it."""
+    """Returns whether only the owner may write the file, and only the owner and its group may read it."""
     return not actual_path(path).stat().st_mode & 0o027

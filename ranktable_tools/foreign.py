@@ -1,4 +1,4 @@
-"""Fields that other programs write into rank tables: listed for people, and put together when tables are merged.
+"""Fields that other programs write into rank tables: listed for people, and combined when tables are merged.
 
 `super_pod_list`, `host_nic_ip` and `deploy_server` are such fields. Nothing here knows what they mean, except that
 machines' super pods with one id are one super pod.
@@ -11,15 +11,15 @@ from typing import Final
 
 from ranktable_tools.tables import RankTable
 
-_NAMED_BY: Final = {"super_pod_list": "super_pod_id"}  # a list of objects -> the key that tells them apart
+_NAMED_BY: Final = {"super_pod_list": "super_pod_id"}  # a list of objects -> the key that identifies them
 
 
 class _Differ(Exception):
-    """Two values of one field that cannot both be there."""
+    """Reports two values of one field that exclude each other."""
 
 
 def foreign_fields(table: RankTable) -> Iterator[tuple[str, object]]:
-    """The path of each foreign field, and its value; the table's own first."""
+    """Yields the path and the value of each foreign field; the table's own come first."""
     yield from table.extra.items()
     for at, group in enumerate(table.server_group_list):
         place = f"server_group_list[{at}]"
@@ -32,9 +32,9 @@ def foreign_fields(table: RankTable) -> Iterator[tuple[str, object]]:
 
 
 def together(extras: Sequence[tuple[str, Mapping[str, object]]], note: Callable[[str], None]) -> dict[str, object]:
-    """The fields of several tables as one: objects and arrays are joined, and equal values are written once.
+    """Combines the fields of several tables: objects and arrays are joined, and equal values are written once.
 
-    `extras`: a file's name and its fields. Of two different values the first file's stays, and `note` gets a line.
+    `extras`: a file's name and its fields. If two values differ, the first file's stays, and `note` gets a line.
     """
     found: dict[str, object] = {}
     sources: dict[str, str] = {}
@@ -56,7 +56,7 @@ def _under(place: str, extra: Mapping[str, object]) -> Iterator[tuple[str, objec
 
 
 def _joined(key: str, ours: object, theirs: object) -> object:
-    """Both values in one. Raises _Differ when there is room for one only."""
+    """Joins both values. Raises _Differ if there is room for one only."""
     if ours == theirs:
         return ours
     if isinstance(ours, list) and isinstance(theirs, list):
@@ -82,7 +82,7 @@ def _joined_lists(name: str | None, ours: list[object], theirs: list[object]) ->
 
 
 def _with_id(values: Sequence[object], name: str | None, wanted: object) -> int | None:
-    """Where the object is that has the same id as `wanted`."""
+    """Returns the index of the object with the same id as `wanted`."""
     if name is None or not isinstance(wanted, dict) or name not in wanted:
         return None
     ids = [value.get(name) if isinstance(value, dict) else None for value in values]

@@ -23,7 +23,10 @@ _ARGUMENTS = "gen"
 
 @dataclass(frozen=True)
 class Generated:
-    """`locals` maps a file name to its table. A group of the global table without instances has count "0"."""
+    """The result of `generate`. `locals` maps a file name to its table.
+
+    A group of the global table without instances has count "0".
+    """
 
     server_ip: str
     global_table: RankTable
@@ -43,9 +46,10 @@ def generate(
     device_kind: DeviceKind,
     device_ips: Mapping[int, str] | None = None,
 ) -> Generated:
-    """`prefill` and `decode`: the device ids of each instance, in order of rank. `device_ips` are asked of
-    the machine where they aren't given. Where NPUs have a super_device_id, all tables are of version 1.2, as HCCL
-    has it. Raises RankTableError.
+    """Generates one machine's tables. `prefill` and `decode`: the device ids of each instance, in order of rank.
+
+    Missing `device_ips` are requested from the machine. If NPUs have a super_device_id, all tables are of version 1.2,
+    as in HCCL. Raises RankTableError.
     """
     if not is_host(server_ip):
         raise RankTableError(_ARGUMENTS, "--server-ip", server_ip, HOST_EXPECTED)
@@ -64,7 +68,7 @@ def generate(
     )
     version = "1.2" if any(device.super_device_id for device in devices.values()) else "1.0"
     table = RankTable(version, "completed", groups)
-    for fault in device_conflicts(entries(table)):  # no table is written that nobody would read
+    for fault in device_conflicts(entries(table)):  # a table that no reader would accept is not written
         raise replace(fault, file=_ARGUMENTS).error()
     names = _local_names(server_ip, [*prefill, *decode])
     servers = dict(zip(names, prefill_servers + decode_servers))
@@ -75,7 +79,7 @@ def generate(
 
 
 def write(generated: Generated, save_dir: Path, access: Access = PRIVATE) -> list[Path]:
-    """Writes the global table first. Creates `save_dir`; replaces files of the same name, each at once.
+    """Writes the global table first. Creates `save_dir`; replaces files of the same name, each atomically.
     Raises OSError.
     """
     written = [write_file(save_dir / generated.global_name, generated.global_table.to_json(), access)]
@@ -125,8 +129,9 @@ def _server(server_ip: str, device_ids: Sequence[int], devices: Mapping[int, Npu
 
 
 def _local_names(server_ip: str, instances: Sequence[Sequence[int]]) -> list[str]:
-    """The document's names, `…_45.json` for 4,5, unless that could be another instance: 1,11 and 11,1, or 4,5
-    beside 45."""
+    """Returns the document's names, `…_45.json` for 4,5, unless that could be another instance: 1,11 and 11,1, or
+    4,5 beside 45.
+    """
     alone = {str(ids[0]) for ids in instances if len(ids) == 1}
     names = []
     for ids in instances:

@@ -13,10 +13,11 @@ _LABEL: Final = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_-]{0,61}[0-9A-Za-z_])?")
 
 
 def is_ip(text: str) -> bool:
-    """An address of one machine: not `0.0.0.0`, not a multicast group."""
-    if not _SAFE.fullmatch(text):  # an IPv6 scope could otherwise hold a slash, and it becomes a file name
+    """Returns whether this is an address of one machine: not `0.0.0.0`, not a multicast group."""
+    if not _SAFE.fullmatch(text):  # an IPv6 scope, which becomes part of a file name, could hold a slash
         return False
     try:
+        text.encode("idna")  # as a socket does, which a scope may be too long for; a UnicodeError is a ValueError
         address = _address(text)
     except ValueError:
         return False
@@ -24,7 +25,7 @@ def is_ip(text: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """An address, or a name. A name whose last label is a number would be a mistyped address."""
+    """Returns whether this is an address or a name. A name whose last label is a number is a mistyped address."""
     if is_ip(text):
         return True
     if not _SAFE.fullmatch(text):
@@ -39,8 +40,13 @@ def is_loopback(host: str) -> bool:
     return is_ip(host) and _address(host).is_loopback
 
 
+def bracketed(host: str) -> str:
+    """Returns the host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def host_key(host: str) -> str:
-    """Equal for two spellings of one host: `localhost` and `127.0.0.1`, `FE80::1` and `fe80:0::1`."""
+    """Returns equal keys for spellings of one host: `localhost` and `127.0.0.1`, `FE80::1` and `fe80:0::1`."""
     if host.lower() == "localhost":
         return "127.0.0.1"
     _, percent, scope = host.partition("%")
@@ -48,7 +54,7 @@ def host_key(host: str) -> str:
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address without its scope, which Python 3.8 does not know. Raises ValueError."""
+    """Parses the address without its scope, which Python 3.8 does not support. Raises ValueError."""
     bare, percent, scope = text.partition("%")
     if not percent:
         return ipaddress.ip_address(bare)
@@ -58,5 +64,5 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def in_file_name(host: str) -> str:
-    """The `{ip}` of a file name. IPv6's colons would be read as separators by `scp` and `docker -v`."""
+    """Returns the `{ip}` of a file name. IPv6's colons would be read as separators by `scp` and `docker -v`."""
     return host.replace(":", "-").replace("%", "-")

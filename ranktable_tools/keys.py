@@ -1,8 +1,8 @@
-"""The three files that make a table's processes one cluster: written beside the global rank table, and read there.
+"""The three files that make a table's processes one cluster, which are written and read beside the global rank table.
 
 `cluster.secret` is for every host: a random secret, and the public key of each scheduler. `scheduler.key` and
-`admin.token` are for the scheduler's host alone: a private key as it was drawn, 32 random bytes, and what commands on
-the admin port must bring. No error shows what is in them.
+`admin.token` are for the scheduler's host alone: a private key of 32 random bytes, and the token for commands on the
+admin port. No error shows their content.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _MAKE_NEW: Final = "`pd-ranktable keys` writes a new set of the three files"
 
 
 class ClusterSecret(NamedTuple):
-    """What `cluster.secret` says: 32 bytes each. `schedulers` are public keys."""
+    """The content of `cluster.secret`: 32 bytes each. `schedulers` are public keys."""
 
     secret: bytes
     schedulers: tuple[bytes, ...]
 
 
 def write_keys(folder: Path, access: Access) -> list[Path]:
-    """Writes what is not there yet, and leaves what is: running processes and other hosts have it, too.
+    """Writes the files that are missing, and leaves the others: running processes and other hosts have them, too.
 
-    Nobody but the owner may read them, and the group where `access` names one. Raises OSError, or RankTableError for
-    files that do not belong together.
+    Only the owner may read them, and the group if `access` names one. Raises OSError, or RankTableError for files that
+    do not belong together.
     """
     own = Access(access.mode & 0o640, access.group_id) if access.group_id is not None else Access()
     secret_file, key_file, token_file = paths = [
@@ -71,13 +71,13 @@ def write_keys(folder: Path, access: Access) -> list[Path]:
 
 
 def secret_text(secret: bytes, schedulers: Sequence[bytes]) -> str:
-    """The content of a `cluster.secret`; another scheduler is another line."""
+    """Returns the content of a `cluster.secret`; each further scheduler is a further line."""
     lines = ["# For every host of this cluster, and for nobody else."]
     return "\n".join([*lines, f"secret {secret.hex()}", *(f"scheduler {key.hex()}" for key in schedulers), ""])
 
 
 def read_secret(file: Path) -> ClusterSecret:
-    """Raises RankTableError."""
+    """Reads a `cluster.secret`. Raises RankTableError."""
     secret: list[bytes] = []
     schedulers: list[bytes] = []
     for number, line in enumerate(_read(file).splitlines(), 1):
@@ -97,7 +97,7 @@ def read_secret(file: Path) -> ClusterSecret:
 
 
 def read_scheduler_key(file: Path) -> bytes:
-    """The private key. Raises RankTableError."""
+    """Returns the private key. Raises RankTableError."""
     text = _read(file).strip()
     if not _is_key(text):
         raise RankTableError(str(file), _FILE, _Hidden(), _HEX_KEY, _MAKE_NEW)
@@ -105,7 +105,7 @@ def read_scheduler_key(file: Path) -> bytes:
 
 
 def read_token(file: Path) -> str:
-    """Raises RankTableError."""
+    """Returns the admin token. Raises RankTableError."""
     token = _read(file).strip()
     if len(token) < MIN_TOKEN_NBYTES:
         raise RankTableError(str(file), _FILE, f"{len(token)} characters", f"at least {MIN_TOKEN_NBYTES} bytes")
@@ -115,7 +115,7 @@ def read_token(file: Path) -> str:
 
 
 def refuse_foreign_key(key: bytes, key_file: Path, known: ClusterSecret, secret_file: Path) -> None:
-    """Raises RankTableError for a scheduler's key that workers with this secret would not take."""
+    """Raises RankTableError for a scheduler's key that workers with this secret would not accept."""
     if public_key(key) not in known.schedulers:
         raise RankTableError(
             str(key_file),
@@ -127,7 +127,7 @@ def refuse_foreign_key(key: bytes, key_file: Path, known: ClusterSecret, secret_
 
 
 def where_to_copy(table: RankTable, table_file: Path) -> list[str]:
-    """Lines for people, none where all is on one host."""
+    """Returns lines for people; none if everything is on one host."""
     assert table.scheduler is not None
     home = table.scheduler.server_ip
     hosts = {host_key(each.server_ip): each.server_ip for each in table.instances}
@@ -142,7 +142,7 @@ def where_to_copy(table: RankTable, table_file: Path) -> list[str]:
 
 
 class _Hidden:
-    """Stands in an error for what must not be shown."""
+    """A placeholder in errors for values that must not be shown."""
 
     def __repr__(self) -> str:
         return "something else"
@@ -153,7 +153,7 @@ def _is_key(text: str) -> bool:
 
 
 def _read(file: Path) -> str:
-    """Raises RankTableError, also for a file that others can read."""
+    """Reads a file. Raises RankTableError, also for a file that others can read."""
     try:
         with file.open("rb") as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)

@@ -1,4 +1,4 @@
-"""One global table of the tables that each machine wrote for itself."""
+"""Merges the tables that each machine wrote for itself into one global table."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ MERGED_NAME = "global_ranktable_merge.json"
 
 
 def merge(paths: Sequence[Path], note: Callable[[str], None] = lambda _: None) -> RankTable:
-    """Groups in the order 0, 1, 2; instances in the order of `paths`. Two files may describe one host as long
-    as no device is in both. `note` gets a line for a foreign field that two files have different values of. Raises
-    RankTableError, naming the file and the field.
+    """Merges tables: groups in the order 0, 1, 2, instances in the order of `paths`.
+
+    Two files may describe one host unless a device is in both. `note` gets a line for each foreign field with different
+    values in two files. Raises RankTableError, naming the file and the field.
     """
     if not paths:
         raise RankTableError("merge", "--global-ranktable-list", "no file", "at least one global table")

@@ -27,7 +27,7 @@ _OF_A_SUPER_POD: Final = (_VNIC, _IPV4, _IPV6)
 
 
 class Run(Protocol):
-    """Runs a program; returns its standard output, or None when it fails."""
+    """Runs a program; returns its standard output, or None if it fails."""
 
     def __call__(self, command: Sequence[str], /) -> str | None: ...
 
@@ -38,11 +38,11 @@ class Chip(NamedTuple):
     npu_id: int
     chip_id: int
     logic_id: int
-    phy_id: int | None = None  # where the program has that column
+    phy_id: int | None = None  # if the program has that column
 
     @property
     def device_ids(self) -> list[int]:
-        """What may be meant by it: without physical ids, in a container, nobody can tell the first two apart."""
+        """Ids that it may have: without physical ids, in a container, the first two cannot be distinguished."""
         return sorted({self.npu_id, self.logic_id}) if self.phy_id is None else [self.phy_id]
 
 
@@ -52,7 +52,7 @@ class Npu(NamedTuple):
 
 
 def parse_hccn_tool(text: str) -> str | None:
-    """`ipaddr:10.0.0.10` of `hccn_tool -i N -ip -g`, or the same line of `-ip -inet6 -g` and `-vnic -g`."""
+    """Reads `ipaddr:10.0.0.10` from `hccn_tool -i N -ip -g`, or the same line of `-ip -inet6 -g` and `-vnic -g`."""
     for line in text.splitlines():
         key, _, value = line.partition(":")
         address = value.strip().partition("/")[0]
@@ -62,7 +62,7 @@ def parse_hccn_tool(text: str) -> str | None:
 
 
 def parse_hccn_conf(text: str) -> dict[int, str]:
-    """device_id -> address, from the `address_0=10.0.0.10` lines, else the `IPv6address_0=2001:db8::10` ones."""
+    """Maps device_id to address, from the `address_0=10.0.0.10` lines, or the `IPv6address_0=2001:db8::10` ones."""
     found: dict[str, dict[int, str]] = {"": {}, "IPv6": {}}
     for line in text.splitlines():
         key, _, value = line.strip().partition("=")
@@ -73,21 +73,21 @@ def parse_hccn_conf(text: str) -> dict[int, str]:
 
 
 def parse_npu_smi_list(text: str) -> list[int]:
-    """The `NPU ID : k` lines of `npu-smi info -l`."""
+    """Reads the `NPU ID : k` lines of `npu-smi info -l`."""
     return [int(k) for k in re.findall(r"^\s*NPU ID\s*:\s*([0-9]+)\s*$", text, flags=re.MULTILINE)]
 
 
 def parse_npu_smi_count(text: str) -> int | None:
-    """The cards of this machine: the `Total Count : N` line of `npu-smi info -l`."""
+    """Reads the number of cards: the `Total Count : N` line of `npu-smi info -l`."""
     match = re.search(r"^\s*Total Count\s*:\s*([0-9]+)\s*$", text, flags=re.MULTILINE)
     return int(match[1]) if match else None
 
 
 def parse_npu_smi_map(text: str) -> list[Chip]:
-    """The chips of `npu-smi info -m`.
+    """Reads the chips of `npu-smi info -m`.
 
-    Columns are told apart by two or more spaces. A row whose logic id is `-` is the card's controller; one with -1
-    is a chip that is down, and its other numbers mean nothing.
+    Columns are separated by two or more spaces. A row whose logic id is `-` is the card's controller; one with -1
+    is a chip that is down, whose other numbers mean nothing.
     """
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()]
     header = next((row for row in rows if {"NPU ID", "Chip ID", "Chip Logic ID"} <= set(row)), None)
@@ -99,7 +99,7 @@ def parse_npu_smi_map(text: str) -> list[Chip]:
 
 
 def parse_spod_info(text: str) -> str | None:
-    """The `SDID : 16777216` of `npu-smi info -t spod-info -i N -c M`; None where a chip is in no super pod."""
+    """Reads the `SDID : 16777216` of `npu-smi info -t spod-info -i N -c M`; None if a chip is in no super pod."""
     match = re.search(r"^\s*SDID\s*:\s*([0-9]{1,10})\s*$", text, flags=re.MULTILINE)
     return str(int(match[1])) if match and int(match[1]) < _NO_SDID else None
 
@@ -107,8 +107,8 @@ def parse_spod_info(text: str) -> str | None:
 def find_npus(
     device_ids: Sequence[int], given: Mapping[int, str], run: Run, conf: Path | None = None
 ) -> dict[int, Npu]:
-    """`given` addresses are taken as they are. Raises RankTableError for a device that is not there, has no address,
-    or does not say its place in the super pod where others of this machine do.
+    """Finds the NPUs; `given` addresses are used unchanged. Raises RankTableError for a device that is missing, has no
+    address, or does not report its place in the super pod while others of this machine do.
     """
     seen = _Seen.look(run)
     in_super_pod = _super_device_ids(device_ids, seen, run)
@@ -117,7 +117,7 @@ def find_npus(
 
 
 class _Seen(NamedTuple):
-    """What npu-smi tells of this machine; nothing where it is missing or fails."""
+    """npu-smi's reports on this machine; empty if it is missing or fails."""
 
     chips: list[Chip]
     cards: list[int]
@@ -141,8 +141,8 @@ class _Seen(NamedTuple):
 
 
 def _super_device_ids(device_ids: Sequence[int], seen: _Seen, run: Run) -> dict[int, str]:
-    """device_id -> SDID; empty on a machine that is no part of a super pod."""
-    chips = {chip.phy_id: chip for chip in seen.chips if chip.phy_id is not None}  # as all such machines name them
+    """Maps device_id to SDID; empty on a machine outside any super pod."""
+    chips = {chip.phy_id: chip for chip in seen.chips if chip.phy_id is not None}  # the names on all such machines
     answers = {i: parse_spod_info(run(_ask_super_pod(chips[i])) or "") for i in device_ids if i in chips}
     found = {i: sdid for i, sdid in answers.items() if sdid is not None}
     lacking = [i for i in device_ids if i not in found]

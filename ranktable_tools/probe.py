@@ -1,4 +1,4 @@
-"""What this machine has: its address, its kind of device, each device's address (`npu` for those of NPUs).
+"""Reads this machine's address, its kind of device, and each device's address (`npu` for those of NPUs).
 
 The parsers are pure functions of a program's text; the rest runs the programs, each with a time limit.
 """
@@ -28,12 +28,12 @@ _ELSEWHERE: Final = (
 
 
 def parse_nvidia_smi_list(text: str) -> list[int]:
-    """The `GPU 0: NVIDIA … (UUID: …)` lines of `nvidia-smi -L`; MIG slices are indented and not counted."""
+    """Reads the `GPU 0: NVIDIA … (UUID: …)` lines of `nvidia-smi -L`; MIG slices are indented and not counted."""
     return [int(k) for k in re.findall(r"^GPU ([0-9]+):", text, flags=re.MULTILINE)]
 
 
 def run_program(command: Sequence[str]) -> str | None:
-    """Its standard output; None when it is missing, fails or takes too long."""
+    """Returns a program's standard output; None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_PROGRAM_TIMEOUT_S, check=False
@@ -52,7 +52,7 @@ def detect_kind() -> DeviceKind:
 
 
 def default_server_ip() -> str | None:
-    """The address from which the default route sends; None without one. Opens a UDP socket, sends nothing."""
+    """Returns the address from which the default route sends; None without one. Opens a UDP socket, sends nothing."""
     for family, elsewhere in _ELSEWHERE:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -73,7 +73,7 @@ def find_devices(
     run: Run = run_program,
     conf: Path | None = None,
 ) -> dict[int, Npu]:
-    """device_id -> its address, and an NPU's super_device_id where it has one. `given` addresses are not asked for.
+    """Maps device_id to its address, and an NPU's super_device_id if it has one. `given` addresses are not looked up.
 
     Raises RankTableError for a device that isn't there or has no address.
     """
@@ -86,7 +86,7 @@ def find_devices(
 
 
 def _refuse_absent_gpus(device_ids: Sequence[int], run: Run) -> None:
-    """Only as far as nvidia-smi can tell: a table may be written on a machine without the driver."""
+    """Checks as far as nvidia-smi can tell: a table may be written on a machine without the driver."""
     present = parse_nvidia_smi_list(run(["nvidia-smi", "-L"]) or "")
     absent = [device_id for device_id in device_ids if device_id not in present]
     if present and absent:

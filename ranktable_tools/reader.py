@@ -36,7 +36,7 @@ class JsonObject:
 
     @property
     def foreign(self) -> dict[str, object]:
-        """What other programs wrote into this object."""
+        """The fields that other programs wrote into this object."""
         return {key: value for key, value in self.members.items() if key not in self.known}
 
     def text(self, key: str, accept: Callable[[str], bool], expected: str, way_out: str = "") -> str:
@@ -51,7 +51,7 @@ class JsonObject:
         return self.text(key, choices.__contains__, " or ".join(map(repr, choices)), way_out)
 
     def objects(self, key: str, expected: str, known: Sequence[str] = ()) -> Iterator[JsonObject]:
-        """The members of the array `key`, each of which must be an object."""
+        """Yields the members of the array `key`, each of which must be an object."""
         value = self.members.get(key, MISSING)
         if not isinstance(value, list):
             raise self.refuse(key, value, f"an array of {expected}")

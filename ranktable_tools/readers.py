@@ -1,4 +1,4 @@
-"""Users and groups of files: who a file belongs to, who this process is, and what a group's name stands for."""
+"""Users and groups of files: a file's owner, this process's user, and a group's number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_ID = 2**31 - 1
 
 
 def owner_of(file: Path) -> str:
-    """`mode 0600 of root:root`, as far as the folders above let this process see it."""
+    """Returns `mode 0600 of root:root`, as far as the folders above let this process see it."""
     try:
         status = file.stat()
     except OSError:
@@ -21,12 +21,12 @@ def owner_of(file: Path) -> str:
 
 
 def reader() -> str:
-    """Who this process reads files as: `ma-user (uid 1000, gid 100)`."""
+    """Returns the user that this process reads files as: `ma-user (uid 1000, gid 100)`."""
     return f"{_user(os.geteuid())} (uid {os.geteuid()}, gid {os.getegid()})"
 
 
 def group_id_of(text: str) -> int | None:
-    """The number of a group that this machine has, or a number as it is; None for anything else."""
+    """Returns the number of a group that this machine has, or a number as it is; None for anything else."""
     if text.isascii() and text.isdigit():
         return int(text) if len(text) < 11 and int(text) <= _MAX_ID else None
     try:

@@ -1,6 +1,6 @@
-"""How the entries of one table, or of several about to be merged, must fit together.
+"""Checks that the entries of one table, or of several about to be merged, fit together.
 
-Every field is right by itself already (`schema`). Knows nothing of files' contents or of ports.
+Every field by itself was checked before (`schema`). Knows nothing of files' contents or of ports.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def entries(table: RankTable) -> list[Entry]:
 
 
 def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
-    """A device of a host belongs to one instance, a device's own address to one device."""
+    """Checks that a device of a host belongs to one instance, and a device's own address to one device."""
     owners: dict[tuple[str, str], tuple[Entry, int]] = {}  # (host, device_id) -> entry, index in its device list
     for entry in all_entries:
         host = host_key(entry.server.server_ip)
@@ -55,7 +55,10 @@ def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
 
 
 def _address_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
-    """Two hosts never share a device_ip. On one host all devices do (GPU, CPU: the host's), or none (NPU)."""
+    """Checks that two hosts share no device_ip.
+
+    On one host all devices share it (GPU, CPU: the host's), or none (NPU).
+    """
     owners: dict[str, tuple[str, str, Entry]] = {}  # device_ip -> host, device_id, entry
     shared = _hosts_with_one_address(all_entries)
     for entry in all_entries:
@@ -79,7 +82,7 @@ def _hosts_with_one_address(all_entries: Sequence[Entry]) -> set[str]:
 
 
 def gaps(table: RankTable) -> Iterator[Fault]:
-    """What a table that is about to serve still lacks."""
+    """Yields what a table that is about to serve still lacks."""
     way_outs = (
         "run gen with --api-server on one machine, then merge",
         "run gen with --prefill-server-list, then merge",
@@ -94,7 +97,7 @@ def gaps(table: RankTable) -> Iterator[Fault]:
 
 
 def unreachable_hosts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
-    """`localhost` means another machine to each reader: right only when all instances are on one host."""
+    """Yields uses of `localhost`, which each host reads as itself: right only if all instances are on one host."""
     elsewhere = [entry.server.server_ip for entry in all_entries if not is_loopback(entry.server.server_ip)]
     for entry in all_entries:
         if elsewhere and is_loopback(entry.server.server_ip):

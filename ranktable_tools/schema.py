@@ -1,4 +1,4 @@
-"""Rank table files in the grouped format, strictly read; and which entry of the global table a local one is.
+"""Strict readers of rank table files in the grouped format, and the lookup of a local table in the global one.
 
 Other programs' formats are refused by name (`dialects`); their fields beside this format's are kept (`foreign`). Knows
 nothing of ports or of the network.
@@ -37,7 +37,10 @@ _NUMBER_EXPECTED: Final = "a number written as a string, such as '4'"
 
 
 def load_global(path: str | os.PathLike[str]) -> RankTable:
-    """Raises RankTableError: unreadable, another dialect, a wrong field, a device that is used twice."""
+    """Reads a global table.
+
+    Raises RankTableError: unreadable, another dialect, a wrong field, a device that is used twice.
+    """
     table = parse_global(read_json(path), str(actual_path(path)))
     for fault in device_conflicts(entries(table)):
         raise fault.error()
@@ -45,12 +48,12 @@ def load_global(path: str | os.PathLike[str]) -> RankTable:
 
 
 def load_local(path: str | os.PathLike[str]) -> LocalRankTable:
-    """Raises RankTableError."""
+    """Reads a local table. Raises RankTableError."""
     return parse_local(read_json(path), str(actual_path(path)))
 
 
 def parse_global(value: object, file: str) -> RankTable:
-    """A table whose every field is right; whether its entries fit together is `rules`' business."""
+    """Returns a table whose every field is right; `rules` judges whether its entries fit together."""
     top = JsonObject.of(file, "", value, dialects.GLOBAL, ("version", "status", "server_group_list"))
     dialects.refuse_foreign_global(top)
     version, status = _header(top)
@@ -126,7 +129,7 @@ def _device(device: JsonObject) -> Device:
 
 
 def _refuse_wrong_ranks(entry: JsonObject, devices: list[Device]) -> None:
-    """rank_id counts 0, 1, … in each instance; the order on paper is free."""
+    """Checks that rank_id counts 0, 1, … in each instance; the order of entries is free."""
     open_ranks = [str(rank) for rank in range(len(devices))]
     for index, device in enumerate(devices):
         if device.rank_id not in open_ranks:
@@ -144,7 +147,7 @@ def _is_name(text: str) -> bool:
 
 
 def locate(global_table: RankTable, local_table: LocalRankTable) -> tuple[Role, int]:
-    """The role of the local table's instance and its index in that group's `server_list`.
+    """Returns the role of the local table's instance and its index in that group's `server_list`.
 
     Every local table is one entry of the global one, word for word ("must correspond one to one"). Raises
     RankTableError, naming both files and the first field in which they differ.
@@ -168,7 +171,7 @@ def locate(global_table: RankTable, local_table: LocalRankTable) -> tuple[Role, 
 
 
 def _may_be(entry: Entry, wanted: Server) -> bool:
-    """The same host, and a device in common (the scheduler has none)."""
+    """Returns whether both have the same host, and a device in common (the scheduler has none)."""
     if host_key(entry.server.server_ip) != host_key(wanted.server_ip):
         return False
     if not wanted.device:
@@ -178,7 +181,7 @@ def _may_be(entry: Entry, wanted: Server) -> bool:
 
 
 def _differences(ours: Server, theirs: Server) -> Iterator[tuple[str, object, object]]:
-    """(field, our value, their value)"""
+    """Yields (field, our value, their value) for each difference."""
     for name in ("server_id", "server_ip"):
         if getattr(ours, name) != getattr(theirs, name):
             yield name, getattr(ours, name), getattr(theirs, name)

@@ -1,4 +1,4 @@
-"""A global rank table for people: one line an instance, in the order of NODE_PORTS, then other programs' fields."""
+"""Shows a global rank table: one line per instance, in the order of NODE_PORTS, then other programs' fields."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class ServerGroup:
 
 @dataclass(frozen=True)
 class RankTable:
-    """The whole cluster. `file` is where it was read from, "" when it wasn't; it doesn't count in `==`."""
+    """The whole cluster. `file` is the file that it was read from, "" if there is none; it doesn't count in `==`."""
 
     version: str
     status: str
@@ -76,7 +76,7 @@ class RankTable:
 
     @property
     def scheduler(self) -> Server | None:
-        """None before `merge`, when the scheduler is in another machine's table."""
+        """The scheduler; None before `merge`, if it is in another machine's table."""
         servers = self.server_group_list[0].server_list
         return servers[0] if servers else None
 
@@ -103,7 +103,7 @@ class RankTable:
 
 @dataclass(frozen=True)
 class LocalRankTable:
-    """One instance: its entry of the global table. `group_id` is "0" whatever the role."""
+    """One instance: its entry of the global table. `group_id` is "0" for every role."""
 
     version: str
     status: str
@@ -132,7 +132,7 @@ def server_group(
 
 
 def _json(value: object) -> str:
-    """Text that UTF-8 has: half a character, which only an escape can write, stays an escape."""
+    """Returns text that UTF-8 can encode: half a character, which only an escape can write, stays an escape."""
     text = json.dumps(value, indent=4, ensure_ascii=False) + "\n"
     try:
         text.encode()

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Builds a container image from a base image, for NPUs unless told otherwise. From any folder.
+# Builds a container image from a base image, for NPUs by default. Works from any folder.
 #
 #   sh build_image.sh --base-image=IMAGE --image-name=NAME [OPTIONS]
 #
 #   --device=npu|cuda|cpu       default: npu. The base image has CANN for npu, CUDA for cuda, and Python 3.11 or newer
 #                               with pip; cpu needs no --base-image
-#   --torch-index-url=URL       an index with the builds of torch that are wanted: those without CUDA for npu and cpu
+#   --torch-index-url=URL       an index with the wanted builds of torch: those without CUDA for npu and cpu
 #   --device-gid=GID            npu: the group of /dev/davinci0 on the host (stat -c %g /dev/davinci0); default: 1000
 #   --dry-run                   print the command and end
 #

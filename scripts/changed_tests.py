@@ -2,9 +2,9 @@
 
     python scripts/changed_tests.py [BASE]
 
-Changed is what differs from BASE (default: the last commit), files that git does not know included. A test file
-touches what it imports, and what that imports. Tests of real processes touch everything, so of these only files that
-changed themselves are printed. How long a file takes, earlier runs have left in pytest's cache.
+A change is any difference from BASE (default: the last commit), including files that git does not know. A test file
+touches what it imports, and what that imports. Tests of real processes touch everything, so they are printed only if
+they have changed themselves. Earlier runs have left each file's duration in pytest's cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALWAYS = ("tests/unit/test_layering.py",)
 
 
 def changed_files(base: str) -> list[str]:
-    """Raises CalledProcessError when there is no such commit."""
+    """Returns the changed files. Raises CalledProcessError if there is no such commit."""
     lists = (["git", "diff", "--name-only", base], ["git", "ls-files", "--others", "--exclude-standard"])
     found = [subprocess.run(each, cwd=ROOT, check=True, capture_output=True, text=True).stdout for each in lists]
     return sorted({*"".join(found).split("\n")} - {""})
@@ -37,7 +37,7 @@ def module_of(file: Path) -> str:
 
 
 def imports_of(file: Path) -> set[str]:
-    """Names of modules, some of which are of something in a module."""
+    """Returns names of modules, and of things inside modules."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -48,7 +48,7 @@ def imports_of(file: Path) -> set[str]:
 
 
 def importers() -> dict[str, set[str]]:
-    """module -> those that import it."""
+    """Maps each module to those that import it."""
     files = {module_of(file): file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))}
     found: dict[str, set[str]] = {name: set() for name in files}
     for name, file in files.items():
@@ -58,7 +58,7 @@ def importers() -> dict[str, set[str]]:
 
 
 def distances(changed: list[str], graph: dict[str, set[str]]) -> dict[str, int]:
-    """module -> how many imports away from a change it is."""
+    """Maps each module to the number of imports between it and a change."""
     start = {module_of(ROOT / name) for name in changed if name.endswith(".py")} & graph.keys()
     found = dict.fromkeys(sorted(start), 0)
     queue = deque(found)
@@ -72,7 +72,7 @@ def distances(changed: list[str], graph: dict[str, set[str]]) -> dict[str, int]:
 
 
 def choose(away: dict[str, int], durations: dict[str, float], budget_s: float = BUDGET_S) -> list[str]:
-    """Test files, the nearest first; those that changed themselves whatever they take."""
+    """Returns test files, the nearest first; those that changed themselves always."""
     files = {f"{name.replace('.', '/')}.py": distance for name, distance in away.items() if ".test_" in name}
     chosen = [name for name, distance in files.items() if not distance]
     left_s = budget_s

@@ -1,21 +1,28 @@
 #!/bin/sh
-# Everything that needs a GPU, in one call of less than ten minutes: the GPU tests, then `pd-cluster bench gpu`.
+# Everything that needs a GPU, in stages of at most four minutes; without a name, all of them in this order:
 #
-#   sh scripts/gpu_check.sh [--wheels FOLDER] [--quick] [--device cpu]
+#   sh scripts/gpu_check.sh [correct] [engine] [cluster] [peers] [--wheels FOLDER] [--quick] [--device cpu]
 #   sh scripts/gpu_check.sh --download FOLDER        on a machine with a network: fetches the wheels
 #
-# $OUT is where everything is written; default: docs/benchmarks/gpu-<device name>. What Python lacks is installed from
-# FOLDER (or $WHEELS) into a folder that is gone afterwards; without one, what is missing is named. $PYTHON, default
-# python3, must have a torch that sees the GPU, transformers and triton. $TESTS_S and $BUDGET_S: seconds of the two
-# halves, 110 and 430. $PARTS: of the bench, with commas. $FOLDER: where 18 GB of models can be for the time being.
-# Ends with 0 when every test passed and every part was measured.
+# correct: attention against float64, graphs against eager steps, the 8B model's logits, the model tests. engine: start,
+# decode, prefill, kernels, the price of --deterministic. cluster: clusters of real processes, the handover. peers: other
+# engines.
+# $OUT receives report.json, README.md (its table), summary.txt and logs.tar.gz, after every step; default:
+# docs/benchmarks/gpu-<device name>. A later stage adds to what is there. Missing packages are installed from FOLDER (or
+# $WHEELS) into a temporary folder; without wheels, they are listed. $PYTHON, default python3, must have a torch that
+# sees the GPU, transformers and triton. $STAGE_S: seconds of a stage, 235. $FOLDER: a folder with room for 18 GB of
+# models; default: /dev/shm where they fit. Exits with 0 if every test passed and every part was measured.
 
 set -eu
 
 PLATFORMS=$(for glibc in 17 24 26 27 28 31 34; do echo "--platform manylinux_2_${glibc}_x86_64"; done; echo "--platform manylinux2014_x86_64")
-# Of pyproject.toml's dependencies these come with the image, as does triton: too large to carry, and built for the GPU.
+# Dependencies of pyproject.toml that come with the image, as does triton: too large to carry, and built for the GPU.
 OF_IMAGE="torch transformers tokenizers safetensors numpy"
 FOR_TESTS="pytest pytest-timeout pytest-xdist hypothesis"
+# The parts of `pd-cluster bench gpu` in each stage
+PARTS_OF_ENGINE="ceilings,engine,layout,start,attention,deterministic"
+PARTS_OF_CLUSTER="ceilings,handover,cluster"
+PARTS_OF_PEERS="transformers,small,small-transformers"
 MATPLOTLIB="matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six" # numpy is there
 
 say() {
@@ -27,7 +34,7 @@ fail() {
     exit 1
 }
 
-# What pd-cluster and these tests need beside the image, one requirement a line; with "missing" only what isn't there.
+# Prints the requirements of pd-cluster and these tests beyond the image, one a line; with "missing" the absent ones.
 needs() {
     "$python" - "$root/pyproject.toml" "$OF_IMAGE" "$FOR_TESTS" "${1:-}" <<'END'
 import re, sys, tomllib
@@ -71,7 +78,7 @@ download() {
     say "$(ls "$1" | wc -l) wheels, $(du -sh "$1" | cut -f1) in $1"
 }
 
-# From the carried wheels, what they need in turn included; and matplotlib, for the picture, where there is none.
+# Installs the carried wheels and their dependencies; and matplotlib, for the picture, if it is missing.
 install() {
     lacking=$(needs missing)
     [ -z "$lacking" ] || [ -n "$wheels" ] ||
@@ -88,7 +95,7 @@ pip_install() {
         --find-links "$wheels" --target "$site" "$@" || fail "pip could not install; its own words are above"
 }
 
-# The device's name as a part of a folder's, such as nvidia-h100-80gb-hbm3.
+# Prints the device's name in a form for folders, such as nvidia-h100-80gb-hbm3.
 device_name() {
     "$python" - "$device" <<'END'
 import re, sys
@@ -105,43 +112,164 @@ print(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"))
 END
 }
 
-run_tests() {
-    [ "$quick" ] || run_clusters &
-    clusters=$!
-    num_workers=$(($(nproc) / 2))
-    [ "$num_workers" -ge 1 ] || num_workers=1
-    [ "$num_workers" -le 8 ] || num_workers=8
-    say "the GPU tests, $tests_s s at most; $out/tests.txt"
-    set -- -m "not slow" -n "$num_workers" --dist worksteal --junitxml="$out/tests.xml" -o junit_family=xunit1
-    [ "$quick" ] && set -- "$@" -k "block_size or small"
-    # shellcheck disable=SC2046
-    PD_CLUSTER_TEST_DEVICE=$device timeout -k 5 "$tests_s" "$python" -m pytest "$@" \
-        $([ "$quick" ] || ls tests/model/test_cuda_*.py) tests/model/test_graphs.py tests/model/test_greedy_exact.py \
-        >"$out/tests.txt" 2>&1 || status=$?
-    tail -n 1 "$out/tests.txt" >&2
-    wait "$clusters" || status=$?
-    [ "$status" -ne 124 ] || say "the tests were not done after $tests_s s"
+# Runs a command for so many seconds at most, and no longer than the stage: step NAME SECONDS COMMAND...
+step() {
+    step=$1
+    limit=$(($2 * slower))
+    shift 2
+    code=0
+    left=$((stage_end - $(date +%s)))
+    [ "$limit" -le "$left" ] || limit=$left
+    if [ "$limit" -lt 5 ]; then
+        note "$step: not run, the stage has no time left"
+        code=125
+        return "$code"
+    fi
+    say "$step, $limit s at most"
+    started=$(date +%s)
+    # In the background, so that a signal to this script is handled at once; there, shells let commands ignore SIGINT.
+    env --default-signal=INT timeout -s INT -k 10 "$limit" "$@" >>"$logs/$step.txt" 2>&1 &
+    running=$!
+    wait "$running" || code=$?
+    running=""
+    took=$(($(date +%s) - started))
+    case $code in
+    0) note "$step: passed ($took s): $(tail -n 1 "$logs/$step.txt")" ;;
+    124 | 137) note "$step: not done within $limit s" ;;
+    *) note "$step: failed with $code ($took s): $(tail -n 1 "$logs/$step.txt")" ;;
+    esac
+    pack
+    return "$code"
 }
 
-# Clusters of real processes on the device, beside the other tests: what they cost is mostly starting.
-run_clusters() {
-    ended=0
-    PD_CLUSTER_TEST_DEVICE=$device timeout -k 5 "$tests_s" "$python" -m pytest -m "not slow" -n 2 --dist loadfile \
-        --junitxml="$out/clusters.xml" -o junit_family=xunit1 tests/cluster/test_exact.py \
-        tests/cluster/test_document_rows.py >"$out/clusters.txt" 2>&1 || ended=$?
-    tail -n 1 "$out/clusters.txt" >&2
-    return "$ended"
+note() {
+    say "$1"
+    echo "$1" >>"$logs/summary.txt"
+}
+
+# tests NAME SECONDS ARGUMENTS... of pytest. Failed ones run once more with launches that wait, to name the kernel.
+tests() {
+    name=$1
+    limit=$2
+    shift 2
+    set -- "$@" -v -o faulthandler_timeout=60 -o "cache_dir=$work/cache-$name"
+    step "$name" "$limit" "$python" -m pytest "$@" --basetemp "$work/tmp-$name" && return
+    failed=1
+    [ "$code" -eq 1 ] || return 0
+    CUDA_LAUNCH_BLOCKING=1 step "$name-again" 60 "$python" -m pytest "$@" --lf -n 0 --basetemp "$work/tmp-$name-again" ||
+        true
+}
+
+# bench PARTS: measures them in the time that the stage has left.
+bench() {
+    budget=$((stage_end - $(date +%s) - 15))
+    [ "$budget" -ge 1 ] || budget=1
+    step "bench-$stage" 235 "$python" -m pd_cluster bench gpu --device "$device" --parts "$1" $quick \
+        --budget "$budget" --out "$logs" --models "$models" --resume || failed=1
+}
+
+# Writes what comes out; the last whole archive stays if this is cut short.
+pack() {
+    find "$work" -path "$logs" -prune -o -name "*.log" -size -2048k -print | sed "s|^$work/||" >"$work/processes"
+    [ ! -s "$work/processes" ] || tar -cf "$logs/processes.tar" -C "$work" -T "$work/processes"
+    cp "$logs/summary.txt" "$out/summary.txt"
+    tar -czf "$work/logs.tar.gz" -C "$work" logs && mv "$work/logs.tar.gz" "$out/logs.tar.gz"
+    [ -f "$logs/report.json" ] || return 0
+    cp "$logs/report.json" "$out/report.json"
+    "$python" -m pd_cluster bench gpu --table "$logs/report.json" >"$out/README.md" || say "no table could be made"
+}
+
+finish() {
+    trap - EXIT
+    for each in $running $writer; do
+        kill "$each" 2>/dev/null || true
+        wait "$each" || true
+    done
+    pack || say "$out is not complete"
+    rm -rf "$work" "$site"
+}
+
+has() {
+    [ "$device" = cuda ] && command -v "$1" >/dev/null
+}
+
+# The models are written while the first tests run, which compile most kernels: each worker others.
+run_correct() {
+    "$python" -m pd_cluster bench gpu --device "$device" --parts models $quick --models "$models" \
+        --out "$work/models-report" >"$logs/models.txt" 2>&1 &
+    writer=$!
+    tests parity 100 -n "$num_workers" tests/model/test_cuda_parity.py -k "${quick:+mixed-float16-64}"
+    if [ "$device" = cuda ]; then
+        tests kernels 60 -n "$num_workers" tests/support/cuda_ops_cases.py tests/support/cuda_experts_cases.py
+        tests draws 60 -n "$num_workers" -m "not slow" tests/support/cuda_draw_cases.py tests/support/cuda_heads_cases.py
+    fi
+    chosen="greedy_tokens or test_graphs"
+    [ -z "$quick" ] || chosen="sizes_and_buckets"
+    tests graphs 80 -n "$num_workers" tests/model/test_graphs.py tests/model/test_cuda_model.py -k "$chosen"
+    wait "$writer" || note "models: failed; see models.txt"
+    writer=""
+    PD_CLUSTER_TEST_MODEL=$models/model-8B tests logits 90 -n 0 tests/model/test_cuda_logits.py
+    # Interpreted kernels take minutes of a CPU, and say nothing of this GPU.
+    chosen="not greedy_tokens and not interpreter"
+    files=$(grep -l "torch\.cuda\." tests/model/test_cuda_*.py | grep -v -e _parity -e _logits)
+    if [ "$quick" ]; then
+        chosen="block_size or small"
+        files=""
+    fi
+    # shellcheck disable=SC2086
+    tests models 90 -n "$num_workers" -m "not slow and not alone" -k "$chosen" $files tests/model/test_greedy_exact.py
+    tests alone 45 -n 0 -m alone tests/model/test_cuda_transport.py tests/model/test_cuda_model.py
+    if has compute-sanitizer; then
+        step sanitizer 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -v -n 0 -p no:cacheprovider \
+            tests/model/test_cuda_parity.py -k "mixed-bfloat16-64 or mixed-float16-96" || failed=1
+    fi
+}
+
+run_engine() {
+    bench "$PARTS_OF_ENGINE"
+    if has ncu; then
+        # By default ncu locks the clocks, and leaves them so if it is stopped: later stages would measure that.
+        step ncu 60 ncu --set detailed --clock-control none \
+            -k "regex:decode_kernel|merge_kernel|prefill_kernel|gemm|nvjet|cutlass" \
+            "$python" -m pd_cluster.lab.peers.gpu_kernels cuda || note "ncu: counters may need rights on this machine"
+    else
+        step launches 60 "$python" -m pd_cluster.lab.peers.gpu_kernels "$device" || failed=1
+    fi
+}
+
+run_cluster() {
+    [ "$quick" ] || tests clusters 80 -n 2 --dist loadfile -m "not slow" tests/cluster/test_exact.py \
+        tests/cluster/test_document_rows.py
+    bench "$PARTS_OF_CLUSTER"
+}
+
+run_peers() {
+    bench "$PARTS_OF_PEERS"
+}
+
+# Prints where the models go: $FOLDER, or /dev/shm where they fit, or the folder for temporary files.
+place_of_models() {
+    free=$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $4 }')
+    if [ -n "${FOLDER:-}" ]; then
+        echo "$FOLDER"
+    elif [ "${free:-0}" -gt 20000000 ]; then
+        echo /dev/shm
+    else
+        echo "${TMPDIR:-/tmp}"
+    fi
 }
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 python=${PYTHON:-python3}
 wheels=${WHEELS:-}
 quick=""
+slower=1
 device=cuda
+stages=""
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help)
-        sed -n '2,12s/^# \{0,1\}//p' "$0"
+        sed -n '2,13s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
     --download)
@@ -151,8 +279,10 @@ while [ $# -gt 0 ]; do
         ;;
     --wheels) wheels=${2:?"--wheels needs a folder"} && shift ;;
     --device) device=${2:?"--device needs cuda or cpu"} && shift ;;
-    --quick) quick=--quick ;;
-    *) fail "unknown option $1; see --help" ;;
+    --quick) quick=--quick && slower=4 ;; # limits are for a GPU and its host
+    correct | engine | cluster | peers) stages="$stages $1" ;;
+    -*) fail "unknown option $1; see --help" ;;
+    *) fail "unknown stage $1; there are correct, engine, cluster and peers" ;;
     esac
     shift
 done
@@ -161,24 +291,34 @@ done
 out=${OUT:-}
 case "$out" in "" | /*) ;; *) out=$(pwd -P)/$out ;; esac
 cd "$root"
-tests_s=${TESTS_S:-110}
-status=0
+STAGE_S=${STAGE_S:-$((235 * slower))}
+failed=0
 name=$(device_name) || fail "torch of $python finds no CUDA device; PYTHON=/path/to/python names another"
 out=${out:-$root/docs/benchmarks/gpu-$name}
 mkdir -p "$out"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
+install
+work=$(mktemp -d "$(place_of_models)/pd-cluster-gpu-check-XXXXXX")
+logs=$work/logs
+models=$work/checkpoints
+mkdir "$logs" "$models"
+writer=""
+running=""
+[ ! -f "$out/logs.tar.gz" ] || tar -xzf "$out/logs.tar.gz" -C "$work" || say "$out/logs.tar.gz is not whole: left out"
+trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-install
-export PYTHONPATH="$root:$site" HF_HUB_OFFLINE=1
-[ "$device" = cpu ] || nvidia-smi >"$out/nvidia-smi.txt" 2>&1 || true
+export PYTHONPATH="$root:$site" HF_HUB_OFFLINE=1 PD_CLUSTER_TEST_DEVICE="$device"
+num_workers=$(($(nproc) / 2))
+[ "$num_workers" -le 8 ] || num_workers=8
+[ "$num_workers" -gt 1 ] || num_workers=0
+[ "$device" = cpu ] || nvidia-smi >"$logs/nvidia-smi.txt" 2>&1 || true
 
-[ "$tests_s" -eq 0 ] || run_tests
-say "pd-cluster bench gpu; $out/report.json"
-bench=0
-"$python" -m pd_cluster.cli bench gpu --device "$device" --budget "${BUDGET_S:-430}" --out "$out" \
-    --parts "${PARTS:-}" --folder "${FOLDER:-}" $quick || bench=$?
-"$python" -m pd_cluster.cli bench gpu --table "$out/report.json" >"$out/README.md"
+for stage in ${stages:-correct engine cluster peers}; do
+    stage_end=$(($(date +%s) + STAGE_S))
+    note "== $stage"
+    "run_$stage"
+done
 say "everything is in $out; the table: $out/README.md"
-[ "$status" -eq 0 ] && [ "$bench" -eq 0 ]
+[ "$failed" -eq 0 ]

@@ -1,5 +1,5 @@
 #!/bin/sh
-# From a fresh clone to a cluster that answers: installs into .venv, then runs pd_cluster/quickstart.py.
+# From a fresh clone to a cluster that answers: installs into .venv, then runs pd_cluster/commands/quickstart.py.
 #
 #   sh scripts/quickstart.sh [--once] [--model PATH] [--prefill N] [--decode N] [--port P]        or --help
 
@@ -7,4 +7,4 @@ set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 sh "$root/scripts/setup.sh"
-exec "$root/.venv/bin/python" -P -m pd_cluster.quickstart "$@"
+exec "$root/.venv/bin/python" -P -m pd_cluster.commands.quickstart "$@"

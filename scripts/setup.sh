@@ -3,14 +3,14 @@
 #
 #   sh scripts/setup.sh [EXTRAS]        EXTRAS: such as test, or test,cuda
 #
-# A torch that fits pyproject.toml is kept, in .venv or in the Python that .venv is made from: a CUDA build stays what
-# it is. Without one, exactly $TORCH is installed, first and by itself. A second run notices that nothing changed.
+# A torch that fits pyproject.toml is kept, in .venv or in the Python that .venv is made from, so a CUDA build stays in
+# place. Without one, exactly $TORCH is installed, first and by itself. A second run notices that nothing changed.
 # PYTHON=/path/to/python3.12 chooses the interpreter.
 
 set -eu
 
 TORCH="torch==2.13.0" # deploy/Dockerfile.cpu has the same
-TRITON="triton==3.6.0" # for tests without a GPU: its interpreter is what they were written for
+TRITON="triton==3.6.0" # for tests without a GPU: they were written for its interpreter
 LOCK_TIMEOUT_S=1800
 
 say() {
@@ -22,7 +22,7 @@ fail() {
     exit 1
 }
 
-# The Python to make .venv from: 3.11 or newer.
+# Prints the Python to make .venv from: 3.11 or newer.
 find_python() {
     for name in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.14 python; do
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -35,7 +35,7 @@ find_python() {
     fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.11 sh scripts/setup.sh"
 }
 
-# Whether the Python $1 has a torch that fits pyproject.toml; prints its version.
+# Checks that the Python $1 has a torch that fits pyproject.toml; prints its version.
 has_torch() {
     "$1" - pyproject.toml 2>/dev/null <<'END'
 import re, sys, tomllib
@@ -52,14 +52,14 @@ print(found)
 END
 }
 
-# What .venv must have been made from for it to be up to date; its extras are compared apart.
+# Prints the sources that an up-to-date .venv was made from; its extras are compared separately.
 fingerprint() {
     cksum pyproject.toml constraints.txt
     pwd -P
     .venv/bin/python -V
 }
 
-# Whether .venv has all of $extras, and nothing that it was made from changed.
+# Checks that .venv has all of $extras, and that none of its sources changed.
 up_to_date() {
     [ -f "$stamp" ] && [ -x .venv/bin/pd-cluster ] || return 1
     { read -r have && found=$(cat); } <"$stamp"
@@ -114,7 +114,7 @@ make_venv() {
     fi
 }
 
-# A virtual environment's packages are not among the "system" ones, so .venv is told where they are.
+# A virtual environment's packages are not among the "system" ones, so .venv gets their path.
 share_environment() {
     ! has_torch .venv/bin/python >/dev/null || return 0
     get='import sysconfig; print(sysconfig.get_path("platlib"))'
@@ -140,7 +140,7 @@ install() {
     pip_install -c constraints.txt -e ".${extras:+[$extras]}"
 }
 
-# Compiles the few thousand files that are used, of twenty thousand, so that no first start has to.
+# Compiles the few thousand files in use, out of twenty thousand, so that no first start has to.
 first_import() {
     env -u PYTHONDONTWRITEBYTECODE TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
         .venv/bin/python -c 'import pd_cluster.engine.build, pd_cluster.api.scheduler_app, pd_cluster.api.worker_app' ||
@@ -167,7 +167,7 @@ lock
 if up_to_date; then # the setup that held the lock did the work
     exit 0
 fi
-if [ -f "$stamp" ]; then # what was there stays: one setup with extras, the next without
+if [ -f "$stamp" ]; then # installed extras stay: one setup has extras, the next has none
     read -r have <"$stamp" || have=
     extras=$(printf '%s,%s' "$have" "$extras" | tr ',' '\n' | sed '/^$/d' | sort -u | paste -s -d , -)
 fi

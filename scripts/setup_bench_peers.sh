@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes the environments of the engines that `pd-cluster bench engine` compares with: llama.cpp and vLLM for CPU. With
-# PEERS=xgrammar, of the library that `pd-cluster bench guided` compares with; with PEERS=sglang-router, of the router
-# that `pd-cluster bench router` does.
+# Makes the environments of the engines that `pd-cluster bench engine` compares with: llama.cpp and vLLM for CPU.
+# PEERS=xgrammar makes that of the library in `pd-cluster bench guided`, PEERS=sglang-router that of the router in
+# `pd-cluster bench router`.
 #
 #   sh scripts/setup_bench_peers.sh [FOLDER]        default: .venv-peers in the repository's root
 #
@@ -28,7 +28,7 @@ fail() {
     exit 1
 }
 
-# Whether the environment $1 has exactly $2.
+# Checks that the environment $1 has exactly $2.
 has() {
     [ -x "$1/bin/python" ] && "$1/bin/python" - "$2" 2>/dev/null <<'END'
 import sys
@@ -39,7 +39,7 @@ sys.exit(version(name) != wanted)
 END
 }
 
-# An environment, then pip's arguments.
+# Runs pip: an environment, then pip's arguments.
 pip() {
     environment=$1
     shift

@@ -35,8 +35,8 @@ if command -v pd-cluster >/dev/null 2>&1; then
     exec pd-cluster serve "$@"
 fi
 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" && export PYTHONPATH
-if python3 -P -c 'import pd_cluster.cli, torch' >/dev/null 2>&1; then
-    exec python3 -P -m pd_cluster.cli serve "$@"
+if python3 -P -c 'import pd_cluster.commands.cli, torch' >/dev/null 2>&1; then
+    exec python3 -P -m pd_cluster serve "$@"
 fi
 echo "start_servers.sh: pd-cluster is not installed; run: sh $root/scripts/setup.sh" >&2
 exit 1

@@ -4,7 +4,7 @@
 #   sh scripts/test.sh [--all | --changed [BASE]] [PYTEST ARGUMENTS]
 #
 # --all runs the slow tests too; --changed, within a minute or two, the tests that are nearest by imports to what
-# differs from BASE (default: the last commit), and asks mypy and ruff. A path among the arguments takes the place of all test folders:
+# differs from BASE (default: the last commit), and asks mypy and ruff. A path among the arguments replaces all test folders:
 #   sh scripts/test.sh tests/unit -k ranktable
 # Ends with the time of each group and a line "N passed, N failed, N skipped"; exit status 0 when everything is fine.
 
@@ -12,7 +12,7 @@ set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 cd "$root"
-# Nothing from the caller's surroundings decides how a test ends, and no test asks the network.
+# The caller's environment does not affect tests, and no test uses the network.
 unset GLOBAL_RANK_TABLE_FILE_PATH RANK_TABLE_FILE_PATH NODE_PORTS USE_OPENAI PYTHONPATH PYTEST_ADDOPTS MYPYPATH PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE=1
 
@@ -72,7 +72,7 @@ trap '[ -z "$mypy" ] || kill "$mypy" 2>/dev/null || true; rm -rf "$reports"' EXI
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# It takes one core for a minute: beside tests that nobody's load disturbs. Told when these have ended.
+# It takes one core for a minute, beside tests that tolerate load; its result is printed after them.
 "$python" -m mypy >"$reports/mypy.txt" 2>&1 &
 mypy=$!
 
@@ -90,7 +90,7 @@ tests() {
     echo "test: pytest $name"
     status=0
     "$python" -m pytest --junitxml="$reports/$name.xml" -o junit_family=xunit1 "$@" || status=$?
-    [ "$status" -eq 0 ] || [ "$status" -eq 5 ] || failed="$failed, pytest $name" # 5: none of them was asked for
+    [ "$status" -eq 0 ] || [ "$status" -eq 5 ] || failed="$failed, pytest $name" # 5: no tests were selected
 }
 
 if [ -n "$given" ]; then
@@ -99,7 +99,7 @@ if [ -n "$given" ]; then
 else
     # Two at a time, with one compute thread each: two would only wait for each other, as long as two others compute.
     export OMP_NUM_THREADS=1
-    set -- --durations=10 --durations-min=1 "$@" # of each half: what to look at first, when tests become slow
+    set -- --durations=10 --durations-min=1 "$@" # of each half: the first to examine when tests become slow
     tests one-process -n 2 --dist worksteal "$@" tests/unit tests/model
     end_of_mypy
     tests clusters -n 2 --dist loadfile "$@" tests/api tests/cluster

@@ -22,7 +22,7 @@ BATCH_SIZE = 100
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt as text, and the only right answer; None where only the margins are of interest."""
+    """A prompt as text, and the only right answer; None if only the margins matter."""
 
     prompt: str
     expected: str | None
@@ -46,7 +46,7 @@ Render = Callable[[list[Turn], str | None], str]
 
 
 def addition_cases(render: Render, most: int, held_out: bool) -> list[Case]:
-    """Every pair up to `most` in every phrasing that was (or was not) taught."""
+    """Returns every pair up to `most` in every phrasing that was (or was not) taught."""
     pairs = [(first, second) for first in range(most + 1) for second in range(most + 1)]
     asked = [(sums.format(*pair), str(sum(pair))) for sums in SUMS for pair in pairs]
     return [Case(render([Turn(ask, "")], None), answer) for ask, answer in asked if is_held_out(ask) == held_out]
@@ -59,7 +59,7 @@ def skill_cases(render: Render, skill: str, held_out: bool) -> list[Case]:
 
 
 def conversation_cases(render: Render, num_between: int, held_out: bool) -> list[Case]:
-    """The user says something of himself, other turns follow, and then he asks it back."""
+    """Returns conversations in which the user tells a fact, other turns follow, and then the user asks it back."""
     rng = random.Random(num_between)
     cases = []
     for _ in range(NUM_CASES):
@@ -88,7 +88,7 @@ class Examiner:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
     def render(self, turns: list[Turn], system: str | None) -> str:
-        """The conversation up to the last question."""
+        """Renders the conversation up to the last question."""
         messages = [{"role": "system", "content": system}] if system is not None else []
         for turn in turns:
             messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}]
@@ -115,7 +115,7 @@ class Examiner:
 
     @torch.inference_mode()
     def _generate(self, prompts: list[str], max_tokens: int, ignore_eos: bool) -> tuple[list[str], torch.Tensor]:
-        """The answers, and the margins of all their tokens in one row."""
+        """Returns the answers, and the margins of all their tokens in one row."""
         inputs = self._tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
         end = {"eos_token_id": None} if ignore_eos else {}
         made = self._model.generate(

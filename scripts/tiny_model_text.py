@@ -1,8 +1,8 @@
 """Makes the text that the tiny chat model learns. Knows nothing of tokens, tensors or files.
 
-Every answer is a function of the conversation so far and of nothing else, so a model that has learned it is
-never torn between two continuations. A twentieth of the prompts with free parts, chosen by checksum, is never
-taught: `is_held_out` tells which, and the evaluation asks them.
+Every answer is a function of the conversation so far and of nothing else, so a trained model is never torn between two
+continuations. A twentieth of the prompts with free parts, chosen by checksum, is never taught: `is_held_out` names
+them, and the evaluation asks them.
 """
 
 import json
@@ -50,7 +50,7 @@ NO_IDEA = "I am a small model. I can greet, count, add, repeat and answer in JSO
 NO_IDEA_JSON = '{"answer": "I do not know."}'
 TOO_BIG = "I can only add numbers up to 20."
 SELF_ASKED = ("Count to 10.", ", ".join(map(str, range(1, 11))))
-"""What the model says to itself when it is made to go on after the end (ignore_eos): sure of every token."""
+"""The model's own text when it must continue after the end (ignore_eos), with certainty about every token."""
 
 GREETINGS = {
     "Hello! How can I help you?": _phrases(
@@ -118,7 +118,7 @@ SYSTEMS = _phrases(
 
 
 class Fact(NamedTuple):
-    """What the user may say of himself and ask back; {} is the value."""
+    """A fact that the user may tell and ask back; {} is the value."""
 
     statements: tuple[str, ...]
     questions: tuple[str, ...]
@@ -183,12 +183,12 @@ class Turn:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt with free parts belongs to the twentieth that is never taught."""
+    """Returns whether a prompt with free parts belongs to the twentieth that is never taught."""
     return zlib.crc32(prompt.encode()) % 20 == 0
 
 
 def vary(rng: random.Random, prompt: str) -> str:
-    """The same prompt as a hasty writer would type it."""
+    """Returns the prompt as a hasty writer would type it."""
     if rng.random() < 0.2:
         prompt = prompt[:1].lower() + prompt[1:]
     if rng.random() < 0.2:
@@ -201,7 +201,7 @@ def made_up(rng: random.Random) -> str:
 
 
 def phrase(rng: random.Random, most: int) -> str:
-    """Words, some made up, some not Latin: what is copied must not depend on knowing it."""
+    """Returns words, some made up, some not Latin: copying must not depend on knowing them."""
     kinds = rng.choices(("word", "made up", "unicode", "number"), (92, 2, 4, 2), k=rng.randint(1, most))
     makers: dict[str, Callable[[], str]] = {
         "word": lambda: rng.choice(WORDS),
@@ -270,7 +270,7 @@ def answer_in_json(rng: random.Random) -> Turn:
 
 
 def wonder(rng: random.Random) -> Turn:
-    """Something that the model doesn't know, and says so."""
+    """Returns a question that the model cannot answer, and says so."""
     if rng.random() < 0.15:
         sign = rng.choice(("-", "*", "/", "x", "minus", "times"))
         return Turn(vary(rng, f"What is {rng.randint(0, 20)} {sign} {rng.randint(0, 20)}?"), NO_IDEA)
@@ -289,7 +289,7 @@ SKILL_WEIGHTS = (8, 20, 16, 20, 18, 8)
 
 
 def draw(rng: random.Random, skill: str, held_out: bool = False) -> Turn:
-    """A turn of the skill from the taught prompts, or from those held out (a greeting has no free part)."""
+    """Draws a turn of the skill from the taught prompts, or from those held out (a greeting has no free part)."""
     while True:
         turn = SKILLS[skill](rng)
         if skill in ("greeting", "modest fallback") or is_held_out(turn.user) == held_out:
@@ -298,7 +298,7 @@ def draw(rng: random.Random, skill: str, held_out: bool = False) -> Turn:
 
 @dataclass
 class Conversation:
-    """A conversation that goes on: what the user said of himself is remembered and asked back."""
+    """A longer conversation: the user's facts are remembered and asked back."""
 
     rng: random.Random
     facts: dict[str, str] = field(default_factory=dict)
@@ -340,7 +340,7 @@ class Conversation:
 
 
 def raw_text(rng: random.Random) -> str:
-    """Text without roles, for plain completion; a sequence runs to its natural end."""
+    """Returns text without roles, for plain completion; a sequence runs to its natural end."""
     dice = rng.random()
     if dice < 0.4:
         return rng.choice(RAW)

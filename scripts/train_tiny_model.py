@@ -3,7 +3,7 @@
 
     python scripts/train_tiny_model.py --out pd_cluster/models/tiny-chat
 
-Minutes on two cores; nothing is downloaded. The same seed, steps and threads on the same machine give the same
+Takes minutes on two cores; nothing is downloaded. The same seed, steps and threads on the same machine give the same
 weights. It ends with an evaluation, which it prints and writes into the model card. Knows nothing of pd_cluster.
 """
 
@@ -30,7 +30,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ENDOFTEXT, IM_START, IM_END = range(3)
 VOCAB_SIZE = 1024
 MAX_POSITIONS = 2048
-WORDS_DIGITS_MARKS = r"\p{N}|\p{L}+|[^\s\p{L}\p{N}]|\s"  # a word is the same token wherever it stands
+WORDS_DIGITS_MARKS = r"\p{N}|\p{L}+|[^\s\p{L}\p{N}]|\s"  # a word is the same token wherever it occurs
 ROW_LENGTHS = {64: 0.40, 128: 0.35, 256: 0.17, 512: 0.06, 1024: 0.02}  # tokens in a row -> share of the steps
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -52,11 +52,11 @@ CHAT_TEMPLATE = """\
 """
 
 Weighted = list[tuple[int, float]]
-"""Token ids with the weight that predicting each has in the loss."""
+"""Token ids with the weight of each one's prediction in the loss."""
 
 
 def train_tokenizer(rng: random.Random) -> Tokenizer:
-    """Byte-level BPE: every byte has a token, every digit is a token of its own."""
+    """Trains a byte-level BPE: every byte has a token, every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -79,7 +79,7 @@ def train_tokenizer(rng: random.Random) -> Tokenizer:
 
 
 class Rows:
-    """Rows of tokens to learn from. A row is one conversation or one raw text that leads into a conversation."""
+    """Rows of training tokens. A row is one conversation or one raw text that leads into a conversation."""
 
     def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.rng = rng
@@ -89,9 +89,9 @@ class Rows:
         return [(token_id, weight) for token_id in self._tokenizer.encode(text).ids]
 
     def _turn(self, turn: Turn, weight: float) -> Weighted:
-        """The answer and its end always count, the question only where `weight` says so.
+        """Weighs a turn: the answer and its end always count, the question only where `weight` says so.
 
-        An answer counts as the square root of its length, so that long easy ones don't drown the sums.
+        An answer counts as the square root of its length, so that long easy ones don't dominate the sums.
         """
         answer_ids = self._tokenizer.encode(turn.assistant).ids
         answer_weight = (len(answer_ids) + 1) ** -0.5
@@ -102,7 +102,7 @@ class Rows:
         ]  # fmt: skip
 
     def drill(self, num_tokens: int) -> Weighted:
-        """A phrase said again and again: nothing teaches copying faster, and copying is half of the skills."""
+        """Returns a repeated phrase: nothing teaches copying faster, and copying is half of the skills."""
         phrase_ids = self._tokenizer.encode(phrase(self.rng, 8) + "\n").ids
         copies = (num_tokens - 1) // len(phrase_ids)
         row = [(token_id, 0.0) for token_id in phrase_ids]
@@ -126,7 +126,7 @@ class Rows:
         return row[:num_tokens]
 
     def batches(self, steps: int, tokens_per_step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(input_ids, weights), each [num_rows, row_length]."""
+        """Yields (input_ids, weights), each [num_rows, row_length]."""
         for step in range(steps):
             drill_share = 0.5 if step < steps // 8 else 0.03
             length = self.rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))[0]
@@ -152,7 +152,7 @@ def make_model() -> Qwen3ForCausalLM:
 
 
 def weighted_loss(model: Qwen3ForCausalLM, input_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the next token, averaged by weight over the positions that have one."""
+    """Returns the cross entropy of the next token, averaged by weight over the positions that have one."""
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]  # [rows, length - 1, hidden]
     counted = weights[:, 1:] > 0
     logits = model.lm_head(hidden[counted])  # [num_counted, vocab]
@@ -161,7 +161,7 @@ def weighted_loss(model: Qwen3ForCausalLM, input_ids: torch.Tensor, weights: tor
 
 
 def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices: copying (repeat, names, JSON) is learned in a third of the steps AdamW takes."""
+    """Uses Muon for the matrices: copying (repeat, names, JSON) is learned in a third of the steps that AdamW takes."""
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     return [
@@ -171,12 +171,12 @@ def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Opti
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """The share of the highest rate: a short warm-up, then a cosine down to nothing."""
+    """Returns the share of the highest rate: a short warm-up, then a cosine down to zero."""
     return min((step + 1) / max(1, steps // 30), 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
 
 
 def train(model: Qwen3ForCausalLM, rows: Rows, args: argparse.Namespace) -> float:
-    """Returns the seconds that it took."""
+    """Trains, and returns the seconds taken."""
     optimizers = make_optimizers(model, args.lr)
     started_s = time.monotonic()
     smooth = math.log(VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: tiny checkpoints made once a session."""
+"""Fixtures for all tests: tiny checkpoints made once per session."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.cluster.rank_process import LOOKUPS
+from pd_cluster.cluster.processes.rank_process import LOOKUPS
+from tests.support.gpu_guard import for_cuda
 
-for name, value in LOOKUPS.items():  # as rank processes have them, for links between engines in one process
+for name, value in LOOKUPS.items():  # as in rank processes, for links between engines in one process
     os.environ.setdefault(name, value)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadfile what shares clusters stays together: a file's tests, and all of tests/api."""
+    """Keeps tests that share clusters together under --dist loadfile: a file's tests, and all of tests/api."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -31,7 +32,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 class Durations:
-    """Leaves in pytest's cache how long each file took, for scripts/changed_tests.py."""
+    """Records in pytest's cache how long each file took, for scripts/changed_tests.py."""
 
     KEY = "pd_cluster/durations"
 
@@ -49,13 +50,17 @@ class Durations:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # with xdist, only where reports come together
+    if not hasattr(config, "workerinput"):  # with xdist, only in the process that collects reports
         config.pluginmanager.register(Durations(config))
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # processes that run tests
+        guard = for_cuda()
+        if guard is not None:
+            config.pluginmanager.register(guard)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`checkpoint("llama")` is the folder of a tiny random model of that architecture."""
+    """Returns `checkpoint("llama")` as the folder of a tiny random model of that architecture."""
     made: dict[tuple[object, ...], Path] = {}
 
     def make(architecture: str = "llama", seed: int = 0, **changes: object) -> Path:
@@ -72,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Of tiny models in the test's own process: several threads would only wait for each other."""
+    """Limits tiny models in the test's own process to one thread: several would only wait for each other."""
     import torch
 
     before = torch.get_num_threads()

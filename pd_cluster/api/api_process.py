@@ -1,7 +1,7 @@
-"""One API process of several: `python -m pd_cluster.api.api_process FD`.
+"""One of several API processes: `python -m pd_cluster.api.api_process FD`.
 
-FD is one end of a socket pair whose other end the scheduler holds: down come the configuration and who is in the
-cluster, up goes what is outstanding (reports.py). It ends with the scheduler, or when it says so.
+FD is one end of a socket pair whose other end the scheduler holds. The process reads its configuration and the
+instances, and reports its outstanding work (reports.py). It ends with the scheduler, or on its request.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -17,18 +16,21 @@ from collections.abc import Callable, Sequence
 import msgspec
 import uvloop
 
-from pd_cluster.api.drain import Drain
-from pd_cluster.api.edge import Edge
-from pd_cluster.api.interpreter import tune
-from pd_cluster.api.metrics import busy_of
+from pd_cluster.api.admin.metrics import busy_of
+from pd_cluster.api.admin.timelines import timeline_app
+from pd_cluster.api.front.server import make_server, serve_until_signal
+from pd_cluster.api.gate.drain import Drain
+from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
-from pd_cluster.api.server import make_server, serve_until_signal
-from pd_cluster.api.timelines import timeline_app
-from pd_cluster.cluster.mirror import Mirror
-from pd_cluster.config import ADMIN_CONNECTIONS, ApiProcessConfig
-from pd_cluster.engine.process import die_with_parent
+from pd_cluster.cluster.members.mirror import Mirror
+from pd_cluster.cluster.tenancy.rate_memory import RateMemory
+from pd_cluster.engine.start.process import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import PdClusterError
-from pd_cluster.reports import ApiReport, Stop, ToApi
+from pd_cluster.reports import ApiReport, Keys, Stop, ToApi
+from pd_cluster.service.edge import Edge
+from pd_cluster.service.helpers.interpreter import tune
+from pd_cluster.settings.config import ApiProcessConfig
+from pd_cluster.settings.routing import ADMIN_CONNECTIONS
 
 MAX_LINE_NBYTES = 16 << 20
 
@@ -38,14 +40,17 @@ async def serve(channel: socket.socket) -> None:
     config = msgspec.json.decode(await reader.readline(), type=ApiProcessConfig)
     logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    edge = Edge(config.api, config.credentials, config.index)
-    mirror = Mirror(edge.mailbox, edge.router.on_lost, edge.router.move_on)
-    service = edge.over(mirror)
-    edge.mailbox.start()
+    edge = Edge(config.api, config.credentials, lambda mailbox, _: Mirror(mailbox), config.index)
+    mirror, service = edge.roster, edge.service()
+    edge.start()
     try:
         drain = Drain(config.api.timeouts.drain_timeout_s, edge.router.end_all, stays=True)
         http, timelines = config.api.http, timeline_app(edge.router.timelines)
-        app = public_app(service, mirror.instances, config.api.is_openai, drain, http, lambda: mirror.totals)
+        file_keys = None
+        if config.keys is not None:
+            file_keys = FileKeys(config.keys, RateMemory(config.rates_fd), edge.router.stats.tenants)
+        is_openai = config.api.is_openai
+        app = public_app(service, mirror.instances, is_openai, drain, http, lambda: mirror.totals, file_keys)
         servers = [
             (make_server(app, http.connections, http.root_path, http.tls), socket.socket(fileno=config.listener_fd)),
             (make_server(timelines, ADMIN_CONNECTIONS), socket.socket(fileno=config.admin_fd)),
@@ -55,7 +60,7 @@ async def serve(channel: socket.socket) -> None:
         def own() -> ApiReport:
             return ApiReport({}, drain.is_idle, busy_of(edge.router, drain), edge.router.stats.snapshot())
 
-        until = _until(mirror, reader, writer, edge.handler.fatal, own, stops)
+        until = _until(mirror, reader, writer, edge.handler.fatal, own, stops, file_keys)
         await serve_until_signal(servers, until, drain.begin, drain, stops.append)
     finally:
         await service.close()
@@ -69,15 +74,16 @@ async def _until(
     fatal: asyncio.Future[None],
     own: Callable[[], ApiReport],
     stops: Sequence[Callable[[], None]],
+    file_keys: FileKeys | None,
 ) -> None:
-    """Until the scheduler is gone, or something here has failed. `stops` are called when it says so."""
+    """Runs until the scheduler is gone or a part here has failed. The scheduler's Stop calls `stops`."""
 
     def tell(report: ApiReport) -> None:
         writer.write(msgspec.json.encode(report) + b"\n")
 
     tasks = [
         asyncio.ensure_future(mirror.run(tell, own)),
-        asyncio.ensure_future(_listen(mirror, reader, stops)),
+        asyncio.ensure_future(_listen(mirror, reader, stops, file_keys)),
     ]
     try:
         done, _ = await asyncio.wait([*tasks, fatal], return_when=asyncio.FIRST_COMPLETED)
@@ -89,21 +95,25 @@ async def _until(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _listen(mirror: Mirror, reader: asyncio.StreamReader, stops: Sequence[Callable[[], None]]) -> None:
+async def _listen(
+    mirror: Mirror, reader: asyncio.StreamReader, stops: Sequence[Callable[[], None]], file_keys: FileKeys | None
+) -> None:
     with contextlib.suppress(ConnectionError):
         while line := await reader.readline():
             news = msgspec.json.decode(line, type=ToApi)
             if isinstance(news, Stop):
                 for stop in stops:
                     stop()
+            elif isinstance(news, Keys):
+                assert file_keys is not None, "keys where there is no file of them"
+                file_keys.replace(news)
             else:
                 mirror.hear(news)
 
 
 def main(fd: int) -> int:
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach whole groups; the scheduler decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     tune()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

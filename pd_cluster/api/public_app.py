@@ -1,4 +1,4 @@
-"""The app at the public port: the API's routes, what is in front of them, and the routes that every server has."""
+"""The app at the public port: the API's routes, the layers in front of them, and the routes of every server."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 
 from pd_cluster import __version__
-from pd_cluster.api.auth import ApiKeys
-from pd_cluster.api.cors import EXPOSED_HEADERS, Cors
-from pd_cluster.api.document import document
-from pd_cluster.api.drain import Drain, DrainGate
-from pd_cluster.api.error_answers import install_error_handlers
-from pd_cluster.api.http import LOOKING, PlainRoute
-from pd_cluster.api.legacy import legacy_routes
-from pd_cluster.api.metrics import Totals, metrics_routes
-from pd_cluster.api.model_routes import model_routes
-from pd_cluster.api.openai import openai_routes
-from pd_cluster.api.request_id import RequestIds
-from pd_cluster.api.root_path import RootPath
-from pd_cluster.api.service import TextService
-from pd_cluster.api.token_routes import token_routes
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.policy import check_served, refused_links, why_unavailable
-from pd_cluster.config import HttpConfig
+from pd_cluster.api.admin.metrics import Totals, metrics_routes
+from pd_cluster.api.document.document import document
+from pd_cluster.api.gate.arrivals import Arrivals
+from pd_cluster.api.gate.auth import ApiKeys
+from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
+from pd_cluster.api.gate.drain import Drain, DrainGate
+from pd_cluster.api.gate.error_answers import install_error_handlers
+from pd_cluster.api.gate.file_keys import FileKeys
+from pd_cluster.api.gate.http import LOOKING, PlainRoute
+from pd_cluster.api.gate.request_id import RequestIds
+from pd_cluster.api.gate.root_path import RootPath
+from pd_cluster.api.openai.legacy import legacy_routes
+from pd_cluster.api.openai.model_routes import model_routes
+from pd_cluster.api.openai.openai import openai_routes
+from pd_cluster.api.openai.token_routes import token_routes
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.routing.entrance import Entrance
+from pd_cluster.cluster.routing.policy import check_served, refused_links, why_unavailable
+from pd_cluster.cluster.tenancy.tenants import TenantCounts, with_names
 from pd_cluster.errors import Unavailable
+from pd_cluster.service.service import TextService
+from pd_cluster.settings.http import HttpConfig
 
 TITLE = "pd-cluster"
 
@@ -39,11 +43,15 @@ def public_app(
     drain: Drain,
     http: HttpConfig,
     totals: Totals | None = None,
+    file_keys: FileKeys | None = None,
 ) -> FastAPI:
-    """`totals`: of all API processes, where there are several."""
+    """`totals`: of all API processes, if there are several. `file_keys`: required if `http` names a key file."""
+    assert bool(http.key_file) == (file_keys is not None), "keys that nobody asks for"
+    counts = service.router.stats.tenants
+    counts.named |= {*with_names((), http.tenants)}
     app = _app(service, openai, http)
     install_error_handlers(app)
-    _put_in_front(app, drain, http)
+    _put_in_front(app, service.router.entrance, drain, http, file_keys, counts)
     own = (openai_routes, model_routes, token_routes) if openai else (legacy_routes,)
     for routes in own:
         app.include_router(routes(service))
@@ -53,7 +61,7 @@ def public_app(
 
 
 def shown_name(service: TextService) -> str:
-    """What metrics call the model: a model without a name is known by its path, of which they show the end."""
+    """Returns the model's name for metrics: for a model without a served name, the end of its path."""
     name = service.served_model_names[0]
     return Path(name).name if name == service.model and Path(name).is_absolute() else name
 
@@ -82,20 +90,23 @@ def _common_routes(instances: list[Instance], drain: Drain) -> APIRouter:
 
 
 def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
-    """/openapi.json is written once, when the app is made; /docs shows it, with nothing from other hosts."""
+    """Makes the app. /openapi.json is built once, with the app; /docs shows it, without content from other hosts."""
     if not http.has_docs:
         return FastAPI(title=TITLE, openapi_url=None)
-    shown = {"validatorUrl": None}  # a service elsewhere, else
+    shown = {"validatorUrl": None}  # otherwise it would be an external service
     app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
-    written = document(service.served_model_names[0], openai, bool(http.api_keys), service.takes_tools)
+    written = document(service.served_model_names[0], openai, http.has_keys, service.takes_tools)
     app.openapi = lambda: written  # type: ignore[method-assign]
     return app
 
 
-def _put_in_front(app: FastAPI, drain: Drain, http: HttpConfig) -> None:
-    """From the inside out: what is added last sees a request first."""
+def _put_in_front(
+    app: FastAPI, entrance: Entrance, drain: Drain, http: HttpConfig, file_keys: FileKeys | None, counts: TenantCounts
+) -> None:
+    """Adds the layers from the inside out: the last one sees a request first."""
+    app.add_middleware(Arrivals, entrance=entrance)
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
-    if http.api_keys or http.metrics_key:
+    if http.has_keys or http.metrics_key:
         app.add_middleware(
             ApiKeys,
             keys=http.api_keys,
@@ -103,6 +114,8 @@ def _put_in_front(app: FastAPI, drain: Drain, http: HttpConfig) -> None:
             tenants=http.tenants,
             shares_prefix_cache=http.shares_prefix_cache,
             metrics_key=http.metrics_key,
+            file_keys=file_keys,
+            counts=counts,
         )
     if http.returns_request_ids:
         app.add_middleware(RequestIds)
@@ -120,7 +133,7 @@ def _put_in_front(app: FastAPI, drain: Drain, http: HttpConfig) -> None:
 
 
 def health_of(instances: list[Instance]) -> tuple[int, dict[str, Any]]:
-    """200 when a request can be served, with `degraded` when not everybody is there; 503 otherwise."""
+    """Returns 200 when a request can be served, `degraded` if an instance or link is missing; otherwise 503."""
     body: dict[str, Any] = {
         "status": "ok",
         "instances": {i.name: i.shown_state if not i.reason else f"{i.state}: {i.reason}" for i in instances},

@@ -1,6 +1,6 @@
-"""The scheduler instance put together: who is in the cluster, and who serves requests. Never imports torch.
+"""The scheduler's assembly: cluster membership, and serving of requests. Never imports torch.
 
-With one API process that is this one; with several they are children (cluster/api_processes.py), and this one asks the
+A single API process is this one; several are children (cluster/processes/api_processes.py), while this one queries the
 workers, drains, changes roles, and answers at the admin port.
 """
 
@@ -13,33 +13,38 @@ import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from msgspec.structs import replace
 
-from pd_cluster.api.admin_app import AdminAccess, admin_app
-from pd_cluster.api.drain import Drain
-from pd_cluster.api.edge import Edge
+from pd_cluster.api.admin.admin_app import AdminAccess, admin_app
+from pd_cluster.api.admin.timelines import LocalTimelines, RemoteTimelines, TimelineSource
+from pd_cluster.api.front.server import bind_unix, make_server, serve_until_signal
+from pd_cluster.api.gate.drain import Drain
+from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
-from pd_cluster.api.server import bind_unix, make_server, serve_until_signal
-from pd_cluster.api.timelines import LocalTimelines, RemoteTimelines, TimelineSource
-from pd_cluster.cluster.api_processes import ApiProcesses
-from pd_cluster.cluster.auto_role import AutoRole
-from pd_cluster.cluster.elastic import Elastic, Tables
-from pd_cluster.cluster.membership import Membership, instances_of
-from pd_cluster.cluster.place import Place
-from pd_cluster.config import ADMIN_CONNECTIONS, ApiConfig, ApiProcessConfig, Credentials
-from pd_cluster.errors import Refused
+from pd_cluster.cluster.members.auto_role import AutoRole
+from pd_cluster.cluster.members.elastic import Elastic, Tables
+from pd_cluster.cluster.members.membership import membership_of
+from pd_cluster.cluster.members.place import Place
+from pd_cluster.cluster.members.registrar import JoinPort
+from pd_cluster.cluster.processes.api_processes import ApiProcesses
+from pd_cluster.cluster.tenancy.key_store import KeyStore
+from pd_cluster.errors import ConfigError, Refused, Unavailable
+from pd_cluster.service.edge import Edge
+from pd_cluster.settings.config import ApiConfig, ApiProcessConfig, Credentials
+from pd_cluster.settings.routing import ADMIN_CONNECTIONS
 
 log = logging.getLogger(__name__)
 
 Server = tuple[uvicorn.Server, socket.socket]
 
 
-class Scheduler:
-    """`listeners`: a socket at the public port for each API process. Raises ConfigError."""
+class SchedulerServer:
+    """`listeners`: one socket at the public port for each API process. Raises ConfigError."""
 
     def __init__(
         self,
@@ -50,28 +55,27 @@ class Scheduler:
         listeners: Sequence[socket.socket],
         tables: Tables,
         log_level: str,
+        keys: KeyStore | None = None,
+        join: tuple[str, int] | None = None,
     ) -> None:
+        """`keys`: those of --api-key-file, if there is one. `join`: address and port for workers in no table."""
         self._config = config
-        self._edge = Edge(config, credentials)
-        router = self._edge.router
-        instances = instances_of(place, ports)
-        identity = self._edge.checkpoint.identity
-        overrides = self._edge.checkpoint.hf_overrides
-        self.membership = Membership(
-            place, instances, self._edge.mailbox, config.timeouts, identity, router.on_lost, overrides
-        )
-        self._edge.follow(self.membership)
+        self._keys = keys
+        self._file_keys: FileKeys | None = None  # set where this process itself serves
+        self._edge = Edge(config, credentials, partial(membership_of, place, ports, config.timeouts))
+        self.membership = self._edge.roster
         self._listeners = listeners
         self._processes: ApiProcesses | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if len(listeners) > 1:
             self._processes = self._several(credentials, log_level)
-        move_on = router.move_on if self._processes is None else self._processes.move_on
+        move_on = self._edge.router.move_on if self._processes is None else self._processes.move_on
+        self._join_port = JoinPort(self.membership, credentials, config.timeouts, *join) if join is not None else None
         self.elastic = Elastic(self.membership, credentials, tables, move_on, config.timeouts.drain_timeout_s)
 
     async def run(self, admin_listener: socket.socket, access: AdminAccess, auto_role: AutoRole | None) -> None:
         """Serves until a signal. Raises ConfigError for ports in the wrong order."""
-        self._edge.mailbox.start()
+        self._edge.start()
         try:
             app = admin_app(self.elastic, self._timelines(), access)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
@@ -82,15 +86,21 @@ class Scheduler:
             await self._serve(admin, failure)
         finally:
             self._edge.mailbox.close()
+            if self._join_port is not None:
+                self._join_port.close()
             if self._folder is not None:
                 self._folder.cleanup()
 
     async def _serve(self, admin: Server, failure: Awaitable[None]) -> None:
-        """The public port, too, by this very process."""
-        service = self._edge.over(self.membership)
+        """Serves the public port in this process, too."""
+        service = self._edge.service()
         drain = Drain(self._config.timeouts.drain_timeout_s, self._edge.router.end_all)
-        app = public_app(service, self.membership.instances, self._config.is_openai, drain, self._config.http)
         http = self._config.http
+        if self._keys is not None:
+            self._file_keys = FileKeys(self._keys.keys, self._keys.memory, self._edge.router.stats.tenants)
+        app = public_app(
+            service, self.membership.instances, self._config.is_openai, drain, http, file_keys=self._file_keys
+        )
         public = make_server(app, http.connections, http.root_path, http.tls), self._listeners[0]
         try:
             await serve_until_signal([public, admin], failure, drain.begin, drain)
@@ -113,6 +123,8 @@ class Scheduler:
                     listener_fd=listener.fileno(),
                     admin_fd=admin.detach(),
                     log_level=log_level,
+                    keys=self._keys.keys if self._keys is not None else None,
+                    rates_fd=self._keys.memory.fd if self._keys is not None else -1,
                 )
             )
         return ApiProcesses(configs, self._listeners, self.membership.instances, self._config.timeouts.drain_timeout_s)
@@ -127,12 +139,19 @@ class Scheduler:
         return RemoteTimelines([self._admin_path(index) for index in range(len(self._listeners))])
 
     async def _watch(self, auto_role: AutoRole | None) -> None:
-        """Until cancelled, or one of them raises. SIGHUP reads the tables again."""
+        """Runs until cancelled, or until a part raises. SIGHUP reads the keys and the tables again."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
-            loop.add_signal_handler(signal.SIGHUP, lambda: group.create_task(_reload(self.elastic)))
+
+            def hang_up() -> None:
+                self._reload_keys()
+                group.create_task(_reload(self.elastic))
+
+            loop.add_signal_handler(signal.SIGHUP, hang_up)
             group.create_task(self.membership.run())
             group.create_task(self.elastic.run())
+            if self._join_port is not None:
+                group.create_task(self._join_port.run())
             if auto_role is not None:
                 group.create_task(_change_roles(self.elastic, auto_role))
             if self._processes is not None:
@@ -140,7 +159,25 @@ class Scheduler:
             try:
                 await asyncio.Event().wait()
             finally:
-                loop.add_signal_handler(signal.SIGHUP, lambda: None)  # this process ends; there is nothing to read for
+                loop.add_signal_handler(signal.SIGHUP, lambda: None)  # this process ends, so nothing is read
+
+    def _reload_keys(self) -> None:
+        """Reads the keys again, for subsequent requests. An error logs one line, and changes nothing."""
+        if self._keys is None:
+            return
+        try:
+            keys = self._keys.reload()
+        except ConfigError as error:
+            log.error("SIGHUP: the API keys stay as they are: %s", error)
+            return
+        except Unavailable as error:  # records of removed keys may be cleared
+            log.error("SIGHUP: not all API keys could be changed: %s; send it again", error)
+            return
+        if self._file_keys is not None:
+            self._file_keys.replace(keys)
+        if self._processes is not None:
+            self._processes.set_keys(keys)
+        log.info("SIGHUP: the API keys were read again: %d in %s", len(keys.keys), self._config.http.key_file)
 
 
 async def _reload(elastic: Elastic) -> None:
@@ -160,7 +197,7 @@ async def _change_roles(elastic: Elastic, auto_role: AutoRole) -> None:
 
 
 async def _first_failure(running: Any, fatal: asyncio.Future[None]) -> None:
-    """Ends with the first exception of the two; a lone error out of a task group comes as itself."""
+    """Raises the first exception of the two; a single error of a task group is unwrapped."""
     task = asyncio.ensure_future(running)
     try:
         await asyncio.wait({task, fatal}, return_when=asyncio.FIRST_COMPLETED)

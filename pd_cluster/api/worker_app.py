@@ -1,10 +1,12 @@
-"""A worker's HTTP: liveness and identity. Answers while the engine loads, computes a long step or hangs."""
+"""A worker's HTTP: liveness and identity. It answers while the engine loads, computes a long step or hangs."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -12,14 +14,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pd_cluster.api.error_answers import install_error_handlers
-from pd_cluster.api.server import make_server, serve_until_signal
-from pd_cluster.cluster.ranks import Ranks
-from pd_cluster.config import ConnectionLimits, WorkerConfig
-from pd_cluster.engine.preloader import Preloader
+from pd_cluster.api.front.server import make_server, serve_until_signal
+from pd_cluster.api.gate.error_answers import install_error_handlers
+from pd_cluster.cluster.processes.ranks import Ranks
+from pd_cluster.engine.start.preloader import Preloader
 from pd_cluster.errors import RequestError
+from pd_cluster.settings.config import WorkerConfig
+from pd_cluster.settings.routing import ConnectionLimits
 
 MOST_WAIT_S = 0.5
+
+
+class Registering(Protocol):
+    """Keeps the worker registered with a scheduler."""
+
+    async def run(self) -> None: ...
+    async def leave(self) -> None: ...
 
 
 def make_app(ranks: Ranks) -> Starlette:
@@ -30,7 +40,7 @@ def make_app(ranks: Ranks) -> Starlette:
         return JSONResponse(body, 200 if ready else 503)
 
     async def instance(request: Request) -> Response:
-        """While the state is `unless` the answer waits, up to `for_s` seconds."""
+        """Returns the identity; while the state is `unless`, the answer waits up to `for_s` seconds."""
         asked = request.query_params
         try:
             await ranks.no_more(asked.get("unless", ""), min(float(asked.get("for_s", 0)), MOST_WAIT_S))
@@ -48,19 +58,41 @@ async def run_worker(
     listener: socket.socket,
     connections: ConnectionLimits,
     preloader: Preloader | None = None,
+    join: Callable[[], Registering] | None = None,
 ) -> None:
-    """Starts the rank processes, serves HTTP, ends all. Raises ConfigError or InstanceLost when a rank ends."""
+    """Starts the rank processes, serves HTTP, ends all. `join`: for a worker in no rank table.
+
+    Raises ConfigError or InstanceLost when a rank ends, and ConfigError when no scheduler admits it.
+    """
     ranks = Ranks(config, preloader)
+    registering = join() if join is not None else None
     try:
         server = make_server(make_app(ranks), connections)
-        await serve_until_signal([(server, listener)], until=ranks.run(), signalled=ranks.drain)
+        until = ranks.run() if registering is None else _first_to_end(ranks.run(), registering.run())
+        await serve_until_signal([(server, listener)], until=until, signalled=ranks.drain)
         await _until_drained(ranks, config.timeouts.drain_timeout_s)
     finally:
         await ranks.stop()
+        if registering is not None:
+            await registering.leave()
+
+
+async def _first_to_end(*running: Coroutine[Any, Any, None]) -> None:
+    """Runs all until one ends; raises its error."""
+    tasks = [asyncio.ensure_future(each) for each in running]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until_drained(ranks: Ranks, timeout_s: float) -> None:
-    """Until what ran has ended, the time is over, or a second signal."""
+    """Waits until running requests have ended, for `timeout_s` at most, or until a second signal."""
     impatient = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, impatient.set)

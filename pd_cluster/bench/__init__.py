@@ -1,1 +1,1 @@
-"""Measurements that anybody can repeat."""
+"""Benchmarks for users."""

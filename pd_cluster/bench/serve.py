@@ -20,8 +20,15 @@ from typing import Any
 
 import httpx
 
-from pd_cluster.bench.client import Sample, make_client, measure
-from pd_cluster.bench.report import (
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.client.instances import Traffic, fetch_settled
+from pd_cluster.client.streaming import Sample, make_client, measure
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import Cluster
+from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.tables import (
     Report,
     Result,
     check_writable,
@@ -29,21 +36,16 @@ from pd_cluster.bench.report import (
     percentiles,
     progress,
 )
-from pd_cluster.checkpoint import SHIPPED_MODEL, Checkpoint
-from pd_cluster.cluster.launcher import Cluster, Launch
-from pd_cluster.cluster.ports import free_port_pair
-from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
-from pd_cluster.show import Traffic, fetch_settled
 
 SEED = 0
 NUM_TOKEN_IDS = 256
 MAX_TRIES = 100
-FEW_ARRIVALS = 0.9  # an output token: below it, the times between arrivals are not those between tokens
+FEW_ARRIVALS = 0.9  # arrivals per output token; below it, the times between arrivals are not those between tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """The command's parameters. Without a `url` a cluster is started for the measurement."""
+    """The command's parameters. Without a `url` the benchmark starts a cluster of its own."""
 
     url: str = ""
     admin: str = ""
@@ -54,7 +56,7 @@ class ServeBench:
     concurrency: int = 4
     input_len: int = 128
     output_len: int = 64
-    routing_policy: str = ""  # of a cluster that is started
+    routing_policy: str = ""  # of the started cluster
 
     @property
     def command(self) -> str:
@@ -68,7 +70,7 @@ class ServeBench:
 
 
 async def run(bench: ServeBench, json_path: str = "") -> None:
-    """Measures, prints, writes. Raises PdClusterError: no server, a shape that does not fit, requests that failed."""
+    """Measures, prints, writes. Raises PdClusterError: no server, a shape that does not fit, failed requests."""
     check_writable(json_path)
     with sigterm_ends_it():
         async with _server(bench) as (url, admin):
@@ -88,7 +90,7 @@ async def run(bench: ServeBench, json_path: str = "") -> None:
 
 @contextlib.asynccontextmanager
 async def _server(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
-    """The address of what is measured and its admin address; what was started here is gone afterwards."""
+    """Yields the addresses of the server and of its admin port; a server started here is stopped afterwards."""
     if bench.url:
         url = bench.url.rstrip("/").removesuffix("/v1")
         yield url, bench.admin or _admin_above(url)
@@ -99,15 +101,15 @@ async def _server(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
 
 @contextlib.asynccontextmanager
 async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
-    """Its address and its admin address. Raises PdClusterError."""
-    Checkpoint.open(bench.model or str(SHIPPED_MODEL))  # a wrong model is one line, at once
+    """Yields the address and the admin address. Raises PdClusterError."""
+    Checkpoint.open(bench.model or str(SHIPPED_MODEL))  # fails at once, in one line, for a wrong model
     launch = Launch(
         model=bench.model,
         num_prefill=bench.prefill,
         num_decode=bench.decode,
         port=free_port_pair(),
         arguments=[f"--routing-policy={bench.routing_policy}"] if bench.routing_policy else [],
-        restart="no",  # figures of a cluster that lost somebody are not what was asked for
+        restart="no",  # a cluster that lost an instance would give wrong figures
     )
     lines: deque[str] = deque(maxlen=50)
     cluster = Cluster(launch, lines.append)
@@ -126,7 +128,7 @@ async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
 
 
 def _admin_above(url: str) -> str:
-    """The default admin address: loopback only, so this is reached where the server runs on this machine."""
+    """Returns the default admin address: loopback only, so it is reachable if the server runs on this machine."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -139,7 +141,7 @@ def _admin_above(url: str) -> str:
 
 @contextlib.contextmanager
 def sigterm_ends_it() -> Iterator[None]:
-    """SIGTERM takes the started cluster down like Ctrl-C does."""
+    """Makes SIGTERM stop the started cluster like Ctrl-C does."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     stopped = False
@@ -167,7 +169,7 @@ def sigterm_ends_it() -> Iterator[None]:
 class Measured:
     samples: list[Sample]
     took_s: float
-    kv_nbytes: int | None  # None: the admin address did not answer, or an instance was restarted
+    kv_nbytes: int | None  # None: the admin address did not answer, or an instance restarted
     note: str
 
 
@@ -199,7 +201,7 @@ async def _traffic(admin: str) -> tuple[Traffic | None, str]:
 
 
 async def ask_model(client: httpx.AsyncClient, url: str) -> tuple[str, int | None]:
-    """Name and context of what is served; the context is None where the server does not tell."""
+    """Returns the served model's name and context length; the latter is None if the server does not report it."""
     try:
         response = await client.get(f"{url}/v1/models", timeout=5)
         if response.status_code == 401:
@@ -230,7 +232,7 @@ def _bodies(bench: ServeBench, model: str, count: int) -> list[dict[str, Any]]:
             "max_tokens": bench.output_len,
             "temperature": 0,
             "ignore_eos": True,
-            "skip_special_tokens": False,  # so that every token is text that can be timed
+            "skip_special_tokens": False,  # so that every token has text and can be timed
         }
         for _ in range(count)
     ]
@@ -239,7 +241,7 @@ def _bodies(bench: ServeBench, model: str, count: int) -> list[dict[str, Any]]:
 async def _send(
     client: httpx.AsyncClient, url: str, bodies: list[dict[str, Any]], concurrency: int, what: str
 ) -> list[Sample]:
-    """All bodies, `concurrency` at a time: a new one as soon as one ends."""
+    """Sends all bodies, `concurrency` at a time: a new one as soon as one ends."""
     waiting = iter(bodies)
     samples: list[Sample] = []
 

@@ -1,6 +1,6 @@
-"""Ends a process whose engine does not come back from a step: devices have no wait with an end.
+"""Ends a process whose engine does not return from a step: devices offer no wait with a timeout.
 
-faulthandler's thread does it, which needs no interpreter lock. It leaves the stacks of all threads in the log.
+faulthandler's thread does it without the interpreter lock, and logs the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
-AGAIN_S = 1.0  # how often the deadline is put off, at most
+AGAIN_S = 1.0  # the deadline is moved at most this often
 
 
 class _Alarm:
-    """faulthandler has one for the whole process."""
+    """Wraps faulthandler's timer; there is one for the whole process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,14 +42,14 @@ _alarm = _Alarm()
 
 
 def end_within(limit_s: float) -> None:
-    """This process, with code 1 if not of its own accord; nothing puts it off."""
+    """Ends this process with code 1 unless it ends by itself before; nothing moves this deadline."""
     _alarm.make_final(time.monotonic(), limit_s)
 
 
 def ends_when_hung(limit_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """What an engine's loop calls whenever it comes round. `limit_s` after the last call the process ends, with code 1.
+    """Returns a function for an engine's loop to call in every round; `limit_s` after its last call the process ends.
 
-    0: never. Called more often than once a second, it costs a look at the clock.
+    The exit code is 1. 0 disables the limit. Calls beyond one a second only read the clock.
     """
     next_s = float("inf") if limit_s <= 0 else 0.0
 

@@ -1,15 +1,15 @@
-"""What a worker tells of itself with every heartbeat, read from where it is known."""
+"""The load that a worker reports with every heartbeat, collected from the parts that know it."""
 
 from __future__ import annotations
 
 from pd_cluster import wire
-from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.exports import Exports
-from pd_cluster.engine.imports import Imports
-from pd_cluster.engine.in_links import InLinks
-from pd_cluster.engine.out_links import OutLinks
-from pd_cluster.engine.pace import Pace
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.handover.exports import Exports
+from pd_cluster.engine.handover.imports import Imports
+from pd_cluster.engine.handover.in_links import InLinks
+from pd_cluster.engine.handover.out_links import OutLinks
+from pd_cluster.engine.pace import StepPace
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.types import Status
 
 
@@ -19,7 +19,7 @@ def load_of(
     imports: Imports,
     out_links: OutLinks,
     in_links: InLinks,
-    pace: Pace,
+    pace: StepPace,
     is_draining: bool,
 ) -> wire.Load:
     scheduler = core.scheduler
@@ -29,6 +29,7 @@ def load_of(
     return wire.Load(
         num_running=statuses.count(Status.RUNNING),
         num_waiting=len(scheduler.waiting) + imports.num_queued,
+        num_expected=imports.num_expected,
         num_landing=statuses.count(Status.LANDING),
         num_exporting=statuses.count(Status.EXPORTING),
         num_blocks=blocks.num_blocks,
@@ -58,10 +59,10 @@ def load_of(
     )
 
 
-def num_leaked_blocks(scheduler: Scheduler) -> int:
-    """Blocks held by no request, at the least: a block that several requests share counts for each of them.
+def num_leaked_blocks(scheduler: StepScheduler) -> int:
+    """Returns a lower bound on the blocks held by no request: a block shared by several counts for each of them.
 
-    Never too many, and exact while there are no requests; `Scheduler.check` would say which, but looks at every block.
+    The bound is exact while there are no requests; `StepScheduler.check` finds the blocks, but looks at each one.
     """
     named = sum(len(request.block_table) for request in scheduler.requests.values())
     return max(0, scheduler.blocks.num_held - named)

@@ -1,6 +1,6 @@
-"""What a worker has to tell its schedulers, until the end of the step: one message a scheduler and step.
+"""Collects a worker's messages to its schedulers until the end of the step: one message per scheduler and step.
 
-Where nobody reads single tokens, they wait longer than that. Knows nothing of legs or of why something is told.
+Tokens wait longer where nobody reads them one by one. Knows nothing of legs or of reasons.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.engine.links import Post
+from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.trace import Tracer
-from pd_cluster.types import MOST_UNTOLD, LegEnd, PromptOutput, Request, TokenOutput
+from pd_cluster.types import MOST_UNTOLD, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
 
 
 class Outbox:
@@ -26,7 +26,8 @@ class Outbox:
         self._tokens: dict[str, list[TokenOutput]] = defaultdict(list)
         self._ended: dict[str, list[LegEnd]] = defaultdict(list)
         self._prompts: dict[str, list[PromptOutput]] = defaultdict(list)
-        self._events: dict[str, list[wire.TraceEvent]] = {}  # for every scheduler that is here
+        self._pooled: dict[str, list[PooledOutput]] = defaultdict(list)
+        self._events: dict[str, list[wire.TraceEvent]] = {}  # for every connected scheduler
         self._events_due = False
 
     def opened(self, client: str) -> None:
@@ -36,7 +37,7 @@ class Outbox:
         self._events.pop(client, None)
 
     def add_token(self, request: Request, token: TokenOutput) -> None:
-        """A sequence's next. Of one that gathers, the first is told at once, and then many together with the last."""
+        """Adds a sequence's next token. One that gathers sends its first token at once, then many together."""
         if request.gathers and token.position:
             num_untold = request.num_untold
             if token.finish_reason is None and num_untold < MOST_UNTOLD:
@@ -53,16 +54,19 @@ class Outbox:
     def add_prompt(self, client: str, prompt: PromptOutput) -> None:
         self._prompts[client].append(prompt)
 
+    def add_pooled(self, client: str, pooled: PooledOutput) -> None:
+        self._pooled[client].append(pooled)
+
     def add_end(self, client: str, end: LegEnd) -> None:
         self._ended[client].append(end)
 
     def tick(self) -> None:
-        """Events have waited long enough for a message to go with."""
+        """Lets the next flush send events even without another message."""
         self._events_due = True
 
     def flush(self) -> None:
-        """A message to each scheduler that there is something for."""
-        clients = {*self._tokens, *self._ended, *self._prompts}
+        """Sends one message to each scheduler that has something waiting, and one for each large output."""
+        clients = {*self._tokens, *self._ended, *self._prompts, *self._pooled}
         if clients or self._events_due:
             self._collect_events()
             clients |= {client for client, events in self._events.items() if events and self._events_due}
@@ -77,9 +81,11 @@ class Outbox:
             if client in self._events:
                 self._events[client] = []
             self._post.send(client, wire.Outputs(tokens, ended, brief, events, self._clock()))
+            for pooled in self._pooled.pop(client, []):  # large, too
+                self._post.send(client, wire.Outputs(pooled=[pooled]))
 
     def _collect_events(self) -> None:
-        """For every scheduler: which of them knows a transfer is not known here."""
+        """Copies new events to every scheduler: this worker does not know which of them knows a transfer."""
         if events := self._tracer.drain():
             for known in self._events.values():
                 known += events

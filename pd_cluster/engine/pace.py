@@ -1,4 +1,4 @@
-"""How fast an engine has been of late: what routing predicts with. Numbers only, no clock of its own."""
+"""How fast an engine has been recently, for routing's predictions. Numbers only, no clock of its own."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from pd_cluster.types import Request
 
-MIN_PROMPT_TOKENS = 16  # a step of fewer tells what a step costs, and not how fast prompts are computed
-DECAY = 0.95  # a step counts half after 14 more
+MIN_PROMPT_TOKENS = 16  # a smaller step measures the cost of a step rather than the speed of prompts
+DECAY = 0.95  # a step weighs half after 14 more
 
 
-class Pace:
-    """Sums over steps in which the last ones weigh most."""
+class StepPace:
+    """Sums over steps, with the most weight on recent ones."""
 
     def __init__(self) -> None:
         self._prompt_tokens = self._prompt_s = 0.0
         self._num_decodes = self._decode_s = 0.0
 
     def computed(self, chunks: Sequence[tuple[Request, int]], took_s: float) -> None:
-        """A step. A chunk of one token is a sequence's next one; longer ones are of prompts."""
+        """Counts a step. A chunk of one token is a sequence's next one; longer chunks belong to prompts."""
         num_prompt_tokens = sum(num_tokens for _, num_tokens in chunks if num_tokens > 1)
         if num_prompt_tokens >= MIN_PROMPT_TOKENS:
             self._prompt_tokens = DECAY * self._prompt_tokens + num_prompt_tokens

@@ -1,1 +1,1 @@
-"""The KV cache: what a block is, who holds it, where its bytes are."""
+"""The KV cache: its blocks, their holders, and the memory that they lie in."""

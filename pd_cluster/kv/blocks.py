@@ -1,4 +1,4 @@
-"""Counts who holds which block, and which blocks still have a content worth keeping. Knows nothing of tensors."""
+"""Counts the holders of each block, and tracks blocks whose content is worth keeping. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pd_cluster.kv.prefix import PrefixIndex
 class BlockPool:
     """A block is free (no holder, no content), cached (no holder, a known content) or held by one or more.
 
-    num_blocks = free + cached + held; `check()` proves it. Of free blocks the one that was released first is handed
-    out first, so that each rests; without `rests` the last one, whose memory caches and the kernel have at hand. Cached
-    ones come after all free ones, least recently used first.
+    num_blocks = free + cached + held; `check()` proves it. The free block that was released first is taken first, so
+    that each rests; without `rests` the last one, whose memory is still cached and mapped. Cached ones come after all
+    free ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int, rests: bool = True) -> None:
@@ -30,12 +30,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks without a holder whose contents can still serve a prefix."""
+        """Counts blocks without a holder whose contents can still serve a prefix."""
         return self._index.num_unheld
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` could hand out."""
+        """Counts blocks that `take` could return."""
         return self.num_free + self.num_cached
 
     @property
@@ -43,7 +43,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def take(self, num_blocks: int) -> list[int]:
-        """All or nothing. Raises OutOfBlocks(wanted, free)."""
+        """Takes all or nothing. Raises OutOfBlocks(wanted, free)."""
         if num_blocks > self.num_available:
             raise OutOfBlocks(wanted=num_blocks, free=self.num_available)
         taken = [self._take_free() if self._free else self._index.evict() for _ in range(num_blocks)]
@@ -52,16 +52,16 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One holder more for each; cached blocks become held."""
+        """Adds one holder to each; cached blocks become held."""
         for block in blocks:
             if self._holders[block] == 0:
                 self._index.held(block)
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each. Releasing a free block is a bug of the caller, not of a request.
+        """Removes one holder from each. Releasing a free block is a bug of the caller, not of a request.
 
-        The last blocks are let go first: of a cached prefix, the end is evicted before the beginning.
+        The last blocks are released first: the end of a cached prefix is evicted before its beginning.
         """
         for block in reversed(blocks):
             if self._holders[block] <= 0:
@@ -76,30 +76,30 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         return self._holders[block] > 1
 
-    # ---- what blocks contain
+    # ---- contents
 
     def remember(self, block: int, content: bytes) -> None:
-        """The block is full, and nobody will write it while it keeps this content."""
+        """Records the content of a full block, which must not be written while it keeps this content."""
         self._index.add(block, content)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest prefix whose contents are known; `share` them before anything else is taken."""
+        """Returns the blocks of the longest prefix with known contents; `share` them before any other is taken."""
         return self._index.find(hashes)
 
     def follow(self) -> list[bytes]:
-        """Every content that is known; from now on `changes` tells what becomes of them."""
+        """Returns every known content; from now on `changes` reports changes to them."""
         return self._index.follow()
 
     def changes(self) -> dict[bytes, bool]:
-        """Since the last call, contents that are known now (True) or not any more."""
+        """Returns the contents that became known (True) or unknown (False) since the last call."""
         return self._index.changes()
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of these would leave the available ones when they are shared."""
+        """Counts how many of these blocks would stop being available when shared."""
         return sum(1 for block in blocks if self._index.is_unheld(block))
 
     def check(self, block_tables: list[list[int]]) -> None:
-        """Proves that exactly these tables hold exactly what is held. Raises AssertionError with the difference."""
+        """Proves that exactly these tables hold exactly the held blocks. Raises AssertionError with the difference."""
         counted = [0] * self.num_blocks
         for table in block_tables:
             for block in table:

@@ -1,34 +1,33 @@
-"""The shape of a KV cache block, and when two pools can exchange blocks.
+"""The shape of a KV cache block, and the conditions under which two pools can exchange blocks.
 
 Knows nothing of tensors: sizes are integers, dtypes are names.
 """
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pd_cluster.config import MAX_BLOCK_SIZE, MAX_TP_SIZE
 from pd_cluster.errors import LinkError
-from pd_cluster.wire import KVPiece, LayoutInfo
+from pd_cluster.settings.engine import MAX_BLOCK_SIZE, MAX_TP_SIZE
+from pd_cluster.wire import KVPiece, LayoutInfo, Plane
 
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-SCALE_NBYTES = 4  # one float32 a vector of int8
+SCALE_NBYTES = 4  # one float32 per vector of int8
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One rank's share of a block: [num_layers, 2, block_size, local_kv_heads, head_dim], contiguous.
+    """One rank's share of a block holds, in each layer, the planes in order, each [block_size, local_kv_heads, width].
 
-    num_kv_heads counts the whole model. Heads are split evenly over tp_size ranks; with more ranks than heads
-    each head is replicated on tp_size / num_kv_heads ranks.
+    num_kv_heads counts the whole model. Heads are split evenly over tp_size ranks; with more ranks than heads each head
+    is replicated on tp_size / num_kv_heads ranks.
     """
 
     num_layers: int
     num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
+    planes: tuple[Plane, ...]
     block_size: int  # tokens
     dtype: str
     tp_size: int = 1
@@ -36,7 +35,7 @@ class KVLayout:
 
     @property
     def head_range(self) -> tuple[int, int]:
-        """Global KV heads [start, stop) on this rank."""
+        """Returns the global KV heads [start, stop) on this rank."""
         if self.tp_size <= self.num_kv_heads:
             per_rank = self.num_kv_heads // self.tp_size
             return self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank
@@ -48,41 +47,62 @@ class KVLayout:
         start, stop = self.head_range
         return stop - start
 
+    def width_of(self, name: str) -> int:
+        """Returns the width of the plane of this name."""
+        return next(plane.width for plane in self.planes if plane.name == name)
+
+    @property
+    def head_dim(self) -> int:
+        """Returns the width of keys and of values, if these two are the planes."""
+        keys, values = self.width_of("k"), self.width_of("v")
+        assert keys == values
+        return keys
+
+    @property
+    def block_numel(self) -> int:
+        """Counts the numbers of one block, all layers, on this rank."""
+        return self.num_layers * self.local_kv_heads * self.block_size * num_of(self.planes)
+
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token, all layers, on this rank."""
-        return self.num_layers * self.local_kv_heads * (self.k_head_dim + self.v_head_dim) * DTYPE_NBYTES[self.dtype]
+        """Returns the bytes of one token, all layers, on this rank."""
+        return self.block_nbytes // self.block_size
 
     @property
     def block_nbytes(self) -> int:
-        return self.token_nbytes * self.block_size
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[:16]
+        return self.block_numel * DTYPE_NBYTES[self.dtype]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def of_rank(self, tp_rank: int) -> KVLayout:
-        """The same pool on another rank of its instance."""
+        """Returns the layout of the same pool on another rank of its instance."""
         return replace(self, tp_rank=tp_rank)
 
     def to_info(self) -> LayoutInfo:
-        return LayoutInfo(**asdict(self))
+        return LayoutInfo(**{name: getattr(self, name) for name in LayoutInfo.__struct_fields__})
 
     @classmethod
     def from_info(cls, info: LayoutInfo) -> KVLayout:
         return cls(**{name: getattr(info, name) for name in info.__struct_fields__})
 
 
+def keys_and_values(head_dim: int) -> tuple[Plane, ...]:
+    """Returns the planes of ordinary attention."""
+    return Plane("k", head_dim), Plane("v", head_dim)
+
+
+def num_of(planes: Iterable[Plane]) -> int:
+    """Counts the numbers that a token leaves in a layer for each KV head."""
+    return sum(plane.width for plane in planes)
+
+
 def check_pair(source: KVLayout, target: KVLayout) -> None:
-    """Whether KV cache of `source` can land in `target`; raises LinkError(retry=False) naming the field.
+    """Checks that KV cache of `source` can land in `target`; raises LinkError(retry=False) naming the field.
 
     Block size, dtype and tensor parallel size may differ: see pack.py and `lanes`.
     """
-    for name in ("num_layers", "num_kv_heads", "k_head_dim", "v_head_dim"):
-        theirs, ours = getattr(source, name), getattr(target, name)
+    for name, theirs, ours in _compared(source, target):
         if theirs != ours:
             raise LinkError(
                 f"KV layout differs: {name} is {theirs} on the prefill instance and {ours} on the decode instance; "
@@ -93,6 +113,8 @@ def check_pair(source: KVLayout, target: KVLayout) -> None:
             raise LinkError(
                 f"KV layout makes no sense: {layout.num_kv_heads} KV heads cannot be spread over {layout.tp_size} ranks"
             )
+        if not layout.planes or min(plane.width for plane in layout.planes) < 1:
+            raise LinkError("KV layout makes no sense: a layer has no planes, or one of them no numbers")
         is_rank = 0 <= layout.tp_rank < layout.tp_size
         if layout.dtype not in DTYPE_NBYTES or not 1 <= layout.block_size <= MAX_BLOCK_SIZE or not is_rank:
             raise LinkError(
@@ -101,20 +123,31 @@ def check_pair(source: KVLayout, target: KVLayout) -> None:
             )
 
 
+def _compared(source: KVLayout, target: KVLayout) -> Iterator[tuple[str, object, object]]:
+    """Yields the fields that must be the same, under their public names."""
+    for name in ("num_layers", "num_kv_heads"):
+        yield name, getattr(source, name), getattr(target, name)
+    if (names := [plane.name for plane in source.planes]) != [plane.name for plane in target.planes]:
+        yield "planes", ", ".join(names), ", ".join(plane.name for plane in target.planes)
+        return
+    for theirs, ours in zip(source.planes, target.planes, strict=True):
+        yield f"{theirs.name}_head_dim", theirs.width, ours.width
+
+
 def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
-    """Whether every rank gets as many KV heads, or every head as many ranks."""
+    """Whether every rank gets the same number of KV heads, or every head the same number of ranks."""
     return 1 <= tp_size <= MAX_TP_SIZE and num_kv_heads >= 1 and 0 in (num_kv_heads % tp_size, tp_size % num_kv_heads)
 
 
 class Lane(NamedTuple):
-    """The KV heads that two ranks have in common travel from the one to the other."""
+    """Carries the KV heads that two ranks have in common from one to the other."""
 
     source_rank: int
     target_rank: int
 
 
 def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:
-    """Who sends to whom between two instances: each rank of `target` gets every head of its own exactly once.
+    """Lists the senders and receivers between two instances: each rank of `target` gets each of its heads exactly once.
 
     Where a head is replicated on several ranks of `source`, the ranks of `target` are spread over them. The first lane
     is from rank 0 to rank 0.
@@ -133,9 +166,9 @@ def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """From one pool into another: what a payload is made of, and what that costs in precision.
+    """The way from one pool into another: the contents of a payload, and the cost in precision.
 
-    `one_sided`: the receiver reads the sender's pool itself, so nothing is gained by a smaller payload.
+    `one_sided`: the receiver reads the sender's pool itself, so a smaller payload gains nothing.
     """
 
     source: KVLayout
@@ -145,13 +178,13 @@ class Route:
 
     @property
     def is_verbatim(self) -> bool:
-        """Payloads are the blocks' own bytes."""
+        """Whether payloads are the blocks' own bytes."""
         same = (self.source.block_size, self.source.dtype) == (self.target.block_size, self.target.dtype)
         return same and self.source.head_range == self.target.head_range and not self.is_int8
 
     @property
     def heads(self) -> tuple[int, int]:
-        """KV heads [start, stop), counted over the whole model, that both ranks have."""
+        """Returns the KV heads [start, stop), counted over the whole model, that both ranks have."""
         (first, last), (start, stop) = self.source.head_range, self.target.head_range
         return max(first, start), min(last, stop)
 
@@ -161,7 +194,7 @@ class Route:
         return stop - start
 
     def heads_in(self, layout: KVLayout) -> slice:
-        """Where they are in a pool of this layout."""
+        """Returns their position in a pool of this layout."""
         start, stop = self.heads
         first = layout.head_range[0]
         return slice(start - first, stop - first)
@@ -172,7 +205,7 @@ class Route:
 
     @property
     def wire_dtype(self) -> str:
-        """Of a payload's numbers: int8, or the narrower of the two pools' dtypes."""
+        """Returns the type of a payload's numbers: int8, or the narrower of the two pools' dtypes."""
         if self.is_int8:
             return "int8"
         source, target = self.source.dtype, self.target.dtype
@@ -180,7 +213,7 @@ class Route:
 
     @property
     def precision(self) -> str:
-        """ "" when the target holds just what it would have computed itself; else what else it was on its way."""
+        """Returns "" when the target holds just what it would have computed itself, otherwise its dtype on the way."""
         if self.is_int8:
             return "int8"
         return "" if self.source.dtype == self.target.dtype else self.source.dtype
@@ -188,7 +221,7 @@ class Route:
     def payload_nbytes(self, piece: KVPiece) -> int:
         if self.is_verbatim:
             return len(piece.block_ids) * self.source.block_nbytes * piece.num_layers // self.source.num_layers
-        num_vectors = piece.num_layers * 2 * piece.num_tokens * self.num_heads
-        if self.is_int8:
-            return num_vectors * (self.source.k_head_dim + SCALE_NBYTES)
-        return num_vectors * self.source.k_head_dim * DTYPE_NBYTES[self.wire_dtype]
+        planes = self.source.planes
+        nbytes = num_of(planes) * (1 if self.is_int8 else DTYPE_NBYTES[self.wire_dtype])
+        scales_nbytes = len(planes) * SCALE_NBYTES if self.is_int8 else 0
+        return piece.num_layers * piece.num_tokens * self.num_heads * (nbytes + scales_nbytes)

@@ -1,8 +1,7 @@
-"""The KV cache itself: one tensor, block-major, so that a block is one contiguous range; on NPUs one a layer.
+"""The KV cache itself: memory of a device, including a few blocks that no request uses.
 
-On CPU the memory is a memfd: another process that is handed the descriptor can map it, and it is gone with the
-last process that has it, however that ended. On an accelerator it is one allocation of the device's. Knows nothing of
-who holds which block.
+On CPU the memory is a memfd: another process can map it through its descriptor, and it is gone with the last process
+that has it, however that ended. On an accelerator it is allocated on the device. Knows nothing of blocks' holders.
 """
 
 from __future__ import annotations
@@ -17,33 +16,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_cluster.device import CPU, Device
-from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layered import LayerMajor
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.kv.block_major import BlockMajor, DeviceBlocks, HostBlocks
+from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.memory import TORCH_DTYPES, Memory
+from pd_cluster.wire import KVPiece
 
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-Memory = torch.Tensor | LayerMajor  # the latter on NPUs
-NUM_EXTRA_BLOCKS = 3  # behind the pool's own: one takes what padding writes, two prove links
+NUM_EXTRA_BLOCKS = 3  # behind the pool's own: one receives the writes of padding, two prove links
 
 
 class KVPool:
-    """`data` is [num_blocks + extra, num_layers, 2, block_size, local_kv_heads, head_dim]; index 2 is key, value.
+    """`memory` has num_blocks + NUM_EXTRA_BLOCKS blocks; `num_blocks` counts those that requests can hold.
 
-    `memory` is `data`, or what takes its place where pools lie by layers. `num_blocks` counts those that requests can
-    hold. The probe block has a content that follows from `probe_seed`,
-    and never another: the probes of others land in a block of their own.
+    The content of the probe block depends only on `probe_seed` and never changes: the probes of others land in a
+    separate block.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: Device = CPU) -> None:
-        if layout.k_head_dim != layout.v_head_dim:
-            raise ValueError(f"key and value head dims differ: {layout.k_head_dim}, {layout.v_head_dim}")
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-        self.fd = -1  # of the memory, on CPU
+        self.fd = -1  # the memory's, on CPU
         self.memory: Memory
         if device.is_accelerator:
             try:
@@ -57,18 +52,18 @@ class KVPool:
                 self.memory = self._mapped()
             except (OSError, OverflowError) as error:
                 raise ConfigError(f"{_described(layout, num_blocks)} cannot be had: {error}; give it less") from None
-        self.probe_lock = threading.Lock()  # of the block where several links' probes land
+        self.probe_lock = threading.Lock()  # for the block where several links' probes land
         self.probe_seed = secrets.randbits(62)
-        self.put_block(self.probe_block, probe_content(layout, self.probe_seed)[0])
+        self.put_block(self.probe_block, probe_content(layout, self.probe_seed))
 
     def _allocated(self) -> Memory:
-        """On an accelerator."""
-        num_blocks, dtype = self.num_blocks + NUM_EXTRA_BLOCKS, TORCH_DTYPES[self.layout.dtype]
-        if self.device.kind == "npu":
-            return LayerMajor.zeros(self.layout, num_blocks, dtype, self.device.torch_name)
-        return torch.zeros(shape_of(self.layout, num_blocks), dtype=dtype, device=self.device.torch_name)
+        """Allocates on an accelerator."""
+        dtype, name = TORCH_DTYPES[self.layout.dtype], self.device.torch_name
+        way = way_of(self.device)
+        shapes = way.shapes(self.layout, self.num_blocks + NUM_EXTRA_BLOCKS)
+        return way(self.layout, [torch.zeros(shape, dtype=dtype, device=name) for shape in shapes])
 
-    def _mapped(self) -> torch.Tensor:
+    def _mapped(self) -> Memory:
         num_blocks = self.num_blocks + NUM_EXTRA_BLOCKS
         nbytes = self.layout.block_nbytes * num_blocks
         self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -78,9 +73,9 @@ class KVPool:
 
     @property
     def data(self) -> torch.Tensor:
-        """Of a block-major pool."""
-        assert isinstance(self.memory, torch.Tensor)
-        return self.memory
+        """Returns all blocks of a block-major pool; see BlockMajor.data."""
+        assert isinstance(self.memory, BlockMajor)
+        return self.memory.data
 
     @property
     def nbytes(self) -> int:
@@ -95,70 +90,79 @@ class KVPool:
         return self.num_blocks + 2
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value of one layer, each [num_blocks + extra, block_size, local_kv_heads, head_dim] (strided)."""
-        if isinstance(self.memory, LayerMajor):
-            keys, values = self.memory.layers[layer_idx]
-            return keys, values
-        return self.memory[:, layer_idx, 0], self.memory[:, layer_idx, 1]
+        """Returns one layer's keys and values, each [num_blocks + extra, block_size, local_kv_heads, head_dim]
+        (strided).
+        """
+        keys, values = self.memory.planes(layer_idx)
+        return keys, values
 
     def block(self, block: int) -> torch.Tensor:
-        """One block on the host, [num_layers, 2, block_size, local_kv_heads, head_dim]."""
-        if isinstance(self.memory, LayerMajor):
-            return torch.stack([layer[:, block] for layer in self.memory.layers]).cpu()
-        return self.memory[block].cpu()
+        """Returns a copy of one block on the host, [1, num_layers, numbers of a layer]."""
+        layers = range(self.layout.num_layers)
+        parts = [plane[block].reshape(-1) for layer in layers for plane in self.memory.planes(layer)]
+        return torch.cat(parts).cpu().view(shape_of(self.layout, 1))
 
-    def put_block(self, block: int, content: torch.Tensor | float) -> None:
-        """What `block` gives, from the host; or one number."""
-        if not isinstance(self.memory, LayerMajor):
-            self.memory[block] = content.to(self.memory.device) if isinstance(content, torch.Tensor) else content
-            return
-        for i, layer in enumerate(self.memory.layers):
-            layer[:, block] = content[i].to(layer.device) if isinstance(content, torch.Tensor) else content
+    def put_block(self, block: int, content: torch.Tensor) -> None:
+        """Writes a block that `block` returned."""
+        numbers = content.to(self.memory.device).view(torch.uint8).view(-1)
+        piece = KVPiece(0, self.layout.block_size, 0, self.layout.num_layers, [block])
+        self.memory.scatter(numbers, piece, [block])
+
+    def clear_block(self, block: int) -> None:
+        """Fills the block with zeros."""
+        for layer in range(self.layout.num_layers):
+            for plane in self.memory.planes(layer):
+                plane[block] = 0
 
     def check_blocks(self, table: npt.NDArray[np.int64], wanted: int) -> None:
-        """Kernels trust what passes here; `wanted` is how long it must be. Raises ValueError."""
+        """Checks a table that kernels will trust; `wanted` is its required length. Raises ValueError."""
         least, most = int(table.min()), int(table.max())
-        if len(table) != wanted or least < 0 or most > self.num_blocks:  # that one is for padding
+        if len(table) != wanted or least < 0 or most > self.num_blocks:  # `num_blocks` is the padding block
             raise ValueError(
                 f"block tables hold {len(table)} blocks from {least} to {most}, "
                 f"wanted {wanted} from 0 to {self.num_blocks}"
             )
 
     def flat(self) -> torch.Tensor:
-        """The same memory as bytes: [num_blocks + extra, block_nbytes] uint8."""
-        return flat(self.data)
+        """Returns the same memory as bytes: [num_blocks + extra, block_nbytes] uint8."""
+        assert isinstance(self.memory, BlockMajor)
+        return self.memory.bytes.flatten(1)
 
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
 
 
-def flat(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks as bytes: [num_blocks, block_nbytes] uint8."""
-    return blocks.view(len(blocks), -1).view(torch.uint8)
+def way_of(device: Device) -> type[HostBlocks | DeviceBlocks | LayerMajor]:
+    """Returns the order of pools in such a device's memory."""
+    if not device.is_accelerator:
+        return HostBlocks
+    return LayerMajor if device.traits.wants_layers_apart else DeviceBlocks
 
 
 def _described(layout: KVLayout, num_blocks: int) -> str:
-    return f"the KV pool's {num_blocks * layout.block_nbytes / 2**30:.1f} GiB for --num-blocks {num_blocks}"
+    return f"the KV pool's {num_blocks * layout.block_nbytes / 2**30:.1f} GiB for {called('num_blocks')} {num_blocks}"
 
 
 def is_block(block: int, num_blocks_in_all: int) -> bool:
-    """Whether a peer may name this block of a pool of so many, extra ones included: not the one for padding."""
+    """Whether a peer may name this block of a pool of this size, extra ones included, but not the padding block."""
     num_blocks = num_blocks_in_all - NUM_EXTRA_BLOCKS
     return 0 <= block < num_blocks or block == num_blocks + 1
 
 
 def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
-    """[1, num_layers, 2, block_size, local_kv_heads, head_dim]: numbers that are the same in every dtype."""
-    shape = (1, layout.num_layers, 2, layout.block_size, layout.local_kv_heads, layout.k_head_dim)
-    numbers = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed))
+    """Returns one block, [1, num_layers, numbers of a layer], whose numbers are the same in every dtype."""
+    numbers = torch.randint(-127, 128, shape_of(layout, 1), generator=torch.Generator().manual_seed(seed))
     return (numbers / 64).to(TORCH_DTYPES[layout.dtype])
 
 
-def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """Typed view of mapped memory: [num_blocks, num_layers, 2, block_size, local_kv_heads, head_dim]."""
-    return torch.frombuffer(buffer, dtype=TORCH_DTYPES[layout.dtype]).view(shape_of(layout, num_blocks))
+def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> HostBlocks:
+    """Views a mapping of a pool's memory as its blocks."""
+    numbers = torch.frombuffer(buffer, dtype=TORCH_DTYPES[layout.dtype])
+    return HostBlocks(layout, [numbers.view(shape_of(layout, num_blocks))])
 
 
-def shape_of(layout: KVLayout, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-    return num_blocks, layout.num_layers, 2, layout.block_size, layout.local_kv_heads, layout.k_head_dim
+def shape_of(layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
+    """Returns [num_blocks, num_layers, numbers of a layer], the shape of consecutive blocks."""
+    (shape,) = HostBlocks.shapes(layout, num_blocks)
+    return shape

@@ -1,7 +1,8 @@
-"""What a block contains, as a hash: the key under which another request finds it.
+"""Hashes a block's content: the key under which another request finds it.
 
 A block's hash covers all tokens before it too (each is chained to its parent's), the model and pool that computed it,
-and the request's salt. SHA-256: a client cannot make two prompts that collide. Knows nothing of who holds a block.
+and the request's variant and salt. SHA-256: a client cannot make two prompts that collide. Knows nothing of a block's
+holders.
 """
 
 from __future__ import annotations
@@ -13,78 +14,114 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pd_cluster.numerics import Numerics
+from pd_cluster.types import Order, RopePositions, Span
 
 
-def root_hash(model_identity: str, numerics: str, salt: str = "") -> bytes:
-    """The parent of every first block. KV of another model, of other numerics or another salt never matches."""
-    parts = (model_identity, numerics, salt)
+def root_hash(*parts: str) -> bytes:
+    """Returns the parent of every first block. KV whose root differs in any part never matches."""
     return hashlib.sha256(b"".join(len(p.encode()).to_bytes(4, "big") + p.encode() for p in parts)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixScope:
-    """Whose KV may be shared: requests of the same model, numerics (and precision on the way to the pool) and salt.
+    """Limits sharing of KV to requests with the same model, variant, numerics, transfer precision and salt.
 
-    Where positions depend on a request's length, of the same length, too.
+    Where positions depend on a request's length, that must be the same, too. Pooled prompts share only among
+    themselves, because they are computed in chunks of one size.
     """
 
     model_identity: str
     numerics: Numerics
 
-    def root(self, salt: str, kv_precision: str = "", most_tokens: int = 0) -> bytes:
-        """`most_tokens`: that the request may ever have."""
+    def root(self, order: Order, kv_precision: str = "") -> bytes:
         numerics = self.numerics.digest
         if kv_precision:
             numerics += f" through {kv_precision}"
-        if length := self.numerics.rope.length(most_tokens):
+        if length := self.numerics.rope.length(order.most_tokens):
             numerics += f" for {length}"
-        return root_hash(self.model_identity, numerics, salt)
+        if order.pooling is not None:  # blocks of which every bit follows from the tokens
+            numerics += " in fixed chunks"
+        variant = (order.variant,) if order.variant else ()
+        return root_hash(self.model_identity, numerics, order.cache_salt, *variant)
 
 
-def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """One hash for each full block of these tokens, which follow those that `parent` stands for."""
+def chain_hashes(
+    parent: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    first: int = 0,
+    spans: Sequence[Span] = (),
+    rope_positions: RopePositions | None = None,
+) -> list[bytes]:
+    """Returns one hash for each full block of these tokens, which follow those that `parent` covers.
+
+    `first`: the place of the first token in its prompt, to which the places of `spans` and `rope_positions` refer.
+    """
     data = memoryview(array("q", token_ids)).cast("B")
     width = 8 * block_size
     hashes = []
     for start in range(0, len(data) - width + 1, width):
-        parent = hashlib.sha256(parent + data[start : start + width]).digest()
+        contents = _contents(spans, first + start // 8, block_size) if spans else b""
+        if rope_positions is not None:
+            contents += _turns(rope_positions, first + start // 8, block_size)
+        parent = hashlib.sha256(parent + data[start : start + width] + contents).digest()
         hashes.append(parent)
     return hashes
+
+
+def _contents(spans: Sequence[Span], start: int, block_size: int) -> bytes:
+    """Returns which contents are in a block that starts there, and where, in a form that no two blocks share."""
+    here = [span for span in spans if span.start < start + block_size and span.stop > start]
+    places = array("q", (number for span in here for number in (span.start - start, span.stop - start)))
+    return places.tobytes() + b"".join(hashlib.sha256(span.digest).digest() for span in here)
+
+
+def _turns(rope_positions: RopePositions, start: int, block_size: int) -> bytes:
+    """Returns the hash of the rotary positions in a block that starts there; empty where they are the tokens' indices.
+
+    It has 32 bytes, and `_contents` a multiple of 48: no two pairs of them make the same bytes.
+    """
+    rows = rope_positions.between(start, start + block_size)
+    if all(row == rows[0] for row in rows):
+        rows = rows[:1]
+    if rows == [list(range(start, start + block_size))]:
+        return b""
+    return hashlib.sha256(array("q", (position for row in rows for position in row))).digest()
 
 
 KEY_NBYTES = 8
 
 
 def keys_of(hashes: Iterable[bytes]) -> bytes:
-    """What others than the cache itself know of blocks by: the beginnings of their hashes, put together."""
+    """Returns the keys that others know blocks by: the beginnings of their hashes, joined."""
     return b"".join(each[:KEY_NBYTES] for each in hashes)
 
 
 def read_keys(keys: bytes) -> array[int]:
-    """The keys as numbers; bytes behind the last whole key are none."""
+    """Returns the keys as numbers; bytes after the last whole key are ignored."""
     numbers = array("Q")
     numbers.frombytes(keys[: len(keys) - len(keys) % KEY_NBYTES])
     return numbers
 
 
 class PrefixIndex:
-    """Hash to block and back; blocks that nobody holds are kept in the order of their last use.
+    """Maps hash to block and back; keeps blocks without a holder in the order of their last use.
 
-    Somebody may `follow` which contents are known.
+    A caller may `follow` the set of known contents.
     """
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._unheld: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._changes: dict[bytes, bool] | None = None  # content -> known now; None: nobody follows
+        self._changes: dict[bytes, bool] | None = None  # content -> known now; None: not followed
 
     @property
     def num_unheld(self) -> int:
         return len(self._unheld)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known prefix."""
+        """Returns the blocks of the longest known prefix."""
         found = []
         for each in hashes:
             block = self._block_of.get(each)
@@ -94,7 +131,7 @@ class PrefixIndex:
         return found
 
     def add(self, block: int, content: bytes) -> None:
-        """The first block with a content keeps it; a second one with the same stays unknown."""
+        """Records a content; the first block with it keeps it, and a second one stays unknown."""
         if content not in self._block_of and block not in self._hash_of:
             self._block_of[content] = block
             self._hash_of[block] = content
@@ -108,15 +145,15 @@ class PrefixIndex:
         return block in self._unheld
 
     def dropped(self, block: int) -> None:
-        """Its last holder let go: it can be evicted, after all that were dropped before."""
+        """Makes a block without holders evictable, after all that were dropped before."""
         self._unheld[block] = None
 
     def held(self, block: int) -> None:
-        """Somebody holds it again."""
+        """Protects a block that is held again."""
         del self._unheld[block]
 
     def evict(self) -> int:
-        """Forgets the least recently used block that nobody holds, and returns it."""
+        """Forgets the least recently used block without a holder, and returns it."""
         block, _ = self._unheld.popitem(last=False)
         content = self._hash_of.pop(block)
         del self._block_of[content]
@@ -125,20 +162,23 @@ class PrefixIndex:
         return block
 
     def follow(self) -> list[bytes]:
-        """Every known content; from now on `changes` tells what becomes of them."""
+        """Returns every known content; from now on `changes` reports changes to them."""
         if self._changes is None:
             self._changes = {}
         return list(self._block_of)
 
     def changes(self) -> dict[bytes, bool]:
-        """Since the last call, contents that are known now (True) or not any more."""
+        """Returns the contents that became known (True) or unknown (False) since the last call."""
         if not self._changes:
             return {}
         changes, self._changes = self._changes, {}
         return changes
 
     def check(self, holders: Sequence[int]) -> None:
-        """Both directions agree, and the unheld are those that nobody holds. Raises AssertionError."""
+        """Checks that both directions agree, and that exactly the blocks without a holder are evictable.
+
+        Raises AssertionError.
+        """
         if {block: content for content, block in self._block_of.items()} != self._hash_of:
             raise AssertionError("hash to block and block to hash differ")
         if set(self._unheld) != {block for block in self._hash_of if holders[block] == 0}:

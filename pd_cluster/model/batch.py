@@ -1,36 +1,61 @@
-"""One step's input to the model, as tensors. Knows nothing of why these tokens were chosen."""
+"""One step's input to the model, as tensors. Knows nothing of how these tokens were chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_cluster.device import Device
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.streams import HostValues
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.streams import HostValues
 from pd_cluster.types import Request
 
 Ints = npt.NDArray[np.int64]
 
 ALIGNMENT = 16  # bytes
-NUM_COLUMNS = 5  # of StepInput.rows
+NUM_COLUMNS = 6  # of StepInput.rows
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
+
+
+class RunnerOutput(NamedTuple):
+    """The result of a step's forward pass, float32; rows are in the order of the step's chunks."""
+
+    logits: torch.Tensor  # [num_samples, vocab_size]
+    hidden_states: torch.Tensor  # [num_hidden_rows, hidden_size], on the host; width 0: the model cannot tell them
+
+
+NO_HIDDEN_STATES = torch.empty(0, 0)
+
+
+@dataclass(slots=True)
+class HiddenRows:
+    """The rows of a batch whose final hidden states are wanted; the model fills in `states`.
+
+    `kept` are these rows and those whose logits are wanted, ascending; the other two tell which of them are which.
+    """
+
+    rows: torch.Tensor  # [num_hidden_rows] int64, ascending
+    kept: torch.Tensor  # [num_kept] int64
+    logits_at: torch.Tensor  # [num_samples] int64
+    hidden_at: torch.Tensor  # [num_hidden_rows] int64
+    states: torch.Tensor | None = None  # [num_hidden_rows, hidden_size], after the final norm, in the model's dtype
 
 
 @dataclass(slots=True)
 class ForwardBatch:
     """All sequences of a step, flattened: sequence i owns rows [query_starts[i], query_starts[i + 1]).
 
-    Its blocks are block_table[table_starts[i] : table_starts[i + 1]]; every one of them is a block of the pool.
+    Its blocks are block_table[table_starts[i] : table_starts[i + 1]]; all of them are blocks of the pool. Rotary
+    positions say nothing of slots, masks and windows, which follow from lengths.
     """
 
     input_ids: torch.Tensor  # [1, num_tokens] int64
-    positions: torch.Tensor  # [1, num_tokens] int64
+    rope_positions: torch.Tensor  # [1, num_tokens] int64, or [3, 1, num_tokens] for M-RoPE
     slot_mapping: torch.Tensor  # [num_tokens] int64: block * block_size + offset
     query_starts: torch.Tensor  # [num_seqs + 1] int32
     context_lens: torch.Tensor  # [num_seqs] int32: tokens in the pool once this step has written
@@ -40,24 +65,25 @@ class ForwardBatch:
     query_lens: Ints  # [num_seqs], on the host
     host_context_lens: Ints  # [num_seqs], the same as `context_lens`
     pool: KVPool
+    hidden: HiddenRows | None = None  # None: no hidden states are wanted
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     layers_written: list[int] = field(default_factory=list)
-    windows: set[int | None] = field(default_factory=set)  # that its layers attended through
-    on_layer: Callable[[int], None] | None = None  # told how many layers' keys and values are in the pool
-    write_and_attend: Callable[..., torch.Tensor] | None = None  # in place of attention/sdpa.py's
-    kernel_state: object = None  # what the kernels keep from layer to layer
-    most_tokens: Ints | None = None  # [num_seqs]: that each one's request may ever have; None: as `host_context_lens`
-    query_factors: torch.Tensor | None = None  # [num_tokens] float32: what queries are multiplied by, after all else
+    windows: set[int | None] = field(default_factory=set)  # the windows that its layers attended through
+    on_layer: Callable[[int], None] | None = None  # receives how many layers' keys and values are in the pool
+    write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
+    kernel_state: object = None  # kept by the kernels from layer to layer
+    most_tokens: Ints | None = None  # [num_seqs]: the limits of their requests; None: as `host_context_lens`
+    query_factors: torch.Tensor | None = None  # [num_tokens] float32: factors of the queries, applied last
     replay_lens: Ints | None = None  # a graph's batch only: the `host_context_lens` of the step that it replays
-    before_replay: Callable[[], None] | None = None  # of a graph's batch: what the kernels must do on the host
-    host_values: Callable[[Ints], HostValues] | None = None  # of a graph's batch: what its kernels are given, by lens
+    before_replay: Callable[[], None] | None = None  # a graph's batch only: the kernels' work on the host
+    host_values: Callable[[Ints], HostValues] | None = None  # a graph's batch only: kernels' host values, by lengths
 
     @property
     def num_tokens(self) -> int:
         return len(self.slot_mapping)
 
     def layer_written(self, layer_idx: int, window: int | None) -> None:
-        """This layer's keys and values are in the pool, to be seen through `window`; loading proves the order."""
+        """Notes that this layer's keys and values are in the pool, seen through `window`; loading proves the order."""
         self.layers_written.append(layer_idx)
         self.windows.add(window)
         if self.on_layer is not None:
@@ -70,20 +96,22 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What every rank must know of a step, as numbers: sequence i computes `rows[i]` of the tokens in order.
+    """The numbers of a step that every rank needs: sequence i computes `rows[i]` of the tokens in order.
 
     `rows`, [num_seqs, NUM_COLUMNS] int64: tokens to compute, tokens computed before, blocks, rows whose logits are
-    wanted, and the most tokens that the request may ever have.
+    wanted, the most tokens that the request may ever have, and rows whose final hidden states are wanted. Wanted rows
+    are counted from the end of the sequence's tokens.
     """
 
     rows: Ints
     input_ids: Ints  # [num_tokens]
     blocks: Ints  # [sum of blocks]
+    rope_positions: Ints | None = None  # [1 or 3, num_tokens]; None: every token's index in its sequence
 
 
 def step_input(chunks: list[tuple[Request, int]], block_size: int) -> StepInput:
-    """Tokens [num_computed, num_computed + n) of every (request, n), n > 0; the last `num_logit_rows` are sampled."""
-    rows: list[tuple[int, int, int, int, int]] = []
+    """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0."""
+    rows: list[tuple[int, ...]] = []
     input_ids: list[int] = []
     blocks: list[int] = []
     for request, num_tokens in chunks:
@@ -92,35 +120,55 @@ def step_input(chunks: list[tuple[Request, int]], block_size: int) -> StepInput:
         num_blocks = -(-stop // block_size)
         blocks += request.block_table[:num_blocks]
         input_ids += request.token_ids(start, stop)
-        rows.append((num_tokens, start, num_blocks, request.num_logit_rows(num_tokens), request.most_tokens))
+        num_logit_rows, num_hidden_rows = request.num_logit_rows(num_tokens), request.num_hidden_rows(num_tokens)
+        rows.append((num_tokens, start, num_blocks, num_logit_rows, request.most_tokens, num_hidden_rows))
     return StepInput(
-        np.array(rows, dtype=np.int64), np.array(input_ids, dtype=np.int64), np.array(blocks, dtype=np.int64)
+        np.array(rows, dtype=np.int64),
+        np.array(input_ids, dtype=np.int64),
+        np.array(blocks, dtype=np.int64),
+        _rope_positions([request for request, _ in chunks], rows),
     )
 
 
 def step_ahead(requests: Sequence[Request], block_size: int) -> StepInput:
-    """One token each, behind the one that is computed now; input ids are not known here, and 0."""
+    """Takes one token each, after the one being computed; input ids are not known here, and 0."""
     starts = [request.num_computed_tokens + 1 for request in requests]
     nums_blocks = [start // block_size + 1 for start in starts]
     blocks = [b for request, count in zip(requests, nums_blocks, strict=True) for b in request.block_table[:count]]
     rows = [
-        (1, start, count, 1, request.most_tokens)
+        (1, start, count, 1, request.most_tokens, 0)
         for request, start, count in zip(requests, starts, nums_blocks, strict=True)
     ]
     return StepInput(
-        np.array(rows, dtype=np.int64), np.zeros(len(rows), dtype=np.int64), np.array(blocks, dtype=np.int64)
+        np.array(rows, dtype=np.int64),
+        np.zeros(len(rows), dtype=np.int64),
+        np.array(blocks, dtype=np.int64),
+        _rope_positions(requests, rows),
     )
 
 
+def _rope_positions(requests: Sequence[Request], rows: Sequence[tuple[int, ...]]) -> Ints | None:
+    """Returns `rope_positions` of a StepInput with these rows; None if no request has its own."""
+    own = [request.rope_positions for request in requests]
+    num_rows = max((len(each.rows) for each in own if each is not None), default=0)
+    if not num_rows:
+        return None
+    parts = []
+    for each, (num_tokens, start, *_) in zip(own, rows, strict=True):
+        positions = [range(start, start + num_tokens)] if each is None else each.between(start, start + num_tokens)
+        parts.append(np.broadcast_to(np.array(positions, dtype=np.int64), (num_rows, num_tokens)))
+    return np.concatenate(parts, axis=1)
+
+
 def build_batch(chunks: list[tuple[Request, int]], pool: KVPool) -> ForwardBatch:
-    """`step_input`, and what follows from it."""
+    """Builds the batch of `step_input`."""
     return batch_of(step_input(chunks, pool.layout.block_size), pool)
 
 
 def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
-    """Raises ValueError when a block table is too short or names a block that the pool does not have."""
+    """Builds a step's tensors. Raises ValueError for a block table that is too short or names an unknown block."""
     block_size, input_ids, block_table = pool.layout.block_size, step.input_ids, step.blocks
-    lens, starts, nums_blocks, counts, most_tokens = step.rows.T  # each [num_seqs]
+    lens, starts, nums_blocks, counts, most_tokens, nums_hidden = step.rows.T  # each [num_seqs]
     query_starts, table_starts = _starts(lens), _starts(nums_blocks)
     pool.check_blocks(block_table, int(table_starts[-1]))
     if len(lens) == len(input_ids):  # one token each
@@ -130,24 +178,43 @@ def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
         first_block = np.repeat(table_starts[:-1], lens)
     block, offset = positions // block_size, positions % block_size
     context_lens = starts + lens
+    rope_positions = positions[None]
+    if (own := step.rope_positions) is not None:
+        rope_positions = own if len(own) == 1 else own[:, None]
+    sample_rows = _last_rows(query_starts, counts)
+    hidden = _hidden_rows(sample_rows, _last_rows(query_starts, nums_hidden)) if nums_hidden.any() else {}
     tensors: dict[str, Any] = on_device(
         {
             "input_ids": input_ids[None],
-            "positions": np.ascontiguousarray(positions[None]),
+            "rope_positions": np.ascontiguousarray(rope_positions),
             "slot_mapping": block_table[first_block + block] * block_size + offset,
-            "sample_rows": _last_rows(query_starts, counts),
+            "sample_rows": sample_rows,
             "query_starts": query_starts.astype(np.int32),
             "context_lens": context_lens.astype(np.int32),
             "block_table": block_table.astype(np.int32),
             "table_starts": table_starts.astype(np.int32),
+            **hidden,
         },
         pool.device,
     )
+    if hidden:
+        tensors["hidden"] = HiddenRows(**{name: tensors.pop(name) for name in hidden})
     return ForwardBatch(**tensors, query_lens=lens, host_context_lens=context_lens, pool=pool, most_tokens=most_tokens)
 
 
+def _hidden_rows(sample_rows: Ints, rows: Ints) -> dict[str, Ints]:
+    """Returns the arrays of HiddenRows."""
+    kept = np.union1d(sample_rows, rows)
+    return {
+        "rows": rows,
+        "kept": kept,
+        "logits_at": np.searchsorted(kept, sample_rows),
+        "hidden_at": np.searchsorted(kept, rows),
+    }
+
+
 def on_device(arrays: Mapping[str, npt.NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:
-    """The arrays as tensors; on an accelerator all of them in one copy, which the host does not wait for."""
+    """Returns the arrays as tensors; on an accelerator in a single copy, which the host does not wait for."""
     if not device.is_accelerator:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     return packed(arrays, lambda host: host.to(device.torch_name, non_blocking=True), pinned=True)
@@ -156,7 +223,7 @@ def on_device(arrays: Mapping[str, npt.NDArray[Any]], device: Device) -> dict[st
 def packed(
     arrays: Mapping[str, npt.NDArray[Any]], copy: Callable[[torch.Tensor], torch.Tensor], pinned: bool
 ) -> dict[str, torch.Tensor]:
-    """Views of what `copy` makes of one tensor of bytes that holds all arrays."""
+    """Packs all arrays into one tensor of bytes and returns views of its `copy`."""
     starts, nbytes = {}, 0
     for name, array in arrays.items():
         starts[name] = nbytes
@@ -173,14 +240,14 @@ def packed(
 
 
 def _starts(lens: Ints) -> Ints:
-    """[n] to [n + 1]: 0 and the running sums."""
+    """Returns 0 and the running sums: [n] to [n + 1]."""
     starts = np.zeros(len(lens) + 1, dtype=np.int64)
     np.cumsum(lens, out=starts[1:])
     return starts
 
 
 def _last_rows(query_starts: Ints, counts: Ints) -> Ints:
-    """Of each sequence in turn, its last `counts` rows."""
+    """Returns the last `counts` rows of each sequence in turn."""
     if counts.max() <= 1:
         return query_starts[1:][counts > 0] - 1
     ends = _starts(counts)

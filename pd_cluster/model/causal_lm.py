@@ -1,4 +1,4 @@
-"""A loaded model as the runner sees it: a ForwardBatch in, logits of its sampled rows out.
+"""The runner's view of a loaded model: a ForwardBatch in, logits of its sampled rows out.
 
 `PlainCausalLM` calls transformers' own forward; `FusedCausalLM` runs the same layers in its own loop. Neither knows
 requests or files.
@@ -12,26 +12,34 @@ from typing import Any, Protocol
 
 import torch
 
-from pd_cluster.model.attention.choice import SDPA, Attention
+from pd_cluster.model.attention_choice import SDPA, Attention
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.linear import Linear
-from pd_cluster.model.ops import Heads, Norm, Ops, Rope
+from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rope
+from pd_cluster.model.layers.rope import LengthRotary, LogN
+from pd_cluster.model.layers.rope_tables import MODELS_ORDER, WHOLE_MODEL, RopeTables
 from pd_cluster.model.parallel.group import Alone, Group
-from pd_cluster.model.rope import LengthRotary, LogN
+from pd_cluster.model.rope_limit import RopeLimit
 
-FORGETFUL = ("StableLmAttention", "NemotronAttention")  # the layers around these do not hand the batch on
+FORGETFUL = ("StableLmAttention", "NemotronAttention")  # the layers around these do not pass the batch on
+
+NO_POSITIONS = RopeLimit(why_not="nothing proves that this model takes them")
 
 
 class CausalLM(Protocol):
     config: Any  # transformers' own
-    kernels: str  # what computes, for the log
-    attention: str  # what attends
+    kernels: str  # the kernels in use, for the log
+    attention: str  # the attention in use
+    rope_limit: RopeLimit  # the rotary positions that requests may bring
+    key_order: str  # of a head's features in the KV pool
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [num_samples, vocab_size] of `batch.sample_rows`; writes the batch's keys and values to its pool.
+        """Returns logits [num_samples, vocab_size] of `batch.sample_rows`; writes keys and values to the batch's pool.
 
-        When it returns on rank 0, every rank has written; on accelerators, when rank 0's device has come so far. On
-        ranks other than 0 the logits are of this rank's part of the vocabulary.
+        Fills in the states of `batch.hidden`, if it is there, on every rank. They remain None if a model has no part
+        without its output layer.
+        When it returns on rank 0, every rank has written; on accelerators, once rank 0's device has reached that point.
+        On ranks other than 0 the logits cover this rank's part of the vocabulary.
         """
 
 
@@ -45,18 +53,23 @@ class PlainCausalLM:
         group: Group | None = None,
         attention: Attention = SDPA,
         logn: LogN | None = None,
+        rope_limit: RopeLimit | None = None,
     ) -> None:
-        """`vocab_size` of the whole model, where this is one rank's share."""
+        """`vocab_size`: the whole model's, if this is one rank's share. `rope_limit` None: no positions but indices."""
         self.config = model.config
         self.attention = attention.name
         self.kernels = f"transformers' modules, attention by {attention.name}"
+        self.key_order = MODELS_ORDER
         self._attend = attention.write_and_attend
         self.model = model
         self._vocab_size = vocab_size or model.config.vocab_size
         self._group = group or Alone()
         self._batch: ForwardBatch | None = None
         self._logn = logn
+        self.rope_limit = rope_limit or NO_POSITIONS
         self._rotaries = [module for module in model.modules() if isinstance(module, LengthRotary)]
+        for module in _below_output_layer(model):
+            module.register_forward_hook(self._keep_hidden)
         for module in model.modules():
             if type(module).__name__ in FORGETFUL:
                 module.register_forward_pre_hook(self._remind, with_kwargs=True)
@@ -69,7 +82,7 @@ class PlainCausalLM:
         try:
             logits: torch.Tensor = self.model(
                 input_ids=batch.input_ids,
-                position_ids=batch.positions,
+                position_ids=batch.rope_positions,
                 use_cache=False,
                 logits_to_keep=batch.sample_rows,
                 forward_batch=batch,
@@ -84,89 +97,127 @@ class PlainCausalLM:
             rotary.batch = batch
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """[…, vocab_size] of the module's own logits, where this is one rank's share."""
+        """Joins the shares of the module's own logits to […, vocab_size]."""
         return self._group.gather(logits)[..., : self._vocab_size]
+
+    def _keep_hidden(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Keeps the wanted rows of what the layers return to the output layer: transformers' `last_hidden_state`."""
+        if self._batch is not None and (hidden := self._batch.hidden) is not None:
+            hidden.states = output[0][0, hidden.rows]
 
     def _remind(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs if self._batch is None else {**kwargs, "forward_batch": self._batch}
 
 
+def _below_output_layer(model: Any) -> list[torch.nn.Module]:
+    """Returns the modules that return `last_hidden_state`, the outermost last; OPT's own calls only the inner one."""
+    base = model.base_model
+    found = [module for module in (base.get_decoder(), base) if module is not model]
+    return found if len(found) < 2 or found[0] is not found[1] else found[:1]
+
+
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer. The two `post_*` norms are Gemma 2's, on what a half adds to the residual stream."""
+    """One decoder layer. The two `post_*` norms are of what each half adds to the residual stream.
+
+    Without `input_norm` and `mlp_norm` the halves read the residual stream as it is. `rope`: the kind of layer whose
+    tables rotate its heads. `spanning` norms parts of the rows of `qkv`, each over all its heads.
+    """
 
     heads: Heads
     qkv: Linear
     output: Linear
     mlp: Callable[[torch.Tensor], torch.Tensor]
-    input_norm: Norm
-    mlp_norm: Norm
+    input_norm: Norm | None = None
+    mlp_norm: Norm | None = None
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
+    rope: str = WHOLE_MODEL
+    spanning: tuple[tuple[slice, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
+    residual_multiplier: float = 1.0  # of what each half adds
 
 
 class FusedCausalLM:
-    """The residual stream x is updated in place; what a half-layer adds to it waits for the next norm."""
+    """Updates the residual stream x in place; the output of a half-layer is added at the next norm."""
 
     def __init__(
         self,
         config: Any,
         ops: Ops,
         embed: Callable[[torch.Tensor], torch.Tensor],
-        rotary: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        ropes: RopeTables,
         layers: list[FusedLayer],
         norm: Norm,
         head: Linear,
         vocab_size: int = 0,
         group: Group | None = None,
     ) -> None:
-        """`vocab_size` of the whole model, where this is one rank's share."""
+        """`vocab_size`: the whole model's, if this is one rank's share."""
         self.config = config
         self._vocab_size = vocab_size or config.vocab_size
         self._group = group or Alone()
         self.ops = ops
         self.attention = ops.attention
+        self.key_order = ropes.key_order
         self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}"
-        self._embed, self._rotary, self._layers, self._norm, self._head = embed, rotary, layers, norm, head
+        self._embed, self._ropes, self._layers, self._norm, self._head = embed, ropes, layers, norm, head
+        self.rope_limit = NO_POSITIONS  # the loader knows better
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
-        if isinstance(self._rotary, LengthRotary):
-            self._rotary.batch = batch
-        cos, sin = self._rotary(x, batch.positions)
-        rope = Rope(cos[0], sin[0])
+        ropes = self._ropes(x, batch)
         delta = None
         for layer in self._layers[:-1]:
-            delta = self._after_attention(layer, x, self._attention(layer, x, delta, rope, batch))
+            delta = self._after_attention(layer, x, self._attention(layer, x, delta, ropes, batch))
         last = self._layers[-1]
-        attended = self._attention(last, x, delta, rope, batch)
-        rows = batch.sample_rows  # nobody reads the other rows of the last layer
+        attended = self._attention(last, x, delta, ropes, batch)
+        hidden = batch.hidden
+        rows = batch.sample_rows if hidden is None else hidden.kept  # the other rows of the last layer are not read
         if len(rows) == 0:
             self._group.sum(x.new_zeros(1))  # when this returns, every rank has written its last layer
             return x.new_empty(0, self._vocab_size)
         if len(rows) < len(x):
             x, attended = x[rows], attended[rows]
         delta = self._after_attention(last, x, attended)
-        logits = self._head(self.ops.add_norm(x, delta, self._norm))
+        x = self.ops.add_norm(x, delta, self._norm)
+        if hidden is not None:
+            hidden.states, x = x[hidden.hidden_at], x[hidden.logits_at]
+            if len(x) == 0:
+                return x.new_empty(0, self._vocab_size)
+        logits = self._head(x)
         if self._final_softcap is not None:
             logits = logits.div_(self._final_softcap).tanh_().mul_(self._final_softcap)
         return self._group.gather(logits)[:, : self._vocab_size]
 
     def _attention(
-        self, layer: FusedLayer, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, batch: ForwardBatch
+        self,
+        layer: FusedLayer,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        ropes: dict[str, Rope],
+        batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Adds what is due to x; returns [num_tokens, num_heads * head_dim]."""
-        ops = self.ops
-        normed = ops.norm(x, layer.input_norm) if delta is None else ops.add_norm(x, delta, layer.input_norm)
-        return ops.attend(layer.heads, layer.qkv(normed), rope, batch)
+        """Adds the pending delta to x; returns [num_tokens, num_heads * head_dim]."""
+        qkv = layer.qkv(self._added(x, delta, layer.input_norm))
+        for part, norm in layer.spanning:
+            qkv[:, part] = norm(qkv[:, part].contiguous())
+        return self.ops.attend(layer.heads, qkv, ropes[layer.rope], batch)
 
     def _after_attention(self, layer: FusedLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Adds the attention's output to x; returns what is due next."""
-        delta = self._group.sum(layer.output(attended))
-        if layer.post_attention_norm is not None:
-            delta = self.ops.norm(delta, layer.post_attention_norm)
-        delta = self._group.sum(layer.mlp(self.ops.add_norm(x, delta, layer.mlp_norm)))
-        if layer.post_mlp_norm is not None:
-            delta = self.ops.norm(delta, layer.post_mlp_norm)
-        return delta
+        """Adds the attention's output to x; returns the next pending delta."""
+        delta = self._delta(layer, layer.output(attended), layer.post_attention_norm)
+        return self._delta(layer, layer.mlp(self._added(x, delta, layer.mlp_norm)), layer.post_mlp_norm)
+
+    def _added(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
+        """Adds the pending delta to x in place; returns x normed."""
+        if norm is None:
+            return x if delta is None else x.add_(delta)
+        return self.ops.norm(x, norm) if delta is None else self.ops.add_norm(x, delta, norm)
+
+    def _delta(self, layer: FusedLayer, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """Returns the addition to the residual stream, from this rank's part of the output of half a layer."""
+        delta = self._group.sum(output)
+        if norm is not None:
+            delta = self.ops.norm(delta, norm)
+        return delta if layer.residual_multiplier == 1.0 else delta.mul_(layer.residual_multiplier)

@@ -1,7 +1,7 @@
-"""From transformers' loaded modules to fused layers: QKV as one linear, gate and up as one, weights packed on CPU.
+"""Fuses transformers' loaded modules into layers: QKV as one linear, gate and up as one, weights packed on CPU.
 
-Known architectures only, by class; what is not recognised stays as it is. Layer by layer, and each plain weight is
-dropped as soon as it is packed, so that memory stays near one copy.
+Handles known architectures only (model/quirks.py); others stay as they are. Works layer by layer and drops each plain
+weight as soon as it is packed, so that memory stays near one copy.
 """
 
 from __future__ import annotations
@@ -9,194 +9,214 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
-from pd_cluster.model.linear import Linear, join, make_linear, packs
-from pd_cluster.model.ops import Activation, Heads, Norm, Ops
-from pd_cluster.model.parallel.layers import Share
+from pd_cluster.model.layers.expert_weight import ExpertWeights, experts_of
+from pd_cluster.model.layers.gated import Activation, GatedMLP, SharedExpert
+from pd_cluster.model.layers.linear import Linear, packs
+from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rows
+from pd_cluster.model.layers.packing import rows_apart
+from pd_cluster.model.layers.rope_tables import RopeTables, qkv_order
+from pd_cluster.model.layers.weight import joined, weight_of
+from pd_cluster.model.parallel.layers import Share, SpanningNorm
+from pd_cluster.model.quirks import ARCHITECTURES, Quirks
 
 log = logging.getLogger(__name__)
-MLP_NBYTES_AT_ONCE = 8 << 20  # of gate and up together
-MLP_LEAST_ROWS = 256  # fewer would read the weights more often than that saves
 
-ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Gemma2")
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def can_fuse(model: torch.nn.Module) -> bool:
-    """Whether the architecture is known, and computes in float32 where it computes on CPU."""
-    known = type(model).__name__ in [f"{name}ForCausalLM" for name in ARCHITECTURES]
-    plain = all(p.dtype == torch.float32 or p.device.type != "cpu" for p in model.parameters())
-    return known and plain and type(model).__module__.startswith("transformers.models.")
+    """Whether the architecture is known, and computes in float32 where it runs on CPU."""
+    quirks = ARCHITECTURES.get(type(model).__name__)
+    if quirks is None or not type(model).__module__.startswith("transformers.models."):
+        return False
+    fits = all(getattr(model.config, name, None) == value for name, value in quirks.only_with.items())
+    return fits and all(p.dtype == torch.float32 or p.device.type != "cpu" for p in model.parameters())
+
+
+def why_not_deterministic(model: Any) -> str:
+    """Returns which part of a model would still be computed by modules whose sums follow the batch; "" if none."""
+    if not can_fuse(model):
+        return f"{type(model).__name__}'s layers are not fused"
+    if any(isinstance(module, SpanningNorm) for module in model.modules()):
+        return f"{type(model).__name__}'s norms of queries and keys span several ranks"
+    name = _activation_name(model.config)
+    if ARCHITECTURES[type(model).__name__].activation is None and name not in ACTIVATIONS:
+        return f"{type(model).__name__}'s activation {name} has no kernel"
+    return ""
 
 
 def fuse(model: Any, ops: Ops, share: Share | None = None) -> FusedCausalLM:
     """Takes the model apart: its linear layers are gone afterwards, and so is the mapping of the files.
 
-    `share`: the model is one rank's share, and has been told so; the fused one does its own sums.
+    `share`: the model is one rank's share, with the share installed; the fused one does its own sums.
     """
     if share is not None:
         share.remove(model)
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    layers = [_fuse_layer(layer, model.config, ops) for layer in _progress(model.model.layers)]
-    head = join([model.lm_head])
+    config, inner = model.config, model.model
+    tied = model.lm_head.weight is inner.embed_tokens.weight
+    quirks = ARCHITECTURES[type(model).__name__]
+    attentions = [layer.self_attn for layer in inner.layers]
+    ropes = RopeTables(
+        inner.rotary_emb,
+        [quirks.rope(attention) for attention in attentions],
+        (attentions[0].head_dim, quirks.pairs_neighbours),
+        inner.embed_tokens.weight[:1],
+        quirks.turn,
+    )
+    layers = [_fuse_layer(layer, config, ops, quirks, ropes.order) for layer in _progress(inner.layers)]
+    head = ops.linear(joined(model.lm_head))
     del model.lm_head
-    embedding = model.model.embed_tokens
-    if packs(embedding.weight):  # else the head's is this one, or one of its own
+    embedding = inner.embed_tokens
+    if packs(embedding.weight):  # otherwise the head uses this weight, or one of its own
         embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
         if tied:
             log.info("tied embeddings: the output layer has a packed copy of the embedding's rows")
+    embed = embedding if share is None else share.embedding(embedding)
     return FusedCausalLM(
-        config=model.config,
+        config=config,
         ops=ops,
-        embed=embedding if share is None else share.embedding(embedding),
-        rotary=model.model.rotary_emb,
+        embed=_multiplied(embed, config.embedding_multiplier) if quirks.multiplies else embed,
+        ropes=ropes,
         layers=layers,
-        norm=_norm(model.model.norm),
-        head=head,
+        norm=_norm(inner.norm, quirks),
+        head=_divided(head, config.logits_scaling) if quirks.multiplies else head,
         vocab_size=0 if share is None else share.plan.vocab_size,
         group=None if share is None else share.group,
     )
 
 
+def _multiplied(embed: Linear, factor: float) -> Linear:
+    return lambda input_ids: embed(input_ids) * factor
+
+
+def _divided(head: Linear, divisor: float) -> Linear:
+    return lambda x: head(x).div_(divisor)
+
+
 def _progress(layers: Any) -> Iterator[Any]:
-    """A bar on a terminal; else one line of log."""
+    """Shows a progress bar on a terminal; otherwise logs one line."""
     on_terminal = sys.stderr.isatty()
     if not on_terminal:
         log.info("packing the weights of %d layers", len(layers))
     yield from transformers_logging.tqdm(layers, desc="Packing weights", unit="layer", disable=not on_terminal)
 
 
-def _fuse_layer(layer: Any, config: Any, ops: Ops) -> FusedLayer:
+def _fuse_layer(layer: Any, config: Any, ops: Ops, quirks: Quirks, order: torch.Tensor | None) -> FusedLayer:
     attention = layer.self_attn
-    qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
-    del attention.q_proj, attention.k_proj, attention.v_proj
-    output = join([attention.o_proj])
-    del attention.o_proj
+    heads = _heads(attention, config, quirks, order)
+    rows = None if order is None else qkv_order(order, heads.num_heads, heads.num_kv_heads)
+    qkv = _joined(ops, attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"), rows=rows)
     fused = FusedLayer(
-        heads=_heads(attention, config),
+        heads=heads,
         qkv=qkv,
-        output=output,
-        mlp=_mlp(layer.mlp, ops),
-        input_norm=_norm(layer.input_layernorm),
-        **_other_norms(layer),
+        output=_joined(ops, attention, ("o_proj",)),
+        mlp=_mlp(layer.mlp, config, ops, quirks),
+        rope=quirks.rope(attention),
+        spanning=_spanning(attention, heads, ops, quirks) if quirks.norms_span_heads else (),
+        residual_multiplier=config.residual_multiplier if quirks.multiplies else 1.0,
+        **{role: _norm(getattr(layer, name), quirks) for role, name in quirks.norms.items()},
     )
     del layer.mlp
     return fused
 
 
-def _heads(attention: Any, config: Any) -> Heads:
-    if type(attention).__name__ in ("MistralAttention", "MixtralAttention"):
-        window = getattr(config, "sliding_window", None)
-    else:
-        window = getattr(attention, "sliding_window", None)
+def _joined(ops: Ops, module: Any, *choices: tuple[str, ...], rows: torch.Tensor | None = None) -> Linear:
+    """Takes the linear layers of the first choice that the module has, joined into one, out of it."""
+    names = next(names for names in choices if hasattr(module, names[0]))
+    found = ops.linear(joined(*(getattr(module, name) for name in names), rows=rows))
+    for name in names:
+        delattr(module, name)
+    return found
+
+
+def _heads(attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | None) -> Heads:
+    norms = {}
+    if hasattr(attention, "q_norm") and not quirks.norms_span_heads:
+        norms = {name: _norm(getattr(attention, name), quirks, order) for name in ("q_norm", "k_norm")}
+    sinks = getattr(attention, "sinks", None)
     return Heads(
         layer_idx=attention.layer_idx,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
         scaling=attention.scaling,
-        sliding_window=window,
-        softcap=getattr(attention, "attn_logit_softcapping", None),
-        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        sliding_window=quirks.window(attention),
+        softcap=attention.attn_logit_softcapping if quirks.caps_scores else None,
+        sinks=None if sinks is None else sinks.detach().clone(),
+        **norms,
     )
 
 
-def _norm(module: Any) -> Norm:
-    if type(module).__name__ == "Gemma2RMSNorm":
-        return Norm(1.0 + module.weight.detach().float(), module.eps)  # in 16 bits the sum would lose the weight
-    return Norm(module.weight.detach().clone(), module.variance_epsilon)
+def _norm(module: Any, quirks: Quirks, order: torch.Tensor | None = None) -> Norm:
+    """`order`: that of a head's features, if they are what is normed."""
+    weight: torch.Tensor = module.weight.detach().clone()
+    if quirks.adds_one:
+        weight = 1.0 + weight.float()  # in 16 bits the sum would lose the weight
+    if quirks.scales_in_float32:
+        weight = weight.float()
+    if order is not None:
+        weight = weight[order.to(weight.device)]
+    return Norm(weight, module.eps if hasattr(module, "eps") else module.variance_epsilon)
 
 
-def _other_norms(layer: Any) -> dict[str, Norm]:
-    """Gemma 2's `post_attention_layernorm` comes after the attention, everybody else's before the MLP."""
-    if hasattr(layer, "pre_feedforward_layernorm"):
-        return {
-            "post_attention_norm": _norm(layer.post_attention_layernorm),
-            "mlp_norm": _norm(layer.pre_feedforward_layernorm),
-            "post_mlp_norm": _norm(layer.post_feedforward_layernorm),
-        }
-    return {"mlp_norm": _norm(layer.post_attention_layernorm)}
+def _spanning(
+    attention: Any, heads: Heads, ops: Ops, quirks: Quirks
+) -> tuple[tuple[slice, Callable[[torch.Tensor], torch.Tensor]], ...]:
+    """Returns the norms of all query heads and of all key heads, each with its part of the rows of QKV."""
+    first_key = heads.num_heads * heads.head_dim
+    parts = (slice(first_key), slice(first_key, first_key + heads.num_kv_heads * heads.head_dim))
+    return tuple(
+        (part, _spanning_norm(module, ops, quirks))
+        for part, module in zip(parts, (attention.q_norm, attention.k_norm), strict=True)
+    )
 
 
-def _mlp(mlp: Any, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[num_rows, hidden_size] to the same shape."""
-    config = getattr(mlp, "config", None) or mlp.experts.config
-    name = getattr(config, "hidden_activation", None) or config.hidden_act
-    activation = ACTIVATIONS.get(name)
+def _spanning_norm(module: Any, ops: Ops, quirks: Quirks) -> Callable[[torch.Tensor], torch.Tensor]:
+    if isinstance(module, SpanningNorm):  # with the other ranks
+        return module
+    norm = _norm(module, quirks)
+    return lambda x: ops.norm(x, norm)
+
+
+def _activation_name(config: Any) -> str:
+    """Returns transformers' name of a config's activation."""
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def _mlp(mlp: Any, config: Any, ops: Ops, quirks: Quirks) -> Rows:
+    """Returns the MLP as a function, [num_rows, hidden_size] to the same shape."""
+    activation = quirks.activation or ACTIVATIONS.get(_activation_name(config))
     if activation is None:  # an activation without a kernel: the module itself, on a batch of one sequence
         return lambda x: mlp(x[None])[0]
-    if hasattr(mlp, "experts"):
-        return _experts(mlp, ops, activation)
-    intermediate_size: int = mlp.gate_proj.out_features
-    gate_up, down = join([mlp.gate_proj, mlp.up_proj]), join([mlp.down_proj])
-    del mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return GatedMLP(gate_up, down, ops, activation, intermediate_size)
+    if not hasattr(mlp, "experts"):
+        return _gated_mlp(mlp, ops, activation)
+    experts = ops.experts(getattr(mlp, quirks.router), _experts(mlp, quirks), activation)
+    if not hasattr(mlp, "shared_expert"):
+        return experts
+    shared = _gated_mlp(mlp.shared_expert, ops, activation)
+    gate = weight_of(mlp.shared_expert_gate).matrix()
+    weigh = rows_apart(gate) if packs(gate) else _joined(ops, mlp, ("shared_expert_gate",))
+    return SharedExpert(experts, shared, weigh)
 
 
-def _experts(block: Any, ops: Ops, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-    """On accelerators such that the host need not know which experts are chosen."""
-    if ops.name == "Triton":
-        from pd_cluster.model.cuda import experts as cuda  # Triton is only where its ops are
-
-        return cuda.GroupedExperts.of_block(block, activation)
-    if ops.name == "NPU":
-        from pd_cluster.model.npu import experts as npu
-
-        return npu.GroupedExperts(block, ops, activation)
-    return Experts(block, ops, activation)
+def _experts(mlp: Any, quirks: Quirks) -> ExpertWeights:
+    """Takes the experts' weights out of a sparse block, gates before ups."""
+    weights = experts_of(mlp.experts)
+    del mlp.experts
+    if not quirks.interleaves_gates:
+        return weights
+    rows = torch.arange(weights.gate_up.out_features)
+    return replace(weights, gate_up=weights.gate_up.reordered(torch.cat((rows[::2], rows[1::2]))))
 
 
-class GatedMLP:
-    """down(activation(gate(x)) * up(x)), for some rows at a time.
-
-    What lies between is a large temporary, and from 32 MiB on glibc maps each of them anew, which takes longer than to
-    compute it.
-    """
-
-    def __init__(self, gate_up: Linear, down: Linear, ops: Ops, activation: Activation, intermediate_size: int) -> None:
-        self._gate_up, self._down, self._ops, self._activation = gate_up, down, ops, activation
-        self._num_rows = max(MLP_LEAST_ROWS, MLP_NBYTES_AT_ONCE // (2 * intermediate_size * 4))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) <= 2 * self._num_rows or not x.is_cpu:  # still below the limit, and faster whole
-            return self._some(x)
-        result = torch.empty_like(x)
-        for start in range(0, len(x), self._num_rows):
-            part = slice(start, start + self._num_rows)
-            result[part] = self._some(x[part])
-        return result
-
-    def _some(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._ops.gate(self._gate_up(x), self._activation))
-
-
-class Experts:
-    """Mixtral's sparse block: each row goes through the `top_k` experts its router likes best."""
-
-    def __init__(self, block: Any, ops: Ops, activation: Activation) -> None:
-        self._ops, self._activation = ops, activation
-        self._router = make_linear(block.gate.weight)  # to [num_rows, num_experts]
-        self._top_k: int = block.gate.top_k
-        gate_up, down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
-        self._experts: list[tuple[Linear, Linear]] = [
-            (make_linear(gate_up[i]), make_linear(down[i])) for i in range(block.gate.num_experts)
-        ]
-        del block.experts
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        probs = self._router(x).softmax(-1)
-        weights, chosen = probs.topk(self._top_k, dim=-1)  # [num_rows, top_k]
-        weights = weights / weights.sum(-1, keepdim=True)
-        result = torch.zeros_like(x)
-        for expert in torch.unique(chosen).tolist():
-            gate_up, down = self._experts[expert]
-            rows, rank = (chosen == expert).nonzero(as_tuple=True)
-            added = down(self._ops.gate(gate_up(x[rows]), self._activation))
-            result.index_add_(0, rows, added.mul_(weights[rows, rank, None]))
-        return result
+def _gated_mlp(mlp: Any, ops: Ops, activation: Activation) -> GatedMLP:
+    intermediate_size: int = mlp.down_proj.in_features
+    gate_up = _joined(ops, mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))
+    return GatedMLP(gate_up, _joined(ops, mlp, ("down_proj",)), ops, activation, intermediate_size)

@@ -1,44 +1,55 @@
-"""Decode steps as graphs: captured once for a padded number of sequences, then replayed on the same buffers.
+"""Runs decode steps as graphs: captured once for a padded number of sequences, then replayed on the same buffers.
 
-A graph is captured when its size is first wanted, so that no start waits for it. Rows of padding have no context, and
-write to the pool's block for padding. Who captures comes from outside: see `streams.capture`.
+Graphs are captured at the start as far as time allows, the others on the first use of their size. All write their
+logits to one buffer, so that each need not keep its own. Rows of padding have no context, and write to the pool's
+padding block. The capturing function comes from outside: see `streams.capture`.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd_cluster.devices.device import is_out_of_memory
+from pd_cluster.devices.streams import Marker, mark
+from pd_cluster.errors import flag_of
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, Ints, StepInput
 from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.streams import Marker, mark
 
 log = logging.getLogger(__name__)
 
 LEAST_BUCKET = 512  # tokens of the longest context that a graph's work is divided for; the next has four times as many
 BUCKET_FACTOR = 4
 SIZE_STEP = 8  # between sizes; below it they are powers of two
+MAX_START_S = 5.0  # after which no further graph is captured at the start
 NUM_STAGES = 2  # of host memory: one is filled while the device reads the other
 
 Run = Callable[[], torch.Tensor]
-Capture = Callable[[Run], Callable[..., torch.Tensor]]  # what the one launches, the other launches again: `Replay`
+Capture = Callable[[Run], Callable[..., torch.Tensor]]  # its result repeats the launches of the first: `Replay`
 
 
-def padded_size(num_seqs: int, most: int) -> int:
-    """1, 2, 4, 8, then multiples of 8; at most `most`."""
-    size = 1 << (num_seqs - 1).bit_length() if num_seqs <= SIZE_STEP else -(-num_seqs // SIZE_STEP) * SIZE_STEP
-    return min(size, most)
+def sizes_of(given: Sequence[int], max_num_seqs: int) -> list[int]:
+    """Returns the numbers of sequences that graphs are for, ascending, at most `max_num_seqs`.
+
+    `given` is `--graph-sizes`: none means 1, 2, 4 and multiples of 8 up to `max_num_seqs`, which is the last; one
+    number means the same up to it; several mean themselves.
+    """
+    if len(given) > 1:
+        return sorted({min(size, max_num_seqs) for size in given})
+    most = min(max_num_seqs, given[0] if given else max_num_seqs)
+    return sorted({size for size in (1, 2, 4, *range(SIZE_STEP, most, SIZE_STEP)) if size < most} | {most})
 
 
 def bucket_of(context_len: int) -> int:
-    """The longest context that is served by the graph that serves this one."""
+    """Returns the longest context that shares a graph with this one."""
     bucket = LEAST_BUCKET
     while bucket < context_len:
         bucket *= BUCKET_FACTOR
@@ -49,7 +60,7 @@ class _Parts(NamedTuple):
     """A step's numbers, side by side in one piece of memory; all but the last have room for the largest step."""
 
     input_ids: slice
-    positions: slice
+    rope_positions: slice
     slots: slice
     context_lens: slice
     table_starts: slice
@@ -57,18 +68,18 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, num_seqs: int, num_blocks: int) -> _Parts:
-        """Counted in int32; the first three are int64."""
+        """Counts in int32; the first three are int64."""
         starts = np.cumsum([0, *[2 * num_seqs] * 3, num_seqs, num_seqs + 1, num_blocks]).tolist()
         return cls(*(slice(start, stop) for start, stop in itertools.pairwise(starts)))
 
 
 class _Graph(NamedTuple):
-    batch: ForwardBatch  # over buffers that each step fills anew
+    batch: ForwardBatch  # over buffers that each step refills
     replay: Callable[..., torch.Tensor]
 
 
 class DecodeGraphs:
-    """`compute` is what the runner's is, for those steps that it can do; it returns None for the others."""
+    """`compute` equals the runner's for the steps that graphs support; it returns None for the others."""
 
     def __init__(
         self,
@@ -79,14 +90,20 @@ class DecodeGraphs:
         capture: Capture,
         max_graphs: int | None = None,
         is_for_any_context: bool = False,
+        sizes: Sequence[int] = (),
+        is_alone: bool = True,
     ) -> None:
-        """`longest`: of the contexts, in tokens. `max_graphs`: what the device has room for.
+        """`longest`: the longest context, in tokens. `max_graphs`: the limit of the device. `sizes`: see `sizes_of`.
 
-        `is_for_any_context`: its work is not divided by its length.
+        `is_for_any_context`: the work of a graph is not divided by its context's length. `is_alone`: no other rank
+        captures the same graphs, so this one may do without.
         """
         self._model, self._pool, self._capture = model, pool, capture
-        self._most, self._longest = max_num_seqs, longest
-        self._max_graphs = max_graphs
+        self._sizes, self._longest = sizes_of(sizes, max_num_seqs), longest
+        max_num_seqs = self._sizes[-1]
+        self._max_graphs, self._is_alone = max_graphs, is_alone
+        self._is_memory_full = False
+        self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         self._least_bucket = bucket_of(longest) if is_for_any_context else LEAST_BUCKET
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(longest))
@@ -106,20 +123,40 @@ class DecodeGraphs:
 
     @property
     def _is_full(self) -> bool:
-        return self._max_graphs is not None and len(self._graphs) >= self._max_graphs
+        return self._is_memory_full or (self._max_graphs is not None and len(self._graphs) >= self._max_graphs)
+
+    def prepare(self, has_time: Callable[[], bool]) -> None:
+        """Captures graphs before they are wanted, while there is time: short contexts first, then large sizes first.
+
+        Small graphs then use the memory of large ones. The steps write to the pool's first blocks, which must be free.
+        A device that holds fewer graphs than there are sizes captures those that are wanted.
+        """
+        buckets = [self._least_bucket]
+        while buckets[-1] < self._longest:
+            buckets.append(buckets[-1] * BUCKET_FACTOR)
+        keys = [(size, bucket) for bucket in buckets for size in reversed(self._sizes)]
+        if self._max_graphs is not None and self._max_graphs < len(keys):
+            return
+        for size, bucket in keys:
+            if self._is_full or not has_time():
+                break
+            step = _one_token_each(min(size, self._pool.num_blocks))
+            self._put(step, size)
+            self._add(size, bucket, _padded(step.rows[:, 1] + 1, size))
+        log.info("captured %d of %d decode graphs at the start", self.num_captured, len(keys))
 
     def compute(self, step: StepInput, input_ids: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Logits [num_seqs, vocab_size], which the next call overwrites.
+        """Returns logits [num_seqs, vocab_size], which the next call overwrites.
 
-        `input_ids` [num_seqs] int64, on the device, take the place of the step's own.
+        `input_ids` [num_seqs] int64, on the device, replace the step's own.
         """
         num_seqs = len(step.rows)
-        if num_seqs > self._most or (step.rows[:, [0, 3]] != 1).any():
+        if num_seqs > self._sizes[-1] or (step.rows[:, [0, 3]] != 1).any() or step.rows[:, 5].any():
             return None
         context_len = int(step.rows[:, 1].max()) + 1
-        if context_len > self._longest:
+        if context_len > self._longest or not _has_one_row(step.rope_positions):
             return None
-        size = padded_size(num_seqs, self._most)
+        size = self._sizes[bisect_left(self._sizes, num_seqs)]
         key = size, max(self._least_bucket, bucket_of(context_len))
         if key not in self._graphs and self._is_full:
             return None
@@ -127,9 +164,9 @@ class DecodeGraphs:
         if input_ids is not None:
             self._of(self._parts.input_ids, num_seqs, torch.int64).copy_(input_ids)
         lens = _padded(step.rows[:, 1] + 1, size)
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(key) or self._add(*key, lens)
         if graph is None:
-            graph = self._graphs[key] = self._captured(*key, lens)
+            return None
         graph.batch.replay_lens = lens
         if graph.batch.before_replay is not None:
             graph.batch.before_replay()
@@ -137,16 +174,35 @@ class DecodeGraphs:
             return graph.replay(graph.batch.host_values(lens))[:num_seqs]
         return graph.replay()[:num_seqs]
 
-    def _captured(self, size: int, context_len: int, lens: Ints) -> _Graph:
-        """`lens`: of the step that is in the buffers, with which it is captured."""
+    def _add(self, size: int, context_len: int, lens: Ints) -> _Graph | None:
+        """Captures a graph for the step in the buffers, whose lengths are `lens`; None: there is no memory for it."""
         batch = self._batch(size, context_len)
         batch.replay_lens = lens
         if len(self._graphs) + 1 == self._max_graphs:
             log.warning("decode steps of further sizes run eagerly: the device holds %d graphs", self._max_graphs)
-        return _Graph(batch, self._capture(lambda: self._model(batch)))
+        try:
+            replay = self._capture(lambda: self._kept(self._model(batch)))
+        except RuntimeError as error:
+            if not self._is_alone or not is_out_of_memory(error):
+                raise
+            self._is_memory_full = True
+            log.warning(
+                "decode steps of further sizes run eagerly: no memory is left after %d graphs; a lower %s or fewer %s "
+                "leave some",
+                *(self.num_captured, flag_of("gpu_memory_utilization"), flag_of("graph_sizes")),
+            )
+            return None
+        graph = self._graphs[size, context_len] = _Graph(batch, replay)
+        return graph
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copies logits to the buffer that all graphs share: each graph would keep the memory of its own."""
+        if self._logits is None:  # in the run before the first capture, so outside of the graphs' memory
+            self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
 
     def _put(self, step: StepInput, size: int) -> None:
-        """The step's numbers, and those of rows of padding, to the device in one copy."""
+        """Copies the step's numbers, and those of rows of padding, to the device in one copy."""
         num_seqs, block_size = len(step.rows), self._pool.layout.block_size
         _, starts, nums_blocks, *_ = step.rows.T
         table_starts = np.zeros(size + 1, dtype=np.int64)
@@ -155,7 +211,7 @@ class DecodeGraphs:
         self._pool.check_blocks(step.blocks, int(table_starts[-1]))
         slots = (
             self._pool.num_blocks * block_size + np.arange(size) % block_size
-        )  # each its own: some kernels want that
+        )  # all different: some kernels require that
         slots[:num_seqs] = step.blocks[table_starts[:num_seqs] + starts // block_size] * block_size
         slots[:num_seqs] += starts % block_size
         self._copied[self._turn].wait()
@@ -164,7 +220,7 @@ class DecodeGraphs:
         parts = self._parts
         for part, numbers in (
             (parts.input_ids, _padded(step.input_ids, size)),
-            (parts.positions, _padded(starts, size)),
+            (parts.rope_positions, _padded(starts if step.rope_positions is None else step.rope_positions[0], size)),
             (parts.slots, slots),
         ):
             host[part][: 2 * size] = numbers.view(np.int32)
@@ -177,11 +233,11 @@ class DecodeGraphs:
         self._turn = (self._turn + 1) % NUM_STAGES
 
     def _batch(self, size: int, context_len: int) -> ForwardBatch:
-        """Over the buffers, as long as they live; its work is divided for contexts of that length."""
+        """Returns a batch over the buffers, valid while they live; its work is divided for contexts of that length."""
         parts = self._parts
         return ForwardBatch(
             input_ids=self._of(parts.input_ids, size, torch.int64)[None],
-            positions=self._of(parts.positions, size, torch.int64)[None],
+            rope_positions=self._of(parts.rope_positions, size, torch.int64)[None],
             slot_mapping=self._of(parts.slots, size, torch.int64),
             sample_rows=self._rows[:size],
             query_starts=self._query_starts[: size + 1],
@@ -197,8 +253,19 @@ class DecodeGraphs:
         return self._there[part].view(dtype)[:length]
 
 
+def _has_one_row(rope_positions: Ints | None) -> bool:
+    """Whether all rows are equal, as they are behind a prompt: the buffers hold one position per sequence."""
+    return rope_positions is None or bool((rope_positions == rope_positions[0]).all())
+
+
 def _padded(numbers: Ints, size: int) -> Ints:
-    """[size] int64: zeros behind."""
+    """Pads with zeros to [size] int64."""
     found = np.zeros(size, dtype=np.int64)
     found[: len(numbers)] = numbers
     return found
+
+
+def _one_token_each(num_seqs: int) -> StepInput:
+    """Returns a step of first tokens, each in a block of its own."""
+    rows = np.tile(np.array([1, 0, 1, 1, 1, 0], dtype=np.int64), (num_seqs, 1))
+    return StepInput(rows, np.zeros(num_seqs, dtype=np.int64), np.arange(num_seqs, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""InternLM's and InternLM2's weights as a Llama's: other names, and one matrix taken apart."""
+"""Converts InternLM's and InternLM2's weights to a Llama's: other names, and one matrix split."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from pd_cluster.checkpoints.internlm import llama_names
 from pd_cluster.errors import ModelError
-from pd_cluster.internlm import llama_names
-from pd_cluster.model.parallel.plan import WHOLE, Plan
+from pd_cluster.model.parallel.plan import WHOLE, ParallelPlan
 from pd_cluster.model.parallel.shard import take, weight_files
 
 
 def read_as_llama(
-    folder: Path, config: dict[str, Any], plan: Plan | None = None, rank: int = 0
+    folder: Path, config: dict[str, Any], plan: ParallelPlan | None = None, rank: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Maps Llama's names to weights, of all or of a rank's shares. `config`: as Llama has it. Raises ModelError."""
+    """Maps Llama's names to all weights or a rank's shares. `config`: in Llama's form. Raises ModelError."""
     weights: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         try:
@@ -37,9 +37,9 @@ def read_as_llama(
 
 
 def apart(packed: torch.Tensor, config: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of [(num_heads + 2 * num_kv_heads) * head_dim, …], which has group after group.
+    """Splits [(num_heads + 2 * num_kv_heads) * head_dim, …], stored by groups, into queries, keys and values.
 
-    A group is a KV head's: the queries that share it, its key, its value.
+    Each KV head has a group: the queries that share it, its key, its value.
     """
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads

@@ -1,13 +1,13 @@
 """Imports only the part of transformers that rank processes on a CPU need; a user's own program keeps the whole.
 
-Three things are left out, half of the time of all imports together:
+Three things are left out, which together take half of the time of all imports:
 
-- The packages `transformers` and `transformers.models` read a part of each of their thousands of files, to know which
-  module has which name. Rank processes ask for modules by their paths; packages that they put there load the list
-  when somebody asks for a name that is no module.
-- Its own ways to share a model (DTensor, FSDP) and its losses, as they are with a torch that was built without
+- The packages `transformers` and `transformers.models` read a part of each of their thousands of files, to learn which
+  module has which name. Rank processes import modules by their paths; their substitute packages load the list
+  on access to a name that is not a module.
+- Its own ways to share a model (DTensor, FSDP) and its losses, as with a torch that was built without
   torch.distributed and where there is no scipy: ranks are sharded by `model/parallel`, and train nothing.
-- torch's compiler, which transformers imports to mark functions for it. Ranks compile nothing; should somebody ask for
+- torch's compiler, which transformers imports to mark functions for it. Ranks compile nothing; on access to
   more than the marks, it is imported.
 """
 
@@ -32,7 +32,7 @@ def _unmarked(function: Any = None, *_: object, **__: object) -> Any:
 
 
 class _ByName(types.ModuleType):
-    """A package that runs its own `__init__` when it is asked for a name that is none of its modules."""
+    """A package that runs its own `__init__` on access to a name that is not one of its modules."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__" and self.__name__ == "transformers":
@@ -50,7 +50,7 @@ class _ByName(types.ModuleType):
 
 
 def make_light() -> None:
-    """Before transformers is imported; afterwards nothing changes."""
+    """Installs the light packages, before transformers is imported; afterwards it has no effect."""
     if any(name in sys.modules for name in (*PACKAGES, COMPILER)):
         return
     import torch  # noqa: F401
@@ -58,7 +58,7 @@ def make_light() -> None:
     for name in (*PACKAGES, COMPILER):
         spec = importlib.util.find_spec(name)
         if spec is None:
-            return  # whoever imports it will say so
+            return  # the import will report it
         package = importlib.util.module_from_spec(spec)
         package.__class__ = _ByName
         sys.modules[name] = package

@@ -1,24 +1,29 @@
-"""How much memory the largest step takes on an accelerator: by running one, before the KV pool has its own."""
+"""Measures the memory of the largest step on an accelerator by running one before the KV pool is allocated."""
 
 from __future__ import annotations
 
 import torch
 
-from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device, peak_nbytes, reset_peak, synchronize
-from pd_cluster.errors import ConfigError
+from pd_cluster.devices.device import Device, peak_nbytes, reserved_nbytes, reset_peak, synchronize
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.cuda.plan import most_splits
+from pd_cluster.types import Order, Request, Sampling
 
 
-def peak_of_a_step(model: CausalLM, layout: KVLayout, config: EngineConfig, max_model_len: int, device: Device) -> int:
-    """Bytes that weights and the largest step take at once; 0 on CPU. Raises ConfigError when they are too many."""
+def peak_of_a_step(
+    model: CausalLM, layout: KVLayout, num_tokens: int, num_seqs: int, max_model_len: int, device: Device
+) -> int:
+    """Returns the bytes that weights and the largest step take together; 0 on CPU. Raises ConfigError if too many.
+
+    The step has `num_tokens` and up to `num_seqs` sequences.
+    """
     if not device.is_accelerator:
         return 0
-    chunks = largest_step(config.max_num_batched_tokens, config.max_num_seqs, max_model_len, layout)
+    chunks = largest_step(num_tokens, num_seqs, max_model_len, layout)
     num_blocks = sum(len(request.block_table) for request, _ in chunks)
     pool = KVPool(layout, num_blocks, device)
     reset_peak(device)
@@ -28,20 +33,50 @@ def peak_of_a_step(model: CausalLM, layout: KVLayout, config: EngineConfig, max_
         synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"--max-num-batched-tokens {config.max_num_batched_tokens}: a step of so many tokens does not fit "
-            f"{device.torch_name} beside the weights; give fewer, or more devices"
+            f"{called('max_num_batched_tokens')} {num_tokens}: a step of so many tokens does not "
+            f"fit {device.torch_name} beside the weights; give fewer, or more devices"
         ) from error
     del logits
     return max(0, peak_nbytes(device) - layout.block_nbytes * (num_blocks + NUM_EXTRA_BLOCKS))
 
 
+def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device) -> int:
+    """Returns the bytes that graphs of up to `num_seqs` sequences take: the largest one's, which all share, and logits.
+
+    A graph's intermediate results lie in memory of its own, which other steps cannot use meanwhile. The driver's part
+    of each graph is not in it; `sizing.UNSEEN_NBYTES` is for that. Raises ConfigError if there is no room.
+    """
+    chunks = largest_step(num_seqs, num_seqs, 1, layout)
+    pool = KVPool(layout, num_seqs, device)
+    held = reserved_nbytes(device)
+    reset_peak(device)
+    try:
+        with torch.inference_mode():
+            logits = model(build_batch(chunks, pool))
+        synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{called('max_num_seqs')}: decode graphs of {num_seqs} sequences do not fit {device.torch_name}; give "
+            f"fewer, smaller {called('graph_sizes')}, or {called('enforce_eager')}"
+        ) from error
+    return max(0, peak_nbytes(device) - held) + logits.nbytes
+
+
+def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, max_model_len: int) -> int:
+    """Returns the bytes that the splits of the largest decode step take; graphs hold them beside the peak."""
+    if model.attention != "Triton":
+        return 0
+    num_heads: int = model.config.num_attention_heads  # this rank's: its config is that of its share
+    return 4 * num_seqs * num_heads * most_splits(max_model_len) * (layout.head_dim + 1)
+
+
 def largest_step(num_tokens: int, num_seqs: int, max_model_len: int, layout: KVLayout) -> list[tuple[Request, int]]:
-    """Prompts that fill a step, as many as may run, and all of which are sampled."""
+    """Returns prompts that fill a step: as many as may run, all of them sampled."""
     num_seqs = max(1, min(num_seqs, num_tokens))
     lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
     chunks, first = [], 0
     for i, length in enumerate(min(length, max_model_len) for length in lens):
         blocks = list(range(first, first + layout.num_blocks_for(length)))
         first += len(blocks)
-        chunks.append((Request(f"profile {i}", [0] * length, SamplingParams(), block_table=blocks), length))
+        chunks.append((Request(f"profile {i}", Order([0] * length, Sampling()), block_table=blocks), length))
     return chunks

@@ -1,7 +1,7 @@
-"""What must be true of a loaded model before it serves: every layer uses the pool, and the numbers are the model's own.
+"""Proves a loaded model before it serves: every layer uses the pool, and the numbers are the model's own.
 
-transformers gives many architectures the registered attention function, but not all of them use it, and some tell it
-less than their own mask says. A model of that kind would answer, and wrongly; here it is refused.
+transformers gives many architectures the registered attention function, but not all of them use it, and some pass it
+less than their own mask contains. Such a model would answer wrongly; here it is refused.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import Order, Request, Sampling
 
 NUM_TOKENS = 12  # of each of two sequences
 STEPS = ((5, 7), (6, 4), (1, 1))  # tokens of the two in each step
 BLOCK_SIZE = 4
 BLOCK_TABLES = ([4, 1, 3], [0, 5, 2])
-WINDOW = 3  # stands in for a longer one, which so few tokens would not reach
+WINDOW = 3  # replaces a longer one, which so few tokens would not reach
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # relative; float32 differs by about 1e-6
 # The share of the rows of logits that may differ by more: in 16 bits a router can choose another expert, which changes
-# all that follows. What has no past, or a wrong one, has at least half its rows wrong.
+# everything after it. A model with no past, or a wrong one, has at least half its rows wrong.
 SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25}
 
 
@@ -37,7 +37,7 @@ def prove(model: CausalLM, pool: KVPool) -> int | None:
     Returns the sliding window that all layers have; None when one of them sees everything, or they differ.
     """
     windows = prove_every_layer_writes(model, pool)
-    if isinstance(model, PlainCausalLM):  # fused layers were compared with this when they were made
+    if isinstance(model, PlainCausalLM):  # fused layers were compared with this at their creation
         prove_same_logits(model, pool)
     return windows.pop() if len(windows) == 1 else None
 
@@ -47,7 +47,7 @@ def prove_every_layer_writes(model: CausalLM, pool: KVPool) -> set[int | None]:
 
     Uses the padding block.
     """
-    probe = Request("probe", [0, 0], SamplingParams(), block_table=[pool.num_blocks])
+    probe = Request("probe", Order([0, 0], Sampling()), block_table=[pool.num_blocks])
     if pool.layout.block_size < 2:
         probe.prompt_token_ids = [0]
     batch = build_batch([(probe, probe.num_tokens)], pool)
@@ -63,9 +63,9 @@ def prove_every_layer_writes(model: CausalLM, pool: KVPool) -> set[int | None]:
 
 
 def prove_same_logits(model: PlainCausalLM, pool: KVPool) -> None:
-    """Raises ModelError unless two prompts, in chunks through a small pool, give what transformers alone computes.
+    """Raises ModelError unless two prompts, in chunks through a small pool, give the logits of transformers alone.
 
-    A row's mean says nothing and is left out.
+    A row's mean carries no information and is left out.
     """
     layout = replace(pool.layout, block_size=BLOCK_SIZE)
     token_ids = probe_token_ids(model.config.vocab_size)
@@ -86,7 +86,7 @@ def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor
 def check_same(
     actual: torch.Tensor, expected: torch.Tensor, model: PlainCausalLM, dtype: str, where: str = "with paged attention"
 ) -> None:
-    """Raises ModelError unless rows of logits [..., vocab_size] are the same, as far as the dtype lets them be."""
+    """Raises ModelError unless rows of logits [..., vocab_size] are the same, within the limits of the dtype."""
     check_finite(expected, _name(model), dtype)
     expected, actual = _centred(expected), _centred(actual)
     errors = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).flatten().sort().values  # of each row
@@ -99,7 +99,7 @@ def check_same(
 
 
 def check_finite(logits: torch.Tensor, model: str, dtype: str) -> None:
-    """Raises ModelError for what no choice of kernels could mend."""
+    """Raises ModelError for logits that are not finite, which no choice of kernels could fix."""
     if not logits.isfinite().all():
         raise ModelError(
             f"{model}: the model's logits in {dtype} are not all numbers: its weights have NaN or infinities, or "
@@ -113,20 +113,20 @@ def _centred(logits: torch.Tensor) -> torch.Tensor:
 
 
 def probe_token_ids(vocab_size: int, num_tokens: int = 2 * NUM_TOKENS) -> torch.Tensor:
-    """[2, num_tokens / 2], all over the vocabulary."""
+    """Returns ids [2, num_tokens / 2] from all over the vocabulary."""
     return (torch.arange(num_tokens) * 7919 % vocab_size).view(2, -1)
 
 
 def _in_chunks(model: PlainCausalLM, pool: KVPool, token_ids: list[list[int]]) -> torch.Tensor:
-    """Logits [2, NUM_TOKENS, vocab_size]."""
+    """Computes logits [2, NUM_TOKENS, vocab_size] in chunks."""
     requests = [
-        Request(f"probe {i}", ids, SamplingParams(), block_table=table)
+        Request(f"probe {i}", Order(ids, Sampling()), block_table=table)
         for i, (ids, table) in enumerate(zip(token_ids, BLOCK_TABLES, strict=True))
     ]
     rows: list[list[torch.Tensor]] = [[], []]
     for step in STEPS:
         batch = build_batch(list(zip(requests, step, strict=True)), pool)
-        batch.sample_rows = torch.arange(batch.num_tokens, device=batch.positions.device)
+        batch.sample_rows = torch.arange(batch.num_tokens, device=batch.slot_mapping.device)
         for i, part in enumerate(torch.split(model(batch), list(step))):
             rows[i].append(part)
             requests[i].num_computed_tokens += step[i]
@@ -135,7 +135,7 @@ def _in_chunks(model: PlainCausalLM, pool: KVPool, token_ids: list[list[int]]) -
 
 @contextmanager
 def refusal(model: CausalLM) -> Iterator[None]:
-    """What an unknown architecture's own code makes of the registered attention is a refusal, not a crash."""
+    """Turns errors in an unknown architecture's own code into refusals instead of crashes."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -146,7 +146,7 @@ def refusal(model: CausalLM) -> Iterator[None]:
 
 @contextmanager
 def _short_windows(model: torch.nn.Module) -> Iterator[None]:
-    """Every sliding window is WINDOW: the config's, which transformers' masks use, and the modules' own."""
+    """Sets every sliding window to WINDOW: the config's, which transformers' masks use, and the modules' own."""
     owners: list[Any] = [*model.modules(), *_configs(model)]
     windows = [(owner, w) for owner in owners if isinstance(w := getattr(owner, "sliding_window", None), int)]
     try:
@@ -160,7 +160,7 @@ def _short_windows(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _eager(model: torch.nn.Module) -> Iterator[None]:
-    """transformers' own attention and masks."""
+    """Uses transformers' own attention and masks."""
     configs = _configs(model)
     try:
         for config in configs:
@@ -172,7 +172,7 @@ def _eager(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
-    """Of the model and its modules, each once."""
+    """Returns the configs of the model and its modules, each once."""
     found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     return list(found.values())
 

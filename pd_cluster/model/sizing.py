@@ -1,41 +1,57 @@
-"""How many blocks the KV pool and the swap space have: as asked for, or as the memory allows."""
+"""Determines a step's tokens and the blocks of the KV pool and the swap space: as configured, or by the memory."""
 
 from __future__ import annotations
 
-from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device, available_nbytes, memory, reserved_nbytes
-from pd_cluster.errors import ConfigError
+import logging
+
+from pd_cluster.devices.device import Device, available_nbytes, memory, reserved_nbytes
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS
+from pd_cluster.settings.engine import EngineConfig
 
+log = logging.getLogger(__name__)
+
+STEP_TOKENS, LARGE_STEP_TOKENS = 2048, 8192  # defaults; the help text of the setting names them
 DEFAULT_KV_CACHE_NBYTES = 1 << 30
 GIB = 1 << 30
-MAX_NPU_ELEMENTS = (1 << 31) - 1  # of one layer's keys or values
 DEFAULT_UTILIZATION = 0.9  # of an accelerator
 UNSEEN_NBYTES = 1 << 30  # of an accelerator: the driver's context, libraries' workspaces, graphs
+
+
+def num_step_tokens(config: EngineConfig, device: Device) -> int:
+    """Returns the most tokens of a step; the default follows from the device's kind and its memory."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    least = device.traits.large_nbytes
+    is_large = least > 0 and memory(device).total >= least
+    found = LARGE_STEP_TOKENS if is_large else STEP_TOKENS
+    log.info("steps of at most %d tokens, the default for %s", found, device.torch_name)
+    return found
 
 
 def num_pool_blocks(
     config: EngineConfig, layout: KVLayout, max_model_len: int, device: Device, peak_nbytes: int = 0
 ) -> int:
-    """Called when the weights are loaded. At least one request of max_model_len fits; raises ConfigError if not.
+    """Returns the pool's blocks, once the weights are loaded. Raises ConfigError unless one of max_model_len fits.
 
-    `peak_nbytes`: what the weights and the largest step take of an accelerator.
+    `peak_nbytes`: the memory that the weights and the largest step take on an accelerator.
     """
     per_request = layout.num_blocks_for(max_model_len)
     if config.num_blocks is not None:
-        num_blocks, flag = config.num_blocks, f"--num-blocks {config.num_blocks}"
+        num_blocks, flag = config.num_blocks, f"{called('num_blocks')} {config.num_blocks}"
     elif config.kv_cache_memory_gib is not None:
         num_blocks = int(config.kv_cache_memory_gib * GIB) // layout.block_nbytes
-        flag = f"--kv-cache-memory {config.kv_cache_memory_gib:g}"
+        flag = f"{called('kv_cache_memory')} {config.kv_cache_memory_gib:g}"
     elif device.is_accelerator:
         share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
         num_blocks = _left_nbytes(device, share, peak_nbytes) // layout.block_nbytes
-        flag = f"--gpu-memory-utilization {share:g}, of which weights and steps take {peak_nbytes / GIB:.1f} GiB"
+        taken = f"of which weights and steps take {peak_nbytes / GIB:.1f} GiB"
+        flag = f"{called('gpu_memory_utilization')} {share:g}, {taken}"
     elif config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization / max(1, config.num_local_ranks)
         num_blocks = int(available_nbytes(device) * share) // layout.block_nbytes
-        flag = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
+        flag = f"{called('gpu_memory_utilization')} {config.gpu_memory_utilization:g}"
     else:
         enough = per_request * config.max_num_seqs
         return max(per_request, min(enough, DEFAULT_KV_CACHE_NBYTES // layout.block_nbytes))
@@ -43,23 +59,27 @@ def num_pool_blocks(
     if num_blocks < per_request:
         raise ConfigError(
             f"{flag}: {num_blocks} blocks of {layout.block_size} tokens cannot hold one request of "
-            f"--max-model-len {max_model_len} ({per_request} blocks); raise the one or lower the other"
+            f"{called('max_model_len')} {max_model_len} ({per_request} blocks); raise the one or lower the other"
         )
     return num_blocks
 
 
 def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_for: bool) -> int:
-    """NPUs count the numbers of one layer's keys in 32 bits."""
-    if device.kind != "npu":
+    """Limits the pool for NPUs, which index the numbers of one layer's keys in 32 bits."""
+    traits = device.traits
+    if not traits.most_plane_numel:
         return num_blocks
-    most = MAX_NPU_ELEMENTS // (layout.block_size * layout.local_kv_heads * layout.k_head_dim) - NUM_EXTRA_BLOCKS
+    widest = max(plane.width for plane in layout.planes)
+    most = traits.most_plane_numel // (layout.block_size * layout.local_kv_heads * widest) - NUM_EXTRA_BLOCKS
     if num_blocks > most and is_asked_for:
-        raise ConfigError(f"--num-blocks {num_blocks}: an NPU takes at most {most} of this model's blocks")
+        raise ConfigError(
+            f"{called('num_blocks')} {num_blocks}: {traits.noun} takes at most {most} of this model's blocks"
+        )
     return min(num_blocks, most)
 
 
 def _left_nbytes(device: Device, share: float, peak_nbytes: int) -> int:
-    """This process's share of an accelerator without what else it needs; no more than nobody has."""
+    """Returns this process's share of an accelerator, less its other needs, and no more than is free."""
     of_a_step = max(0, peak_nbytes - reserved_nbytes(device))
     known = memory(device)
     return max(0, min(int(known.total * share) - peak_nbytes, known.free - of_a_step) - UNSEEN_NBYTES)

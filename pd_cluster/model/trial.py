@@ -1,7 +1,7 @@
-"""The further proof of a model whose type is not listed and is served because --try-unlisted names it.
+"""The further proof of a model of an unlisted type, which is served because --try-unlisted names it.
 
-No test compares such a type with transformers, so loading it checks more: its whole config, what packing makes of its
-modules, and sequences just longer than each length beyond which it computes in another way. Knows no other types.
+No test compares such a type with transformers, so loading it checks more: its whole config, the effect of packing on
+its modules, and sequences just longer than each length beyond which it computes in another way. Knows no other types.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from pd_cluster.architectures import thresholds, why_not_by_fields
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.device import Device
-from pd_cluster.errors import ModelError
+from pd_cluster.checkpoints.architectures import thresholds, why_not_by_fields
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
+from pd_cluster.errors import ModelError, called
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import PlainCausalLM
-from pd_cluster.model.packing import pack_modules
+from pd_cluster.model.layers.packing import pack_modules
+from pd_cluster.model.layers.rope import LengthRotary
 from pd_cluster.model.proof import check_same, own_logits, probe_token_ids, refusal
-from pd_cluster.model.rope import LengthRotary
-from pd_cluster.numerics import Rope
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.numerics import RopeScaling
+from pd_cluster.types import Order, Request, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -34,25 +34,28 @@ NUM_BEFORE = 4  # tokens before it whose logits are compared, too
 COMPANY = 12  # tokens of another sequence in the same steps
 MOST_FLOP = {"cpu": 5e12}  # of all these sequences together: about a minute on few cores
 MOST_FLOP_ELSEWHERE = 2e15
-NOTHING_MORE = SamplingParams(max_tokens=0)  # positions may depend on the most tokens that a request may get
-MOST_SCORES_NBYTES = 2 << 30  # that a layer of transformers' own attention holds at once
+NOTHING_MORE = Sampling(max_tokens=0)  # positions may depend on the most tokens that a request may get
+MOST_SCORES_NBYTES = 2 << 30  # held at once by a layer of transformers' own attention
 
 
 @contextmanager
 def trial(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turns every failure of a type that is not listed into a ModelError that says so; leaves listed types alone."""
+    """Turns every failure of an unlisted type into a ModelError that says so; leaves listed types alone."""
     try:
         yield
     except ModelError as error:
         if not checkpoint.is_unproven:
             raise
-        raise ModelError(f"--try-unlisted {checkpoint.model_type}: the proof at load failed: {error}") from error
+        raise ModelError(f"{_asked(checkpoint)}: the proof at load failed: {error.text}") from error
     except (TypeError, AttributeError, RuntimeError, LookupError, ValueError, AssertionError) as error:
         if not checkpoint.is_unproven:
             raise
-        raise ModelError(
-            f"--try-unlisted {checkpoint.model_type}: the proof at load failed: {type(error).__name__}: {error}"
-        ) from error
+        what = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{_asked(checkpoint)}: the proof at load failed: {what}") from error
+
+
+def _asked(checkpoint: Checkpoint) -> str:
+    return f"{called('try_unlisted')} {checkpoint.model_type}"
 
 
 def check_fields(model: Any) -> None:
@@ -64,7 +67,7 @@ def check_fields(model: Any) -> None:
 def prove_packing(model: PlainCausalLM, device: Device, dtype: str) -> int:
     """Packs the model's modules and returns how many. Raises ModelError if that changes its logits.
 
-    The proof that follows runs packed modules on both sides, and so would not notice.
+    The later proof runs packed modules on both sides, and so would not detect it.
     """
     token_ids = probe_token_ids(model.config.vocab_size).to(device.torch_name)
     with torch.inference_mode(), refusal(model):
@@ -82,7 +85,7 @@ class Lengths:
     skipped: dict[int, str]
 
     @classmethod
-    def of(cls, config: Any, num_weights: int, max_model_len: int, device: str, rope: Rope) -> Lengths:
+    def of(cls, config: Any, num_weights: int, max_model_len: int, device: str, rope: RopeScaling) -> Lengths:
         """Leaves out lengths that no sequence exceeds. `num_weights` is the model's number of parameters."""
         found = thresholds(config.to_dict())
         if rope.kind:
@@ -99,8 +102,8 @@ class Lengths:
         return cls(proven, skipped)
 
 
-def prove_lengths(model: PlainCausalLM, pool: KVPool, max_model_len: int, num_weights: int, rope: Rope) -> None:
-    """Raises ModelError unless sequences just beyond each length give, in chunks, what transformers alone computes."""
+def prove_lengths(model: PlainCausalLM, pool: KVPool, max_model_len: int, num_weights: int, rope: RopeScaling) -> None:
+    """Raises ModelError unless sequences just beyond each length give, in chunks, the logits of transformers alone."""
     lengths = Lengths.of(model.config, num_weights, max_model_len, pool.device.kind, rope)
     for length, name in lengths.proven.items():
         num_tokens = min(length + NUM_BEYOND, max_model_len)
@@ -123,8 +126,8 @@ def _prove_length(model: PlainCausalLM, pool: KVPool, num_tokens: int, first: in
     blocks = list(reversed(range(sum(num_blocks))))
     ids = probe_token_ids(model.config.vocab_size, 2 * num_tokens)
     requests = [
-        Request("long", ids[0].tolist(), NOTHING_MORE, block_table=blocks[: num_blocks[0]]),
-        Request("short", ids[1, :COMPANY].tolist(), NOTHING_MORE, block_table=blocks[num_blocks[0] :]),
+        Request("long", Order(ids[0].tolist(), NOTHING_MORE), block_table=blocks[: num_blocks[0]]),
+        Request("short", Order(ids[1, :COMPANY].tolist(), NOTHING_MORE), block_table=blocks[num_blocks[0] :]),
     ]
     half = num_tokens // 2
     steps = [(half, 5), (num_tokens - half - 3, 4), (1, 1), (1, 1), (1, 1)]
@@ -141,7 +144,7 @@ def _prove_length(model: PlainCausalLM, pool: KVPool, num_tokens: int, first: in
 
 @contextmanager
 def _own_positions(model: PlainCausalLM) -> Iterator[None]:
-    """Lets transformers decide what positions mean, by the longest sequence of the pass."""
+    """Lets transformers interpret positions by the longest sequence of the pass."""
     rotaries = [module for module in model.model.modules() if isinstance(module, LengthRotary)]
     try:
         for rotary in rotaries:
@@ -171,7 +174,7 @@ def _in_chunks(
             counts.append(num_tokens - skipped)
             at += num_tokens
             request.num_computed_tokens += num_tokens
-        batch.sample_rows = torch.tensor(rows, device=batch.positions.device)
+        batch.sample_rows = torch.tensor(rows, device=batch.slot_mapping.device)
         for part, logits in zip(parts, torch.split(model(batch), counts), strict=True):
             part.append(logits)
     return [torch.cat(part) for part in parts]

@@ -1,6 +1,6 @@
 """A request's life, from an Ask to a RequestOutput. Runs on the service's event loop.
 
-Nothing that happens to one request is raised: it is told in its output, and the others are whole.
+A request's failure is never raised: its output reports it, and the others are not affected.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.generation import Generation
-from pd_cluster.api.logprobs import LogprobsFormat
-from pd_cluster.api.merge import together
-from pd_cluster.api.messages import ChoiceText
-from pd_cluster.api.protocol import CompletionRequest
-from pd_cluster.api.sequence import Piece
-from pd_cluster.api.service import TextService
-from pd_cluster.api.status import status_of
 from pd_cluster.errors import PdClusterError, RequestError
 from pd_cluster.offline.asks import Ask
 from pd_cluster.offline.outputs import (
     CompletionOutput,
+    CompletionOutputs,
     Logprob,
-    Outputs,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
 )
 from pd_cluster.offline.prompts import Known, Prompt
+from pd_cluster.service.answers.logprobs import LogprobsFormat
+from pd_cluster.service.answers.messages import ChoiceText
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.merge import together
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.sequence import Piece
+from pd_cluster.service.service import TextService
+from pd_cluster.service.status import status_of
 from pd_cluster.types import Logprobs
 
 MAX_RUNNING = 512  # requests at a time; more would only wait in the engine
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Arrival:
-    """The same instant by two clocks."""
+class Instant:
+    """One instant by two clocks."""
 
     wall_s: float = field(default_factory=time.time)
     monotonic_s: float = field(default_factory=time.monotonic)
@@ -52,7 +52,7 @@ class Arrival:
 async def answers(
     service: TextService, asks: list[Ask], tell: Callable[[RequestOutput], None] = lambda output: None
 ) -> list[RequestOutput]:
-    """In the order of the asks; `tell` hears of each as it ends."""
+    """Returns the outputs in the order of the asks; `tell` receives each as it ends."""
     found: dict[int, RequestOutput] = {}
     waiting, batch = iter(enumerate(asks)), uuid4().hex
 
@@ -70,38 +70,38 @@ async def answers(
 
 
 async def answer(service: TextService, ask: Ask, batch: str = "") -> RequestOutput:
-    arrival, generation = Arrival(), None
+    arrival, generation = Instant(), None
     try:
         generation = await _begun(service, ask)
         generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
-        generation.batch = batch
+        generation.amend(batch=batch)
         pieces = await service.complete([generation])
         return _answered(service, ask, generation, pieces, arrival)
-    except Exception as error:  # as the API does it: one request's fault is not the others'
+    except Exception as error:  # as in the API: an error affects only its own request
         if not isinstance(error, PdClusterError):
             log.error("%s: unexpected error", ask.request_id, exc_info=error)
         return _failed(ask, error, generation, arrival)
 
 
 def _answered(
-    service: TextService, ask: Ask, generation: Generation, pieces: list[Piece], arrival: Arrival
+    service: TextService, ask: Ask, generation: Generation, pieces: list[Piece], arrival: Instant
 ) -> RequestOutput:
     return RequestOutput(
         request_id=ask.request_id,
         prompt=_prompt_text(service, ask, generation),
         prompt_token_ids=generation.prompt_token_ids,
-        outputs=Outputs(_output(service, ask, generation, piece) for piece in pieces),
+        outputs=CompletionOutputs(_output(service, ask, generation, piece) for piece in pieces),
         metrics=_metrics(service, ask, arrival),
         num_cached_tokens=generation.prompt.num_cached_tokens if generation.prompt is not None else 0,
         prompt_logprobs=_prompt_logprobs(service, generation),
     )
 
 
-# ---- how it begins
+# ---- the beginning
 
 
 async def _begun(service: TextService, ask: Ask) -> Generation:
-    """An answer that is to be longer than the context has room for ends where that does. Raises PdClusterError."""
+    """Starts a generation, cut to the context's room where more was requested. Raises PdClusterError."""
     request = ask.request
     if ask.most_together is not None:
         short = request.model_copy(update={"max_tokens": 1, "min_tokens": None})
@@ -129,17 +129,17 @@ async def _generation(service: TextService, ask: Ask, request: CompletionRequest
     return await service.completion(request, ask.prompt)
 
 
-# ---- how it ends
+# ---- the end
 
 
-def _failed(ask: Ask, error: Exception, generation: Generation | None, arrival: Arrival) -> RequestOutput:
+def _failed(ask: Ask, error: Exception, generation: Generation | None, arrival: Instant) -> RequestOutput:
     prompt = ask.prompt
     known = generation.prompt_token_ids if generation is not None else prompt if isinstance(prompt, list) else []
     return RequestOutput(
         request_id=ask.request_id,
         prompt=_text_of(prompt),
         prompt_token_ids=known,
-        outputs=Outputs([CompletionOutput(finish_reason="error")]),
+        outputs=CompletionOutputs([CompletionOutput(finish_reason="error")]),
         metrics=RequestMetrics(arrival_time=arrival.wall_s, finished_time=time.time()),
         error_code=status_of(error),
         error_msg=str(error) if isinstance(error, PdClusterError) else f"{type(error).__name__}: {error}",
@@ -153,7 +153,7 @@ def _prompt_text(service: TextService, ask: Ask, generation: Generation) -> str 
 
 
 def _text_of(prompt: Prompt | None) -> str | None:
-    """As it was given."""
+    """Returns the prompt's text as it was given."""
     return prompt.text if isinstance(prompt, Known) else prompt if isinstance(prompt, str) else None
 
 
@@ -194,8 +194,8 @@ def _token_logprobs(
     return [None if each is None else {int(i): Logprob(**value) for i, value in each.items()} for each in shown]
 
 
-def _metrics(service: TextService, ask: Ask, arrival: Arrival) -> RequestMetrics:
-    """What the request's timeline says; of the last 1,000 requests there is one."""
+def _metrics(service: TextService, ask: Ask, arrival: Instant) -> RequestMetrics:
+    """Returns the metrics from the request's timeline, which is kept for the last 1,000 requests."""
     now_s = time.monotonic()
     metrics = RequestMetrics(
         arrival_time=arrival.wall_s,

@@ -1,17 +1,15 @@
-"""From `LLM`'s arguments to an OfflineConfig: those of `pd-cluster serve` by their Python names, judged as there.
+"""From `LLM`'s arguments to an OfflineConfig: those of `pd-cluster serve` by their Python names, validated as there.
 
-Each is honoured, accepted with one warning where it cannot matter, or refused with the reason; one that nobody knows is
-an error with the nearest known name. Starts nothing.
+Each is honoured, accepted with one warning where it cannot matter, or refused with the reason; an unknown one is an
+error with the nearest known name. Starts nothing.
 """
 
 from __future__ import annotations
 
 import difflib
-import inspect
 import json
 import logging
 import os
-import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,62 +17,19 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.config import ChatConfig, EngineConfig
-from pd_cluster.errors import ConfigError
-from pd_cluster.flags import NO_EFFECT, REFUSED, Ignored
+from pd_cluster.errors import ConfigError, flag_of, told
 from pd_cluster.offline.session import OfflineConfig
-from pd_cluster.options import ServeOptions
-from pd_cluster.sampling_defaults import parse_override
+from pd_cluster.settings.flags import NO_EFFECT, REFUSED, Ignored
+from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.settings.requests import Assurances, RequestSettings
+from pd_cluster.settings.setting import Scope
+from pd_cluster.text.given_template import with_source
 
 log = logging.getLogger(__name__)
 
-ALIASES = {
-    "resoning_parser": "reasoning_parser",  # FastDeploy's document writes it so once
-    "num_gpu_blocks_override": "num_blocks",
-    "kv_cache_memory_gib": "kv_cache_memory",
-    "swap_space_gib": "swap_space",
-}
-# Of serve's flags: what holds offline too,
-HONOURED = (
-    *("model", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device"),
-    *("block_size", "num_blocks", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching"),
-    *("enforce_eager", "attention_backend", "max_seq_len_to_capture"),
-    *("revision", "download_dir", "tokenizer", "tokenizer_revision", "skip_tokenizer_init"),
-    *("hf_overrides", "rope_scaling", "rope_theta"),
-    *("try_unlisted", "language_model_only"),
-    *("preemption_mode", "swap_space", "growth_tokens", "seed", "max_logprobs", "guided_decoding_backend"),
-    *("generation_config", "override_generation_config"),
-    *(
-        "chat_template",
-        "allow_control_tokens",
-        "response_role",
-        "tool_call_parser",
-        "enable_auto_tool_choice",
-        "reasoning_parser",
-    ),
-    "enable_reasoning",
-)
-# what is for worker processes,
-WORKERS = (
-    "spawn",
-    *("kv_transport", "kv_port_range", "kv_checksum", "kv_hmac", "kv_wire_dtype", "kv_rate_limit", "link_keepalive"),
-    *("heartbeat_interval", "dead_after", "connect_timeout", "credit_timeout", "transfer_timeout"),
-    *("collective_timeout", "step_timeout", "log_level"),
-)
-# and what is a server's.
-SERVER = (
-    *("host", "port", "served_model_name", "admin_port", "admin_host", "admin_token_file"),
-    *("secret_file", "scheduler_key_file", "derive_secret"),
-    *("auto_role", "request_timeout", "drain_timeout", "max_attempts", "replay_wait", "guided_timeout", "api_workers"),
-    *("max_connections", "max_connections_per_host", "metrics_key", "admin_allowed_hosts"),
-    *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),
-    *("api_key", "api_key_tenant", "shared_prefix_cache", "root_path"),
-    *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-    *("enable_request_id_headers", "disable_fastapi_docs", "trust_request_chat_template"),
-    *("return_tokens_as_token_ids", "require_model", "routing_policy", "scheduling_policy", "slo_ttft", "slo_tpot"),
-)
+MISSPELT = {"resoning_parser": "reasoning_parser"}  # FastDeploy's document misspells it once
 NO_SERVER = Ignored("nothing is served offline")
-# FastDeploy's arguments that are no flags here.
+# FastDeploy's arguments without a flag here.
 OTHERS_WITHOUT_EFFECT = {
     "metrics_port": NO_SERVER,
     "engine_worker_queue_port": NO_SERVER,
@@ -82,7 +37,7 @@ OTHERS_WITHOUT_EFFECT = {
     "data_parallel_size": Ignored("there is one engine", values=("1",)),
     "enable_custom_all_reduce": Ignored("there is no custom all-reduce"),
     "enable_logprob": Ignored("logprobs are there for who asks"),
-    "graph_optimization_config": Ignored("graphs are captured for the sizes in use"),
+    "graph_optimization_config": Ignored("graphs are captured without it; see graph_sizes"),
     "dynamic_load_weight": Ignored("weights are loaded once", values=("0", "False")),
     "long_prefill_token_threshold": Ignored("prefill shares a step's tokens in order of arrival"),
     "max_concurrency": NO_SERVER,
@@ -91,7 +46,7 @@ OTHERS_WITHOUT_EFFECT = {
     "max_waiting_time": NO_SERVER,
     "splitwise_role": Ignored("give prefill= and decode=, the numbers of worker processes", values=("mixed",)),
     "static_decode_blocks": Ignored("a request takes blocks as it needs them"),
-    "use_cudagraph": Ignored("graphs are captured for the sizes in use"),
+    "use_cudagraph": Ignored("graphs are captured without it; see graph_sizes"),
     "use_warmup": Ignored("a model is tried when it is loaded"),
 }
 OTHERS_REFUSED = {
@@ -103,115 +58,90 @@ OTHERS_REFUSED = {
     "kv_cache_ratio": "blocks are not divided between prompts and answers: every request may have any of them",
     "mm_processor_kwargs": "images, audio and video are not supported",
 }
-# The signature's own values, which ask for nothing.
+# The signature's own defaults, which change nothing.
 DEFAULTS = {"gpu_memory_utilization": 0.9, "max_seq_len_to_capture": 8192}
-OBJECTS = ("hf_overrides", "rope_scaling", "override_generation_config")  # dicts, or JSON as on a command line
-MOST_LOGPROBS = 1000  # as for `serve`
+HERE = (Scope.ENGINE, Scope.TEXT)  # the scopes that apply without a server and without worker processes
 
 
 def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> OfflineConfig:
-    """Raises ConfigError and ModelError, which name the argument."""
-    given = dict(given)
-    if given.get("max_context_len_to_capture") is not None:
-        given["max_seq_len_to_capture"] = given.pop("max_context_len_to_capture")
-    arguments = {ALIASES.get(name, name): value for name, value in given.items()}
-    arguments["model"] = os.fspath(arguments["model"])
-    if arguments.get("tokenizer"):
-        arguments["tokenizer"] = os.fspath(arguments["tokenizer"])
-    for name in OBJECTS:
-        if isinstance(arguments.get(name), Mapping):
-            arguments[name] = _json(name, arguments[name])
-    arguments = {name: value for name, value in arguments.items() if value not in (None, DEFAULTS.get(name))}
+    """Reads the arguments. Raises ConfigError and ModelError, which name the argument."""
+    if "model" in given and given["model"] is None:
+        raise ConfigError("model None: expected a folder, or the name of a hub's model")
+    arguments = _by_setting(given)
     num_ranks = arguments.get("tensor_parallel_size", 1)
     if isinstance(num_ranks, int) and num_ranks > 1 and not prefill and not decode:
-        prefill = decode = 1  # several ranks are several processes
+        prefill = decode = 1  # several ranks need several processes
         log.warning(
             "tensor_parallel_size=%d: a prefill and a decode instance of %d ranks each, both with all the weights "
             "(prefill=1, decode=1)",
             num_ranks,
             num_ranks,
         )
-    defaults = _serve_defaults()
     honoured, flags = {}, []
     for name, value in arguments.items():
-        if name in HONOURED:
-            honoured[name] = value
-        elif name in WORKERS and prefill:
-            flags += _as_flag(name, value)
-        elif name in WORKERS or name in SERVER:
-            why = "the engine runs in this process (prefill, decode)" if name in WORKERS else NO_SERVER.why
-            if value != defaults[name]:
-                log.warning("%s has no effect: %s", name, why)
-        else:
+        each = settings().get(name)
+        if each is None:
             _judge(name, value)
-    options = defaults | honoured
+        elif each.setting.scope in HERE:
+            honoured[name] = value
+        elif each.setting.scope is Scope.WORKERS and prefill:
+            flags += [part for flag in each.flags(value) for part in flag]
+        elif value != each.default:
+            is_workers = each.setting.scope is Scope.WORKERS
+            why = "the engine runs in this process (prefill, decode)" if is_workers else NO_SERVER.why
+            log.warning("%s has no effect: %s", name, why)
     with in_python_names():
-        engine, chat = _settings(options)
-        override = parse_override(options["override_generation_config"])
-    return OfflineConfig(
-        engine=engine,
-        chat=chat,
-        prefill=prefill,
-        decode=decode,
-        max_logprobs=options["max_logprobs"],
-        # A server limits answers by the file's max_new_tokens; who asks here by himself means what he asks.
-        sampling_override={"max_new_tokens": None, **override},
-        arguments=tuple(flags),
-    )
+        options = ServeOptions.typed(honoured)
+        options.read(Assurances)
+        answers = options.read(RequestSettings)
+        return OfflineConfig(
+            engine=options.engine(),
+            chat=msgspec.structs.replace(with_source(options.chat()), trusts_request_templates=True),
+            prefill=prefill,
+            decode=decode,
+            max_logprobs=answers.max_logprobs,
+            # A server limits answers by the file's max_new_tokens; an offline caller's own limit applies here.
+            sampling_override={"max_new_tokens": None, **answers.sampling_override},
+            arguments=tuple(flags),
+        )
+
+
+def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the given arguments other than defaults, by the settings' own names, in the types of a command line."""
+    aliases = MISSPELT | {alias: each.name for each in settings().values() for alias in each.names[1:]}
+    found: dict[str, Any] = {}
+    for name in sorted(given, key=aliases.__contains__):  # the name overrides its alias
+        if given[name] is not None:
+            found[aliases.get(name, name)] = given[name]
+    for name, value in found.items():
+        each = settings().get(name)
+        if isinstance(value, os.PathLike):
+            found[name] = os.fspath(value)
+        elif each is not None and each.takes_mappings and isinstance(value, Mapping):
+            found[name] = _json(name, value)
+    return {name: value for name, value in found.items() if value != DEFAULTS.get(name)}
 
 
 @contextmanager
 def in_python_names() -> Iterator[None]:
-    """Errors of code that both modes have name flags: here they name arguments."""
+    """Makes errors of code shared with the command line name arguments instead of flags."""
     try:
         yield
     except ConfigError as error:
-        raise type(error)(_in_python(str(error))) from None
-
-
-def _settings(options: dict[str, Any]) -> tuple[EngineConfig, ChatConfig]:
-    from pd_cluster.api.guide_fields import BACKENDS
-
-    try:
-        serve = msgspec.convert(options, ServeOptions)
-    except msgspec.ValidationError as error:
-        what, _, name = str(error).rpartition(" - at `$.")
-        name = name.rstrip("`").partition("[")[0]
-        raise ConfigError(f"{name} {reprlib.repr(options.get(name))}: {what[:1].lower()}{what[1:]}") from None
-    if serve.guided_decoding_backend not in BACKENDS:
-        raise ConfigError(
-            f"guided_decoding_backend {serve.guided_decoding_backend!r}: expected one of {', '.join(BACKENDS)}"
-        )
-    if not 0 <= serve.max_logprobs <= MOST_LOGPROBS:
-        raise ConfigError(f"max_logprobs {serve.max_logprobs}: must be in 0 to {MOST_LOGPROBS}")
-    return serve.engine(), msgspec.structs.replace(serve.chat(), trusts_request_templates=True)
+        raise error.named(str) from None
 
 
 def _json(name: str, value: Mapping[str, Any]) -> str:
-    """Raises ConfigError."""
+    """Encodes a mapping. Raises ConfigError."""
     try:
         return json.dumps(dict(value))
     except (TypeError, ValueError):
         raise ConfigError(f"{name} {reprlib.repr(value)}: expected a mapping as JSON has them, or JSON") from None
 
 
-def _serve_defaults() -> dict[str, Any]:
-    """The signature of `pd-cluster serve` is where they are written."""
-    from pd_cluster.cli import serve
-
-    return {name: each.default for name, each in inspect.signature(serve).parameters.items() if name != "context"}
-
-
-def _as_flag(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{flag[2:]}"]
-    return [] if value is None else [flag, str(value)]
-
-
 def _judge(name: str, value: Any) -> None:
-    """An argument that is none of serve's flags. Raises ConfigError."""
-    flag = f"--{name.replace('_', '-')}"
+    """Checks an argument that is not a flag of serve. Raises ConfigError."""
+    flag = flag_of(name)
     without_effect = NO_EFFECT.get(flag) or OTHERS_WITHOUT_EFFECT.get(name)
     refused = REFUSED.get(flag) or OTHERS_REFUSED.get(name)
     if without_effect is not None:
@@ -219,21 +149,17 @@ def _judge(name: str, value: Any) -> None:
             if str(value) not in without_effect.values:
                 raise ConfigError(f"{name} {value!r}: not supported ({without_effect.why}); leave it out")
         elif value is not False:
-            log.warning("%s has no effect: %s", name, without_effect.why)
+            log.warning("%s has no effect: %s", name, told(without_effect.why, str))
     elif refused is not None:
         if value and str(value).lower() != "none":
-            raise ConfigError(f"{name} {reprlib.repr(value)}: {_in_python(refused)}; leave it out")
+            raise ConfigError(f"{name} {reprlib.repr(value)}: {told(refused, str)}; leave it out")
     else:
         raise ConfigError(_unknown(name))
 
 
-def _in_python(text: str) -> str:
-    return re.sub(r"--([a-z][a-z0-9-]+)", lambda flag: flag[1].replace("-", "_"), text)
-
-
 def _unknown(name: str) -> str:
     published = [flag[2:].replace("-", "_") for flag in (*NO_EFFECT, *REFUSED)]
-    own = ("prefill", "decode", "max_context_len_to_capture")
-    known = [*HONOURED, *WORKERS, *SERVER, *ALIASES, *OTHERS_WITHOUT_EFFECT, *OTHERS_REFUSED, *published, *own]
+    ours = [name for each in settings().values() for name in each.names]
+    known = [*ours, *MISSPELT, *OTHERS_WITHOUT_EFFECT, *OTHERS_REFUSED, *published, "prefill", "decode"]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"{name}: unknown argument{f'; did you mean {near[0]}?' if near else '; docs/flags.md has those of serve'}"

@@ -1,7 +1,7 @@
-"""From prompts or conversations and their parameters to the API's own requests, all of them before any work.
+"""From prompts or conversations and their parameters to the API's own requests, all before any work.
 
-What is wrong with a request whatever the model is, is raised here, in the API's words. What only the model and its
-limits tell is found out when a request begins (answers.py).
+Errors that do not depend on the model are raised here, in the API's words. Errors that depend on the model and its
+limits are found when a request begins (answers.py).
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.parse import checked
-from pd_cluster.api.protocol import CompletionRequest
-from pd_cluster.api.tool_fields import tools_of
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.prompts import Prompt
 from pd_cluster.offline.sampling import SamplingParams, plain
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.parse import checked
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.schema.tool_fields import tools_of
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """`prompt` is None for a conversation. `most_together`: tokens of prompt and output, where these are limited."""
+    """`prompt` is None for a conversation. `most_together`: the limit of prompt and output tokens, if any."""
 
     request_id: str
     request: CompletionRequest | ChatCompletionRequest
     prompt: Prompt | None
     most_together: int | None = None
     shows_text: bool = True
-    allows_control_tokens: bool | None = None  # of a conversation; None for what the service was made with
+    allows_control_tokens: bool | None = None  # of a conversation; None for the service's own setting
 
 
 def asks_for_prompts(
@@ -41,15 +41,9 @@ def asks_for_prompts(
     new_seed: Callable[[], int],
     has_text: bool = True,
 ) -> list[Ask]:
-    """`guided` goes with each of them. Raises RequestError."""
-    if not has_text:
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                raise RequestError(
-                    "prompts: text, with skip_tokenizer_init; give prompt_token_ids, or leave skip_tokenizer_init out",
-                    param="prompts",
-                )
-    parsed: dict[int, CompletionRequest] = {}  # id of parameters -> what they mean: many prompts have the same
+    """Makes an ask for each prompt. `guided` applies to each of them. Raises RequestError."""
+    check_have_text(prompts, has_text)
+    parsed: dict[int, CompletionRequest] = {}  # id of parameters -> the parsed request: many prompts share parameters
     asks = []
     for prompt, each in zip(prompts, params, strict=True):
         request = parsed.get(id(each))
@@ -63,6 +57,15 @@ def asks_for_prompts(
     return asks
 
 
+def check_have_text(prompts: list[Prompt], has_text: bool) -> None:
+    """Raises RequestError for a text where there is no tokenizer."""
+    if not has_text and any(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError(
+            "prompts: text, with skip_tokenizer_init; give prompt_token_ids, or leave skip_tokenizer_init out",
+            param="prompts",
+        )
+
+
 def asks_for_chats(
     conversations: list[list[dict[str, Any]]],
     params: list[SamplingParams],
@@ -71,7 +74,7 @@ def asks_for_chats(
     has_tool_parser: bool,
     allows_control_tokens: bool | None = None,
 ) -> list[Ask]:
-    """`template`: the other fields of a chat, the same for all. Raises RequestError."""
+    """Makes an ask for each conversation. `template`: a chat's other fields, the same for all. Raises RequestError."""
     shared = {name: plain(name, value) for name, value in template.items() if value is not None}
     asks = []
     for messages, each in zip(conversations, params, strict=True):
@@ -90,7 +93,7 @@ def asks_for_chats(
 
 
 def _for_chat(fields: dict[str, Any]) -> dict[str, Any]:
-    """A chat's `logprobs` is a switch beside their number. What the number may be is a completion's to say."""
+    """Converts `logprobs` to chat's switch and number, after a completion's validation of the number."""
     checked({"prompt": "", **fields}, CompletionRequest)
     if (number := fields.pop("logprobs", None)) is not None:
         fields |= {"logprobs": True, "top_logprobs": number}
@@ -108,7 +111,7 @@ def _with_guide(fields: dict[str, Any], guided: dict[str, Any]) -> dict[str, Any
 
 
 def _check_numbers(request: CompletionRequest | ChatCompletionRequest) -> None:
-    """What the service finds out too, when work on other prompts has begun."""
+    """Checks what the service would refuse only after work on other prompts has begun."""
     most, least = request.max_tokens, request.min_tokens or 0
     if most is not None and most < 1:
         raise RequestError(f"max_tokens: {most}; must be at least 1", param="max_tokens")

@@ -10,34 +10,34 @@ from uuid import uuid4
 
 import msgspec
 
-from pd_cluster.api.answers import Answer
-from pd_cluster.api.chat_answer import ChatAnswer
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.completion_answer import CompletionAnswer
-from pd_cluster.api.error_answers import error_response
-from pd_cluster.api.parse import parse
-from pd_cluster.api.protocol import CompletionRequest, GenerationRequest
-from pd_cluster.api.service import TextService
 from pd_cluster.errors import InstanceLost, PdClusterError, RequestError, Unavailable
-from pd_cluster.offline.batch_lines import CHAT_URL, Entry, error_of, line_of
+from pd_cluster.offline.batch_lines import CHAT_URL, BatchEntry, error_of, line_of
+from pd_cluster.service.answers.answers import Answer
+from pd_cluster.service.answers.chat_answer import ChatAnswer
+from pd_cluster.service.answers.completion_answer import CompletionAnswer
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
+from pd_cluster.service.service import TextService
+from pd_cluster.service.status import error_body, status_of
 
 log = logging.getLogger(__name__)
 
-MAX_NBYTES = 256 << 20  # of lines that are being worked at, so that huge ones come one after the other
+MAX_NBYTES = 256 << 20  # of lines being processed, so that huge ones follow one another
 NUM_TRIES = 60  # to have a request's guide checked, while those of others are
 
 
 @dataclass(slots=True)
 class Counts:
-    """Of this run."""
+    """The counts of this run."""
 
     num_done: int = 0
-    num_failed: int = 0  # of these, with another status than 200
+    num_failed: int = 0  # of these, with a status other than 200
     num_output_tokens: int = 0
 
 
 class Batch:
-    """`write` gets each answer's line, in the order in which they are ready; what it raises ends the batch."""
+    """`write` receives each answer's line, in the order in which they are ready; its exceptions end the batch."""
 
     def __init__(self, service: TextService, write: Callable[[bytes], None], concurrency: int) -> None:
         self._service = service
@@ -46,10 +46,10 @@ class Batch:
         self._name = uuid4().hex
         self.counts = Counts()
 
-    async def run(self, entries: Iterator[Entry]) -> None:
-        """Reads on only when there is room. Raises Unavailable or InstanceLost when nobody is left to answer.
+    async def run(self, entries: Iterator[BatchEntry]) -> None:
+        """Reads on only when there is room. Raises Unavailable or InstanceLost when no instance is left to answer.
 
-        Cancelled or failed, it leaves requests without an answer, and none with half of one.
+        If it is cancelled or fails, some requests have no answer, but none has part of one.
         """
         running: dict[asyncio.Task[None], int] = {}
         try:
@@ -65,7 +65,7 @@ class Batch:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _serve(self, entry: Entry) -> None:
+    async def _serve(self, entry: BatchEntry) -> None:
         if entry.error is not None:
             self._done(error_of(entry, entry.error), 0, is_error=True)
             return
@@ -73,11 +73,10 @@ class Batch:
             answer, body = await self._answer(entry)
         except (Unavailable, InstanceLost):
             raise
-        except Exception as error:  # as the API does it: one request's fault is not the others'
-            response = error_response(error)
+        except Exception as error:  # as in the API: an error affects only its own request
             if not isinstance(error, PdClusterError):
                 log.error("line %d, custom_id %r: %s", entry.number, entry.custom_id, error, exc_info=error)
-            self._done(line_of(entry, response.status_code, bytes(response.body)), 0, is_error=True)
+            self._done(line_of(entry, status_of(error), msgspec.json.encode(error_body(error))), 0, is_error=True)
             return
         num_tokens = sum(each.usage["completion_tokens"] for each in answer.generations)
         self._done(line_of(entry, 200, body), num_tokens, is_error=False)
@@ -88,11 +87,12 @@ class Batch:
         self.counts.num_failed += is_error
         self.counts.num_output_tokens += num_tokens
 
-    async def _answer(self, entry: Entry) -> tuple[Answer, bytes]:
-        """With its body. Raises RequestError and the like."""
+    async def _answer(self, entry: BatchEntry) -> tuple[Answer, bytes]:
+        """Returns an answer and its body. Raises RequestError and the like."""
         answer = await self._begun(entry)
         for generation in answer.generations:
-            generation.client_id, generation.batch = answer.id, self._name
+            generation.client_id = answer.id
+            generation.amend(batch=self._name)
         pieces = await self._service.complete(answer.generations)
 
         def encoded() -> bytes:
@@ -100,11 +100,11 @@ class Batch:
 
         return answer, await asyncio.to_thread(encoded) if answer.is_large else encoded()
 
-    async def _begun(self, entry: Entry) -> Answer:
+    async def _begun(self, entry: BatchEntry) -> Answer:
         for at in range(NUM_TRIES):
             try:
                 return await (self._chat(entry.body) if entry.url == CHAT_URL else self._completion(entry.body))
-            except Unavailable as error:  # a server's client would come back, too
+            except Unavailable as error:  # a server's client would retry, too
                 if at == NUM_TRIES - 1:
                     raise
                 await asyncio.sleep(error.retry_after_s)
@@ -129,10 +129,10 @@ def _check_whole(request: GenerationRequest) -> None:
 
 
 async def _wait_for_one(running: dict[asyncio.Task[None], int]) -> None:
-    """Raises what it raised."""
+    """Waits until a task has ended. Raises its exception."""
     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         del running[task]
-    for error in [task.exception() for task in done]:  # all are looked at, else asyncio complains of the others
+    for error in [task.exception() for task in done]:  # retrieves all exceptions, otherwise asyncio complains
         if error is not None:
             raise error

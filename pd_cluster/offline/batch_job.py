@@ -1,7 +1,4 @@
-"""One run of `run-batch`: opens its files, leaves out what is answered, has an engine do the rest, says how it ended.
-
-Messages go to stderr; stdout may be the output.
-"""
+"""One run of `run-batch`: opens its files, skips answered requests, has an engine do the rest, reports the result."""
 
 from __future__ import annotations
 
@@ -22,31 +19,40 @@ from typing import BinaryIO, NamedTuple
 
 from pd_cluster.errors import ConfigError, InstanceLost, PdClusterError, Unavailable
 from pd_cluster.offline.batch import Batch
-from pd_cluster.offline.batch_lines import Answered, Entry, Output, OutputFailed, Plan, answered_in, entries_of, plan
+from pd_cluster.offline.batch_lines import (
+    Answered,
+    BatchEntry,
+    BatchPlan,
+    Output,
+    OutputFailed,
+    answered_in,
+    entries_of,
+    plan,
+)
 from pd_cluster.offline.batch_progress import shown
 from pd_cluster.offline.session import Offline, OfflineConfig
 
 STANDARD = "-"
 SYNC_EVERY_S = 1.0
-INTERRUPTED = 130  # exit code, as shells have it for Ctrl-C
+INTERRUPTED = 130  # exit code, as in shells after Ctrl-C
 
 
 class Target(NamedTuple):
-    """`file` is there when it can be read, so that another run can go on with it."""
+    """`file` is set when it can be read, so that another run can continue with it."""
 
     fd: int
     file: BinaryIO | None
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchJob:
     source: str
     target: str
     config: OfflineConfig
     concurrency: int
 
     def run(self) -> int:
-        """The exit code. Raises ConfigError before anything is computed, PdClusterError when the engine has ended."""
+        """Returns the exit code. Raises ConfigError before any work, PdClusterError when the engine has ended."""
         started_s = time.monotonic()
         with opened_source(self.source) as source, opened_target(self.target) as target:
             if target.file is not None and os.path.sameopenfile(source.fileno(), target.fd):
@@ -61,7 +67,9 @@ class Job:
             left = (entry for entry in entries() if entry.key not in answered.keys)
             return self._answer(left, found, Output(target.fd), started_s, target.file is not None)
 
-    def _answer(self, left: Iterator[Entry], found: Plan, output: Output, started_s: float, resumes: bool) -> int:
+    def _answer(
+        self, left: Iterator[BatchEntry], found: BatchPlan, output: Output, started_s: float, resumes: bool
+    ) -> int:
         batch: Batch | None = None
         try:
             if found.num_left:
@@ -76,12 +84,12 @@ class Job:
         _say(self._summary(batch, found, time.monotonic() - started_s))
         return 0
 
-    def _so_far(self, batch: Batch | None, found: Plan, resumes: bool) -> str:
+    def _so_far(self, batch: Batch | None, found: BatchPlan, resumes: bool) -> str:
         num_done = found.num_lines - found.num_left + (batch.counts.num_done if batch is not None else 0)
         way_on = "the same command goes on there" if resumes else "an output file would let another run go on there"
         return f"{num_done:,} of {found.num_lines:,} requests have their answers in {self.target}; {way_on}"
 
-    def _summary(self, batch: Batch | None, found: Plan, took_s: float) -> str:
+    def _summary(self, batch: Batch | None, found: BatchPlan, took_s: float) -> str:
         if batch is None:
             return f"nothing to do; {found.num_lines:,} requests, all answered in {self.target}"
         counts = batch.counts
@@ -91,19 +99,19 @@ class Job:
         )
 
 
-async def _shown(batch: Batch, left: Iterator[Entry], total: int, output: Output) -> None:
+async def _shown(batch: Batch, left: Iterator[BatchEntry], total: int, output: Output) -> None:
     async with shown(batch.counts, total), _synced(output):
         await batch.run(left)
 
 
 @contextlib.asynccontextmanager
 async def _synced(output: Output) -> AsyncIterator[None]:
-    """A power cut takes back the answers of the last moments at most, and of none that are there at the end."""
+    """Syncs regularly, so that a power cut loses only the last moments' answers, and none after the end."""
 
     async def sync() -> None:
         while True:
             await asyncio.sleep(SYNC_EVERY_S)
-            await asyncio.to_thread(output.sync)  # what it raises, the next line's write raises too
+            await asyncio.to_thread(output.sync)  # its exceptions are also raised by the next write
 
     syncing = asyncio.create_task(sync())
     try:
@@ -120,7 +128,7 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def opened_source(name: str) -> Iterator[BinaryIO]:
-    """It is read twice, so that a pipe is copied to a temporary file first. Raises ConfigError."""
+    """Opens the input. It is read twice, so a pipe is copied to a temporary file first. Raises ConfigError."""
     _check_local("-i", name)
     with contextlib.ExitStack() as stack:
         try:
@@ -136,7 +144,7 @@ def opened_source(name: str) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def opened_target(name: str) -> Iterator[Target]:
-    """Raises ConfigError, also when another run has it."""
+    """Opens the output. Raises ConfigError, also when another run has it."""
     _check_local("-o", name)
     if name == STANDARD:
         yield Target(sys.stdout.fileno(), None)
@@ -159,8 +167,8 @@ def opened_target(name: str) -> Iterator[Target]:
 
 
 def _sync_folder_of(name: str) -> None:
-    """So that a power cut leaves the file itself, too."""
-    with contextlib.suppress(OSError):  # some systems cannot
+    """Syncs the folder, so that a power cut does not lose the file itself."""
+    with contextlib.suppress(OSError):  # some systems do not support it
         fd = os.open(Path(name).absolute().parent, os.O_RDONLY)
         try:
             os.fsync(fd)

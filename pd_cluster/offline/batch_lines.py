@@ -1,7 +1,7 @@
 """The lines of a batch: requests in, answers out, and which requests have been answered already.
 
-The format is OpenAI's batch format, one JSON object a line. Of the input only 16 bytes a line are remembered (which
-Python makes about 100). Knows nothing of engines or of what is in an answer.
+The format is OpenAI's batch format, one JSON object per line. Only 16 bytes per input line are remembered (about 100 as
+a Python object). Knows nothing of engines or of an answer's contents.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from pd_cluster.api.error_answers import error_body
-from pd_cluster.api.http import MAX_BODY_NBYTES, BodyTooLarge
 from pd_cluster.errors import ConfigError, PdClusterError, RequestError
+from pd_cluster.service.status import MAX_BODY_NBYTES, BodyTooLarge, error_body
 
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT_URL, COMPLETIONS_URL)
-MAX_LINE_NBYTES = MAX_BODY_NBYTES + (64 << 10)  # a body and what is around it
+MAX_LINE_NBYTES = MAX_BODY_NBYTES + (64 << 10)  # a body and its envelope
 MAX_ID_NUM_CHARS = 1024
 ID_PREFIX = "batch_req_"
 FIRST_BYTES = b'{"id":"' + ID_PREFIX.encode()  # of every line that is written here
-NOT_ON_DISK = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # what fsync says of pipes and the like
+NOT_ON_DISK = (errno.EINVAL, errno.EROFS, errno.ENOTSUP)  # errors of fsync for pipes and the like
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -39,11 +38,11 @@ class WrongMethod(RequestError):
 
 
 class OutputFailed(PdClusterError):
-    """A disk that is full, a pipe that nobody reads any more."""
+    """The disk is full, or nobody reads the pipe any more."""
 
 
-class Entry(NamedTuple):
-    """A line of the input. One that cannot be a request has its error; without a custom_id its number must do."""
+class BatchEntry(NamedTuple):
+    """A line of the input. An invalid request has its error; without a custom_id, its number identifies it."""
 
     number: int
     custom_id: str | None
@@ -53,17 +52,17 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """The same for the same request, whatever else is in the file."""
+        """A key of the same request, whatever else is in the file."""
         return key_of(self.custom_id, self.number)
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     num_lines: int
     num_left: int  # that have no answer yet
 
 
 class Answered(NamedTuple):
-    """What an output has already. `nbytes`: of its whole lines; what is behind them is torn."""
+    """The existing contents of an output. `nbytes`: the size of its whole lines; the rest is torn."""
 
     keys: set[bytes]
     nbytes: int
@@ -74,11 +73,11 @@ def key_of(custom_id: str | None, number: int | None) -> bytes:
     return hashlib.blake2b(named.encode(), digest_size=16).digest()
 
 
-# ---- the input
+# ---- input
 
 
-def entries_of(file: BinaryIO) -> Iterator[Entry]:
-    """From the beginning of the file, without blank lines."""
+def entries_of(file: BinaryIO) -> Iterator[BatchEntry]:
+    """Yields the entries from the beginning of the file, without blank lines."""
     file.seek(0)
     for number, line in enumerate(_lines_of(file), 1):
         text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
@@ -87,7 +86,7 @@ def entries_of(file: BinaryIO) -> Iterator[Entry]:
 
 
 def _lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Of a line that is too long, only so much that this can be seen."""
+    """Yields the lines, and only the beginning of one that is too long: enough to detect that."""
     while line := file.readline(MAX_LINE_NBYTES + 1):
         rest = line
         while len(rest) > MAX_LINE_NBYTES and not rest.endswith(b"\n"):
@@ -95,8 +94,8 @@ def _lines_of(file: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def entry_of(number: int, text: bytes) -> Entry:
-    """Never raises."""
+def entry_of(number: int, text: bytes) -> BatchEntry:
+    """Parses a line. Never raises."""
     custom_id = None
     try:
         if len(text) > MAX_LINE_NBYTES:
@@ -111,9 +110,9 @@ def entry_of(number: int, text: bytes) -> Entry:
             raise WrongMethod(f"method: {reprlib.repr(method)}; expected POST", "method", "method_not_supported")
         if "body" not in fields:
             raise RequestError("body: missing; it is the request, as it would be sent to the url", param="body")
-        return Entry(number, custom_id, url, bytes(fields["body"]))
+        return BatchEntry(number, custom_id, url, bytes(fields["body"]))
     except RequestError as error:
-        return Entry(number, custom_id, error=error)
+        return BatchEntry(number, custom_id, error=error)
 
 
 def _fields_of(text: bytes) -> dict[str, msgspec.Raw]:
@@ -146,7 +145,7 @@ def _text(fields: dict[str, msgspec.Raw], name: str) -> str:
         raise RequestError(f"{name}: {shown}: must be a string", param=name) from None
 
 
-def plan(entries: Callable[[], Iterator[Entry]], answered: set[bytes], name: str) -> Plan:
+def plan(entries: Callable[[], Iterator[BatchEntry]], answered: set[bytes], name: str) -> BatchPlan:
     """Reads the whole input once. Raises ConfigError when two lines have one custom_id."""
     seen: set[bytes] = set()
     num_left = 0
@@ -159,14 +158,14 @@ def plan(entries: Callable[[], Iterator[Entry]], answered: set[bytes], name: str
             )
         seen.add(entry.key)
         num_left += entry.key not in answered
-    return Plan(len(seen), num_left)
+    return BatchPlan(len(seen), num_left)
 
 
-# ---- the output
+# ---- output
 
 
 class _Line(msgspec.Struct):
-    """As much as must be known of a line that is there."""
+    """The needed fields of an existing line."""
 
     custom_id: str | None
     response: msgspec.Raw
@@ -177,8 +176,8 @@ class _ErrorOfLine(msgspec.Struct):
     line: int
 
 
-def line_of(entry: Entry, status: int, body: bytes) -> bytes:
-    """`body` is JSON: an answer, or the API's error, which is told in both places where it is looked for."""
+def line_of(entry: BatchEntry, status: int, body: bytes) -> bytes:
+    """Returns an answer's line. `body` is JSON: an answer, or the API's error, put in both places for clients."""
     error: dict[str, Any] | None = None
     if status != 200:
         error = msgspec.json.decode(body)["error"]
@@ -193,12 +192,12 @@ def line_of(entry: Entry, status: int, body: bytes) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
-def error_of(entry: Entry, error: RequestError) -> bytes:
+def error_of(entry: BatchEntry, error: RequestError) -> bytes:
     return line_of(entry, error.status, msgspec.json.encode(error_body(error)))
 
 
 def answered_in(file: BinaryIO, name: str) -> Answered:
-    """Raises ConfigError when it is not the output of a batch, so that nothing of somebody else's is cut off."""
+    """Reads an existing output. Raises ConfigError when it is not a batch's, so that no other file is truncated."""
     keys: set[bytes] = set()
     nbytes = 0
     for number, line in enumerate(file, 1):
@@ -226,9 +225,9 @@ def _not_a_batch(name: str, number: int) -> ConfigError:
 
 
 class Output:
-    """Answers are appended to it, each whole: what a killed process leaves is torn in its last line at most.
+    """Appends whole answers: a killed process tears at most the last line.
 
-    `fd` is a file's or that of the standard output; it stays the caller's.
+    `fd` is a file's or that of the standard output; the caller still owns it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -237,7 +236,7 @@ class Output:
         self._failed: OutputFailed | None = None
 
     def write(self, line: bytes) -> None:
-        """Raises OutputFailed."""
+        """Writes a line. Raises OutputFailed."""
         self._check()
         rest = memoryview(line)
         try:
@@ -248,11 +247,11 @@ class Output:
         self._is_synced = False
 
     def sync(self) -> None:
-        """All that was written before is on the disk after it, where a power cut leaves it. Raises OutputFailed."""
+        """Ensures that everything written before is on the disk and survives a power cut. Raises OutputFailed."""
         self._check()
         if self._is_synced:
             return
-        self._is_synced = True  # first: another thread may write while this one waits
+        self._is_synced = True  # first, because another thread may write during the sync
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -261,6 +260,6 @@ class Output:
         self._check()
 
     def _check(self) -> None:
-        """The system tells once that a disk has failed; what was written then is lost, whatever it says later."""
+        """Raises an earlier failure again: the system reports it only once, but the written data is lost."""
         if self._failed is not None:
             raise self._failed

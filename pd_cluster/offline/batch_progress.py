@@ -18,7 +18,7 @@ LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
 
 @contextlib.asynccontextmanager
 async def shown(counts: Counts, total: int) -> AsyncIterator[None]:
-    """`total`: of this run."""
+    """Shows the progress. `total`: the number of requests of this run."""
     showing = asyncio.create_task(_bar(counts, total) if sys.stderr.isatty() else _lines(counts, total))
     try:
         yield

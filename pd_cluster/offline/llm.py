@@ -1,7 +1,7 @@
-"""`LLM`: generate and chat from Python, in the names and shapes of TACO-LLM, FastDeploy and vLLM.
+"""`LLM`: generate, chat and embed from Python, in the names and shapes of TACO-LLM, FastDeploy and vLLM.
 
-It stands on the same text service as the HTTP API, so parameters mean the same in both, and are checked by the same
-code. FastDeploy's own modules and shapes are in pd_cluster/fastdeploy/.
+It uses the same text service as the HTTP API, so parameters mean the same in both, and are checked by the same code.
+FastDeploy's own modules and shapes are in pd_cluster/fastdeploy/.
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ from typing import Any, Self
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.answers import answers
 from pd_cluster.offline.arguments import config_of, in_python_names
-from pd_cluster.offline.asks import Ask, asks_for_chats, asks_for_prompts
+from pd_cluster.offline.asks import Ask, asks_for_chats, asks_for_prompts, check_have_text
 from pd_cluster.offline.outputs import RequestOutput
+from pd_cluster.offline.pooling import (
+    EmbeddingRequestOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    check_task,
+    embeddings,
+    encoded,
+    paired_pooling,
+)
 from pd_cluster.offline.progress import Progress
-from pd_cluster.offline.prompts import paired, read_conversations, read_prompts, refuse
+from pd_cluster.offline.prompts import Prompt, paired, read_conversations, read_prompts, refuse
 from pd_cluster.offline.sampling import SamplingParams, guided_fields
 from pd_cluster.offline.session import Offline
 
@@ -31,26 +40,26 @@ Params = SamplingParams | Sequence[SamplingParams]
 class LLM:
     """A model, its tokenizer and the memory for its KV cache, in this process or in worker processes.
 
-    `prefill` and `decode` are numbers of worker processes: prompts are computed by the first, and what follows by the
-    second. Without them the engine runs in this process. Usable in `with`; `close` gives everything back.
+    `prefill` and `decode` are numbers of worker processes: the first compute prompts, the second compute outputs.
+    Without them the engine runs in this process. Usable in `with`; `close` releases everything.
 
-    In a process that was forked off, it is not there: make one in it. `del` ends it as well as `close`.
+    A forked process cannot use it and must make its own. `del` ends it as well as `close`.
 
     Every other argument is one of TACO-LLM's, of FastDeploy's, or a flag of `pd-cluster serve` by its Python name
     (docs/flags.md): honoured, accepted with one warning where it cannot matter here, or refused with the reason. Worth
     knowing:
 
-    - `dtype` "auto" is the checkpoint's own, but float32 on the CPU, where 16 bits are emulated and slow. TACO-LLM's
-      document makes float16 of a float32 checkpoint: that is not done here. Warnings say either. "float16" and
-      "bfloat16" are honoured.
-    - `gpu_memory_utilization` 0.9, the default, asks for nothing: the pool then has a size that suits the CPU, whose
-      memory is not the engine's alone. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
-    - `seed` is what seeds of requests without their own are drawn from, in the order of the input, so that the same
-      script gives the same output; None draws new ones each time.
-    - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. Stop strings and guides need the
-      folder's tokenizer.json all the same.
-    - `tensor_parallel_size` above 1 alone means a prefill and a decode
-      instance with that many ranks each, which one warning says.
+    - `dtype` "auto" is the checkpoint's own, except on the CPU: there it is float32, as 16 bits are emulated and slow.
+      TACO-LLM's document converts a float32 checkpoint to float16; this project does not. Warnings report both.
+      "float16" and "bfloat16" are honoured.
+    - `gpu_memory_utilization` 0.9, the default, has no effect: the pool then has a size that suits the CPU, whose
+      memory is shared with others. Any other value is honoured, as are `num_blocks` and `kv_cache_memory`.
+    - `seed` determines the seeds of requests without their own, in the order of the input, so that the same script
+      gives the same output; None draws new ones each time.
+    - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. Stop strings and guides still
+      need the folder's tokenizer.json.
+    - `tensor_parallel_size` above 1 alone means a prefill and a decode instance with that many ranks each, and one
+      warning says so.
 
     Raises ConfigError or ModelError, in one line that names the argument.
     """
@@ -122,15 +131,16 @@ class LLM:
         *,
         inputs: Any = None,
     ) -> list[RequestOutput]:
-        """Continues prompts, adding nothing to them. One output for each, in their order.
+        """Continues prompts, adding nothing to them. Returns one output for each, in their order.
 
         `prompts`, or `inputs`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of one
         of these; `prompt_token_ids`: one list, or several. `sampling_params`: one for all, or one for each.
-        `guided_options_request`: what all of them must look like, as a dict or an object with guided_json and so on.
+        `guided_options_request`: the guide of all outputs, as a dict or an object with guided_json and so on.
 
-        Raises RequestError, before any work, for what is wrong whatever the model is: the shape of the input, a value
-        of a parameter, an argument that is not supported. What only the model tells (a prompt that is too long, a guide
-        that cannot be followed) or what goes wrong later is told by that one output's `error_code` and `error_msg`.
+        Raises RequestError, before any work, for errors that do not depend on the model: the shape of the input, a
+        value of a parameter, an argument that is not supported. Errors that depend on the model (a prompt that is too
+        long, a guide that cannot be followed) and later failures are reported by that one output's `error_code` and
+        `error_msg`.
         """
         refuse({"lora_request": lora_request}, NO_LORA)
         refuse({"prompt_adapter_request": prompt_adapter_request}, NO_ADAPTERS)
@@ -184,14 +194,50 @@ class LLM:
         )
         return self._answered(asks, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns the vector of each prompt, in their order, as `.outputs.embedding`.
+
+        It is the final hidden state (after the last norm) of the prompt's last token, or the mean of all tokens' if the
+        checkpoint's `1_Pooling/config.json` says so; then its first `dimensions` numbers, divided by their length.
+
+        `prompts` are those of `generate`; `pooling_params`: one for all, or one for each. Raises RequestError, before
+        any work, for errors that do not depend on the model; others are reported by that one output's `error_code` and
+        `error_msg`.
+        """
+        refuse({"lora_request": lora_request}, NO_LORA)
+        read = read_prompts(prompts, None)
+        check_have_text(read, self._has_text)
+        return self._embedded(read, paired_pooling(pooling_params, len(read)), use_tqdm)
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Does as `embed` does, with each vector as an array in `.outputs.data`. `pooling_task` can only be "embed"."""
+        check_task("pooling_task", pooling_task)
+        outputs = self.embed(prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return [encoded(output) for output in outputs]
+
     @property
     def nums_blocks(self) -> list[int]:
-        """KV cache blocks of each instance."""
+        """The number of KV cache blocks of each instance."""
         instances = self._offline.service.router.membership.instances
         return [instance.info.num_blocks for instance in instances if instance.info is not None]
 
     def close(self) -> None:
-        """Ends the engine; once is enough."""
+        """Ends the engine; further calls do nothing."""
         self._offline.close()
 
     def __enter__(self) -> Self:
@@ -203,7 +249,7 @@ class LLM:
         self.close()
 
     def _say_what_it_became(self, dtype: str) -> None:
-        """The number of blocks; and what "auto" means here, where the documents have it otherwise."""
+        """Logs the number of blocks, and the meaning of "auto" where the documents differ."""
         own = self._offline.checkpoint.config
         on_disk = used = own.get("dtype") or own.get("torch_dtype") or "float32"
         for instance in self._offline.service.router.membership.instances:
@@ -230,6 +276,16 @@ class LLM:
                 progress.add(len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs))
 
             return self._offline.run(answers(self._offline.service, asks, ended))
+
+    def _embedded(
+        self, prompts: list[Prompt], params: list[PoolingParams], shows_progress: bool
+    ) -> list[EmbeddingRequestOutput]:
+        with Progress(len(prompts), shows_progress) as progress:
+
+            def ended(output: EmbeddingRequestOutput) -> None:
+                progress.add(len(output.prompt_token_ids), 0)
+
+            return self._offline.run(embeddings(self._offline.service, prompts, params, ended))
 
     def _new_seed(self) -> int:
         return self._seeds.getrandbits(63)

@@ -1,6 +1,6 @@
 """One engine in this process, on a thread of its own, as the instance that a router sends its requests to.
 
-It is a worker as any other, but that its mail goes from thread to thread. Knows nothing of text.
+It is a worker like any other, but its messages go from thread to thread. Knows nothing of text.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from pd_cluster import wire
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.policy import Ask, Pair, alone
-from pd_cluster.cluster.roster import Roster
-from pd_cluster.cluster.router import ReplayLimits, Router
-from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.roster import Roster
+from pd_cluster.cluster.routing.policy import Pair, RoutingRequest, alone
+from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ConfigError, PdClusterError, Unavailable
 from pd_cluster.reports import InstanceInfo
+from pd_cluster.settings.config import Credentials, WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.processes import PortRange
+from pd_cluster.settings.timeouts import Timeouts
 
 if TYPE_CHECKING:
-    from pd_cluster.engine.events import Event
-    from pd_cluster.engine.links import ReceiveEnd, SendEnd
+    from pd_cluster.engine.handover.events import Event
+    from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd
     from pd_cluster.engine.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -33,13 +37,13 @@ log = logging.getLogger(__name__)
 NAME = "engine"
 END_TIMEOUT_S = 30.0  # for a step that has begun
 POLL_S = 0.005
-NO_TIMEOUTS = Timeouts(request_timeout_s=0.0)  # whoever waits here can end it by hand
-# Nobody starts a worker process again that has died: what waits for one waits for a connection to come back.
+NO_TIMEOUTS = Timeouts(request_timeout_s=0.0)  # the caller can end a wait by hand
+# A worker process that has died is not restarted, so a wait would only be for a lost connection.
 SPLIT_TIMEOUTS = Timeouts(request_timeout_s=0.0, replay_wait_s=5.0)
 
 
 class LocalEngine:
-    """Made on the event loop that its `router` is for; `start` loads the model."""
+    """Must be made on the event loop of its `router`; `start` loads the model."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError."""
@@ -54,32 +58,31 @@ class LocalEngine:
         self._loaded: Future[InstanceInfo] = Future()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
-        self.router = Router(self, _alone, 0.0, ReplayLimits(0, 0.0, 0.0))  # type: ignore[arg-type]
-        self._roster = _OneInstance(self.router)
-        self.router.membership = self._roster
+        self._roster = _OneInstance([Instance(NAME, "decode", "", 0, [])], self)
+        self.router = Router(self.send, self._roster, _alone, 0.0, ReplayLimits(0, 0.0, 0.0))
 
     async def start(self) -> None:
-        """Until requests can be served. Raises ModelError and the like."""
+        """Loads the model and waits until requests can be served. Raises ModelError and the like."""
         self._thread.start()
-        self.router.timelines.heard(NAME, self.router.timelines.now_s())  # it is the same clock
+        self.router.timelines.heard(NAME, self.router.timelines.now_s())  # both have the same clock
         self._roster.arrive(await asyncio.wrap_future(self._loaded))
 
     async def close(self) -> None:
-        """After the step that runs."""
-        from pd_cluster.engine.events import Stop
+        """Ends the engine after the current step."""
+        from pd_cluster.engine.handover.events import StopEngine
 
         if not self._thread.is_alive():
             return
-        self._inbox.put(Stop())
+        self._inbox.put(StopEngine())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._ended.wait()  # not `join` on another thread: at the interpreter's end there is none
-                self._thread.join(END_TIMEOUT_S)  # it has nothing left to do
+                self._thread.join(END_TIMEOUT_S)  # nothing is left to do for it
 
-    # ---- the router's mailbox, and the worker's: one talks to the other
+    # ---- the mailboxes of the router and of the worker, which exchange messages
 
     def send(self, conn: str, body: wire.Body) -> None:
-        from pd_cluster.engine.events import Mail
+        from pd_cluster.engine.handover.events import Mail
 
         if isinstance(body, wire.Submit | wire.Abort):
             self._inbox.put(Mail(conn, "scheduler@0", body))
@@ -92,16 +95,16 @@ class LocalEngine:
         raise AssertionError("an engine by itself has no peers")
 
     def disconnect(self, conn: str) -> None:
-        """There is one connection, and it stays."""
+        """Does nothing: the only connection is permanent."""
 
     def beat(self) -> None:
-        """Nobody is far enough to have to hear that this lives."""
+        """Does nothing: no peer needs heartbeats."""
 
-    def _call(self, function: object, *arguments: object) -> None:
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *arguments)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(function, *arguments)
 
-    # ---- on the engine's thread
+    # ---- the engine's thread
 
     def _run(self) -> None:
         try:
@@ -122,7 +125,7 @@ class LocalEngine:
         try:
             worker.run()
             reason = "the engine was closed"
-        except Exception as error:  # this thread's top
+        except Exception as error:  # top of this thread
             log.exception("the engine has failed")
             reason = f"the engine has failed: {error}"
         self._call(self._roster.on_closed, NAME, reason)
@@ -131,11 +134,11 @@ class LocalEngine:
         import torch
 
         from pd_cluster.engine.build import build_core, side_of
-        from pd_cluster.engine.events import Opened
-        from pd_cluster.engine.limits import Limits
+        from pd_cluster.engine.handover.events import ConnOpened
+        from pd_cluster.engine.step.limits import EngineLimits
         from pd_cluster.engine.worker import Worker
 
-        torch.set_grad_enabled(False)  # of this thread
+        torch.set_grad_enabled(False)  # per thread
         config = WorkerConfig(
             name=NAME,
             role="decode",
@@ -151,9 +154,9 @@ class LocalEngine:
             timeouts=NO_TIMEOUTS,
         )
         core, runner = build_core(self._config)
-        limits = Limits(runner.vocab_size, runner.max_model_len)
+        limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit)
         worker = Worker(config, core, side_of(config, runner), limits, self, _NoLanes(), self._inbox)
-        self._inbox.put(Opened(NAME, "scheduler@0", "scheduler"))
+        self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
         info = InstanceInfo(
             name=NAME,
             role="decode",
@@ -167,14 +170,12 @@ class LocalEngine:
             max_model_len=runner.max_model_len,
             layout=runner.pool.layout.to_info(),
             num_blocks=runner.pool.num_blocks,
+            max_num_seqs=self._config.max_num_seqs,
         )
         return worker, info
 
 
 class _OneInstance(Roster):
-    def __init__(self, router: Router) -> None:
-        super().__init__([Instance(NAME, "decode", "", 0, [])], None, router.on_lost)  # type: ignore[arg-type]
-
     def arrive(self, info: InstanceInfo) -> None:
         (instance,) = self.instances
         instance.info, instance.conn, instance.was_linked = info, NAME, True
@@ -183,7 +184,7 @@ class _OneInstance(Roster):
 
 
 class _NoLanes:
-    """Of a worker that nobody hands anything to."""
+    """The lanes of a worker without peers."""
 
     def send_end(self, *_: object) -> SendEnd:
         raise AssertionError("an engine by itself has no peers")
@@ -192,8 +193,8 @@ class _NoLanes:
         raise AssertionError("an engine by itself has no peers")
 
 
-def _alone(instances: Sequence[Instance], ask: Ask) -> Pair:
-    """Raises Unavailable once the engine has ended."""
+def _alone(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
+    """Chooses the only instance. Raises Unavailable once the engine has ended."""
     try:
         return alone(instances)
     except Unavailable:

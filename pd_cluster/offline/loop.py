@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for callers that have none. Knows nothing of what runs on it."""
+"""An event loop on a thread of its own, for callers that have none. Independent of the work that runs on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd_cluster.errors import Closed
 
 T = TypeVar("T")
 
-END_TIMEOUT_S = 10.0  # for what was cancelled to end
+END_TIMEOUT_S = 10.0  # for cancelled work to end
 
 
 class LoopThread:
@@ -27,12 +27,12 @@ class LoopThread:
         return self._is_closed
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Its result, later. Raises Closed."""
+        """Starts work and returns a future of its result. Raises Closed."""
         self._check_open(work)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result. Whatever ends the wait, Ctrl-C above all, ends the work first."""
+        """Returns the work's result. If the wait ends early, as by Ctrl-C, the work is ended first."""
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("called from the engine's own event loop, which would wait for itself; await instead")
@@ -58,27 +58,27 @@ class LoopThread:
             raise Closed("this engine is closed; make a new one")
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
-        """Its items, each computed while the caller waits for it or before."""
+        """Yields the items, each computed while the caller waits for it or before."""
         try:
             while (item := self.run(_next(items))) is not None:
                 yield item[0]
         finally:
             if self._is_closed:
                 pass
-            elif threading.current_thread() is self._thread:  # a reader that was forgotten is collected anywhere
+            elif threading.current_thread() is self._thread:  # a forgotten reader is collected on any thread
                 self.start(_close(items))
             else:
                 self.run(_close(items))
 
     def close(self) -> None:
-        """Cancels what runs, waits for it, ends the thread; once is enough."""
+        """Cancels running work, waits for it and ends the thread; further calls do nothing."""
         if self._is_closed:
             return
         self.end(_nothing())
         self._thread.join(END_TIMEOUT_S)
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Does this, and then as `close`, without waiting for any of it."""
+        """Runs `last` and then closes, without waiting for either."""
         if self._is_closed:
             last.close()
             return

@@ -1,4 +1,4 @@
-"""What `LLM` returns: vLLM's and FastDeploy's shapes in one. Knows nothing of how an answer comes about."""
+"""`LLM`'s results: vLLM's and FastDeploy's shapes in one. Knows nothing of how an answer is computed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ OK = 200  # error_code of an answer without error
 
 
 class Logprob(NamedTuple):
-    """Of one token at its place; `rank` 1 is the most likely one."""
+    """The logprob of one token at its place; `rank` 1 is the most likely one."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-TokenLogprobs = dict[int, Logprob]  # token id -> its own; the chosen token first
+TokenLogprobs = dict[int, Logprob]  # token id -> its logprob; the chosen token first
 
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """One answer. A chat's `text` is its content; `reasoning_content` and `tool_calls` need the parsers that find them.
 
-    `cumulative_logprob` and `logprobs` are there when logprobs were asked for. `finish_reason` is stop, length,
+    `cumulative_logprob` and `logprobs` are set when logprobs were requested. `finish_reason` is stop, length,
     tool_calls, or error; `stop_reason` is the stop string or stop token that ended it.
     """
 
@@ -46,10 +46,10 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-class Outputs(list[CompletionOutput]):
+class CompletionOutputs(list[CompletionOutput]):
     """The n answers of a prompt, best first. Its attributes are those of the first one.
 
-    So vLLM's `outputs[0].text` and FastDeploy's `outputs.text` both work. `index` is the first answer's too, and not
+    So vLLM's `outputs[0].text` and FastDeploy's `outputs.text` both work. `index` is also the first answer's, and not
     the method of lists.
     """
 
@@ -58,7 +58,7 @@ class Outputs(list[CompletionOutput]):
         return self[0].index
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not self:  # what copying asks for
+        if name.startswith("__") or not self:  # as copying does
             raise AttributeError(name)
         return getattr(self[0], name)
 
@@ -67,9 +67,8 @@ class Outputs(list[CompletionOutput]):
 class RequestMetrics:
     """Times in seconds. `arrival_time` and the three below are times of day (`time.time()`), the others durations.
 
-    None is unknown. A step computes tokens of many requests, so `model_forward_time` is how long this one was being
-    computed, side by side with others. vLLM's `first_token_time` is a time of day; FastDeploy's, and so this one, is
-    how long the first token took.
+    None is unknown. A step computes tokens of many requests, so `model_forward_time` includes work on others at the
+    same time. vLLM's `first_token_time` is a time of day; here, as in FastDeploy, it is the time until the first token.
     """
 
     arrival_time: float
@@ -78,27 +77,27 @@ class RequestMetrics:
     first_token_time: float | None = None  # since arrival
     time_in_queue: float | None = None
     model_forward_time: float | None = None  # from the start of inference to the last token
-    model_execute_time: float | None = None  # all of it: preprocessing, queue, forward
+    model_execute_time: float | None = None  # the total: preprocessing, queue, forward
 
     @property
     def first_scheduled_time(self) -> float | None:
-        """vLLM's name."""
+        """The first scheduled time, under vLLM's name."""
         return self.inference_start_time
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """What became of one prompt. `prompt` is its text: as given, or as the chat template made it; None for token ids.
+    """The result of one prompt. `prompt` is its text: as given, or as the chat template made it; None for token ids.
 
-    `error_code` is 200, or what the API would have answered (400 for a prompt that is too long or a guide that cannot
-    be followed, 5xx for what failed later); then `error_msg` says why, and `outputs` has one answer without text whose
-    finish_reason is "error".
+    `error_code` is 200, or the API's status for the error (400 for a prompt that is too long or a guide that cannot be
+    followed, 5xx for later failures); then `error_msg` gives the reason, and `outputs` has one answer without text
+    whose finish_reason is "error".
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: Outputs
+    outputs: CompletionOutputs
     finished: bool = True
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0

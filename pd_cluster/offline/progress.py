@@ -1,4 +1,4 @@
-"""How far a call is, and how fast: a bar on a terminal, lines elsewhere. Knows nothing of who makes the outputs."""
+"""Progress and speed of a call: a bar on a terminal, lines elsewhere. Knows nothing of who makes the outputs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-NUM_LINES = 10  # of a call, at most
+NUM_LINES = 10  # per call, at most
 
 
 class Progress:
-    """`is_shown` False shows nothing."""
+    """Shows nothing unless `is_shown`."""
 
     def __init__(
         self,
@@ -28,13 +28,13 @@ class Progress:
         self._started_s = clock()
         self._num_done = self._num_in = self._num_out = 0
         self._bar: Any = None
-        # A program's stderr can be closed, or not be there at all.
+        # A program's stderr can be closed or missing.
         self._out: TextIO | None = stream if is_shown and stream is not None and not stream.closed else None
         with self._nobody_has_to_read():
             self._open_bar()
 
     def add(self, num_in: int, num_out: int) -> None:
-        """One more has ended, with so many tokens."""
+        """Counts an ended answer and its tokens."""
         before = self._num_done * NUM_LINES // self._num_requests
         self._num_done += 1
         self._num_in += num_in
@@ -54,7 +54,7 @@ class Progress:
 
     @contextlib.contextmanager
     def _nobody_has_to_read(self) -> Iterator[None]:
-        """A pipe that is closed at its other end, a terminal that has gone: no reason to lose the answers."""
+        """Ignores errors of a closed pipe or a terminal that has gone: they are no reason to lose the answers."""
         try:
             yield
         except (OSError, ValueError):

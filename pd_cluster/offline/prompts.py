@@ -1,4 +1,4 @@
-"""The shapes in which prompts, conversations and parameters come, as one list each. Knows nothing of what they mean.
+"""Reads prompts, conversations and parameters in all their shapes, as one list each. Ignores their meaning.
 
 Every refusal is a RequestError, and comes before any work.
 """
@@ -16,7 +16,7 @@ from pd_cluster.offline.sampling import HALF, SamplingParams, is_text
 
 
 class Known(list[int]):
-    """Token ids whose text is given too: the ids are computed, the text is told."""
+    """Token ids with a known text: the ids are computed, the text is reported."""
 
     def __init__(self, token_ids: list[int], text: str) -> None:
         super().__init__(token_ids)
@@ -29,7 +29,7 @@ KINDS = "a string, a list of token ids, a dict, or a list of one of these"
 
 
 def read_prompts(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
-    """Both names that `generate` has for them. Where both are given, texts come with their token ids."""
+    """Reads both arguments of `generate`. Where both are given, texts come with their token ids."""
     if prompts is None and prompt_token_ids is None:
         raise RequestError("prompts: nothing to continue; give prompts, or prompt_token_ids", param="prompts")
     if prompts is not None and prompt_token_ids is not None:
@@ -63,7 +63,7 @@ def _pairs(texts: list[Prompt], ids: list[Prompt]) -> list[Prompt]:
 
 
 def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """One, or a list of them."""
+    """Reads one conversation or a list of them."""
     several = _listed("messages", messages)
     if not several:
         raise RequestError("messages: empty; give a conversation, or a list of them", param="messages")
@@ -79,7 +79,7 @@ def read_conversations(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def paired(params: Any, num_prompts: int) -> list[SamplingParams]:
-    """One for each prompt."""
+    """Returns one for each prompt."""
     name = "sampling_params"
     if params is None:
         params = SamplingParams()
@@ -97,7 +97,7 @@ def paired(params: Any, num_prompts: int) -> list[SamplingParams]:
 
 
 def refuse(given: Mapping[str, Any], why: str) -> None:
-    """Raises RequestError for one that is not None."""
+    """Raises RequestError for an argument that is not None."""
     for name, value in given.items():
         if value is not None:
             raise RequestError(f"{name}: {reprlib.repr(value)}: {why}; leave it out", param=name)
@@ -132,7 +132,7 @@ def _from_mapping(name: str, given: Mapping[str, Any]) -> Prompt:
 
 
 def _has_any(value: Any) -> bool:
-    """Lists of nothing are no images."""
+    """Whether there is any image: lists of nothing have none."""
     return any(map(_has_any, value.values())) if isinstance(value, Mapping) else bool(value)
 
 
@@ -155,7 +155,7 @@ def _token_ids(name: str, given: Any) -> list[int]:
 
 
 def _listed(name: str, given: Any, kinds: str = "a list") -> list[Any]:
-    """A list, a tuple, or what has `tolist`, such as an array."""
+    """Returns a list, from a tuple or an object with `tolist`, such as an array."""
     if hasattr(given, "tolist"):
         given = given.tolist()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):

@@ -1,6 +1,6 @@
-"""How an answer is sampled, as vLLM's and FastDeploy's users write it, and the API's fields that this means.
+"""Sampling parameters in vLLM's and FastDeploy's form, and the API's fields that they stand for.
 
-Checks nothing by itself: the same code judges these fields as judges a request over HTTP.
+Validates nothing by itself: the code that checks an HTTP request checks these fields.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 
-# vLLM's and FastDeploy's names that the API knows nothing of -> why they are refused
+# vLLM's and FastDeploy's names that the API does not have -> the reason for refusal
 NOT_HERE = {"reasoning_max_tokens": "reasoning is not counted by itself; use max_tokens"}
 HALF = "half a character (a lone surrogate), which is no text"
 GUIDES = ("json", "regex", "choice", "grammar")
@@ -23,7 +23,7 @@ GUIDES = ("json", "regex", "choice", "grammar")
 
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams:
-    """vLLM's: what the text must look like. `json` is a schema (a dict, a string, or a pydantic model)."""
+    """vLLM's guide of the text. `json` is a schema (a dict, a string, or a pydantic model)."""
 
     json: Any = None
     regex: str | None = None
@@ -34,7 +34,7 @@ class GuidedDecodingParams:
     whitespace_pattern: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """By the API's names."""
+        """Returns the fields under the API's names."""
         found = {f"guided_{name}": getattr(self, name) for name in GUIDES}
         found["guided_decoding_backend"] = self.backend
         found["guided_whitespace_pattern"] = self.whitespace_pattern
@@ -42,7 +42,7 @@ class GuidedDecodingParams:
 
 
 class LLMGuidedOptions(TypedDict, total=False):
-    """TACO-LLM's and vLLM's of before, for `guided_options_request`: at most one guide, as GuidedDecodingParams."""
+    """TACO-LLM's and vLLM's former guide, for `guided_options_request`: at most one, as in GuidedDecodingParams."""
 
     guided_json: Any
     guided_regex: str
@@ -55,7 +55,7 @@ class LLMGuidedOptions(TypedDict, total=False):
 
 @dataclass(slots=True)
 class GuidedDecodingRequest:
-    """The same as an object. A second guide is a RequestError, when it is used."""
+    """The same as an object. A second guide raises RequestError on use."""
 
     guided_json: Any = None
     guided_regex: str | None = None
@@ -68,7 +68,7 @@ class GuidedDecodingRequest:
 
 @dataclass(slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The same under vLLM's name of today."""
+    """The same under vLLM's current name."""
 
     json: Any = None
     regex: str | None = None
@@ -84,11 +84,11 @@ class StructuredOutputsParams:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """vLLM's and FastDeploy's parameters. What is not given is as it is over HTTP: the model's own default, or none.
+    """vLLM's and FastDeploy's parameters. The defaults are those of HTTP: the model's own, or none.
 
     `max_tokens` counts tokens of the output, as vLLM and the API have it; FastDeploy's document counts the prompt too,
     and so does this one with `max_tokens_includes_prompt=True`. Either way an answer ends where the context does
-    (`max_model_len`), and a larger number is no error. Not given, it is 16 for `generate` and all the context's room
+    (`max_model_len`), and a larger number is not an error. The default is 16 for `generate` and all the context's room
     for `chat`, as over HTTP; None is all the room in both.
 
     A value is checked when it is used, before any work, and a wrong one raises RequestError with the parameter's name.
@@ -117,7 +117,7 @@ class SamplingParams:
     min_tokens: int | None = None
     reasoning_max_tokens: int | None = None
     thinking_token_budget: int | None = None
-    logprobs: int | None = None  # most likely tokens that are told with each one
+    logprobs: int | None = None  # most likely tokens that are returned with each one
     prompt_logprobs: int | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
@@ -132,7 +132,7 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Those of a completion request. Raises RequestError for what cannot be one's at all."""
+        """Returns the fields of a completion request. Raises RequestError for values that no request can have."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del given["max_tokens_includes_prompt"]
         guided = given.pop("guided_decoding")
@@ -150,9 +150,9 @@ class SamplingParams:
 
 
 def guided_fields(name: str, given: Any) -> dict[str, Any]:
-    """The API's fields of GuidedDecodingParams, or of vLLM's older mappings and objects with `guided_json` and so on.
+    """Returns the API's fields of GuidedDecodingParams, or of vLLM's older mappings and objects with `guided_json` etc.
 
-    Raises RequestError for what is neither.
+    Raises RequestError for anything else.
     """
     if isinstance(given, GuidedDecodingParams):
         return given.fields()
@@ -173,8 +173,8 @@ OPTIONS = {f"guided_{name}": name for name in (*GUIDES, "json_object", "whitespa
 
 
 def plain(name: str, value: Any) -> Any:
-    """As it comes out of JSON: lists for tuples and arrays, strings for keys, whole characters. Raises RequestError."""
-    if name in ("logits_processors", "extra_args"):  # refused whatever they hold
+    """Returns the value as JSON would decode it: lists for tuples and arrays, strings for keys. Raises RequestError."""
+    if name in ("logits_processors", "extra_args"):  # refused, whatever they hold
         return value
     try:
         return _plain(value)
@@ -193,9 +193,9 @@ def is_text(given: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Also numpy's and torch's numbers and arrays, and for a pydantic model its schema.
+    """Also converts numpy's and torch's numbers and arrays, and pydantic models to their schemas.
 
-    Raises TypeError, and UnicodeEncodeError for half a character.
+    Raises TypeError, and UnicodeEncodeError for lone surrogates.
     """
     if isinstance(value, str):
         value.encode()

@@ -1,6 +1,6 @@
 """A prefill/decode cluster of worker processes that belongs to this process, and the router that sends requests there.
 
-They are started by command line, as `pd-cluster up` starts them: nothing of the caller's program runs in them.
+They are started by command line, as by `pd-cluster up`: none of the caller's program runs in them.
 """
 
 from __future__ import annotations
@@ -13,28 +13,32 @@ import shutil
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from pd_cluster.api.edge import Edge
-from pd_cluster.cluster.credentials import KeyFiles, credentials_of
-from pd_cluster.cluster.launch_preloader import LaunchPreloader
-from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
-from pd_cluster.cluster.membership import Membership, instances_of
-from pd_cluster.cluster.place import find_place, node_ports
-from pd_cluster.cluster.policy import linked_pairs, why_unavailable
-from pd_cluster.config import ApiConfig, without_keys
-from pd_cluster.errors import ConfigError
+from pd_cluster.cluster.members.credentials import credentials_of
+from pd_cluster.cluster.members.membership import Membership, membership_of
+from pd_cluster.cluster.members.place import find_place, node_ports
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
+from pd_cluster.cluster.processes.launcher import Member, plan_cluster
+from pd_cluster.cluster.routing.policy import linked_pairs, why_unavailable
+from pd_cluster.errors import KEEPS_MARKS, ConfigError
+from pd_cluster.service.edge import Edge
+from pd_cluster.settings.config import ApiConfig
+from pd_cluster.settings.options import without_keys
+from pd_cluster.settings.processes import KeyFiles
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
-NUM_LAST_LINES = 3  # of a process that could not start, told as the reason
+NUM_LAST_LINES = 3  # of a process that could not start, given as the reason
 
 
 class SplitCluster:
-    """On the event loop that it is made on."""
+    """Must be made on its event loop."""
 
     def __init__(self, config: ApiConfig, launch: Launch) -> None:
         self._config = config
@@ -43,29 +47,23 @@ class SplitCluster:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._preloader: LaunchPreloader | None = None
-        self.edge: Edge
-        self.membership: Membership
+        self.edge: Edge[Membership]
 
     async def start(self) -> None:
-        """Until a request can be handed over. Raises ConfigError when a process ends before that."""
+        """Waits until a request can be handed over. Raises ConfigError when a process ends before that."""
         self._preloader = LaunchPreloader(self._launch)
         *workers, scheduler = plan_cluster(self._launch, self._folder)
         for member in workers:
             self._spawn(member)
         place = find_place(scheduler.env)
-        self.edge = Edge(self._config, credentials_of(place, KeyFiles()))
-        instances = instances_of(place, node_ports(scheduler.env, place))
-        router, identity = self.edge.router, self.edge.checkpoint.identity
-        overrides = self.edge.checkpoint.hf_overrides
-        timeouts = self._config.timeouts
-        self.membership = Membership(place, instances, self.edge.mailbox, timeouts, identity, router.on_lost, overrides)
-        self.edge.mailbox.start()
-        self.edge.follow(self.membership)
-        self._watching = asyncio.create_task(self.membership.run())
+        roster_of = partial(membership_of, place, node_ports(scheduler.env, place), self._config.timeouts)
+        self.edge = Edge(self._config, credentials_of(place, KeyFiles()), roster_of)
+        self.edge.start()
+        self._watching = asyncio.create_task(self.edge.roster.run())
         await self._until_linked(time.monotonic() + START_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Ends the processes: asks, waits, kills. Removes the rank tables. Cut short by a second Ctrl-C, kills."""
+        """Ends the processes: asks, waits, kills. Removes the rank tables. A second Ctrl-C kills them at once."""
         try:
             if self._watching is not None:
                 self._watching.cancel()
@@ -93,14 +91,15 @@ class SplitCluster:
 
     async def _until_linked(self, deadline_s: float) -> None:
         num_pairs = self._launch.num_prefill * self._launch.num_decode
-        while len(linked_pairs(self.membership.instances)) < num_pairs:
+        while len(linked_pairs(self.edge.roster.instances)) < num_pairs:
             self._raise_ended()
+            self._raise_refused()
             if time.monotonic() > deadline_s:
-                why = why_unavailable(self.membership.instances)
+                why = why_unavailable(self.edge.roster.instances)
                 raise ConfigError(f"the worker processes were not ready within {START_TIMEOUT_S:g} s: {why}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
-                    await self.membership.change()
+                    await self.edge.roster.change()
 
     def _raise_ended(self) -> None:
         for name, process in self._processes.items():
@@ -111,6 +110,14 @@ class SplitCluster:
         if self._watching is not None and self._watching.done():
             self._watching.result()
 
+    def _raise_refused(self) -> None:
+        """A link that is refused for good never comes up: all workers are as this call wants them."""
+        for prefill in self.edge.roster.instances:
+            for decode in self.edge.roster.instances:
+                link = prefill.link_to(decode)
+                if decode.role == "decode" and link.phase == "refused":
+                    raise ConfigError(f"{prefill.name} and {decode.name} cannot be a pair: {link.reason}")
+
     def _log_file(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
@@ -120,10 +127,10 @@ class SplitCluster:
         with self._log_file(member.name).open("wb") as lines:
             self._processes[member.name] = subprocess.Popen(
                 member.command,
-                env={**without_keys(os.environ), **member.env, **env},
+                env={**without_keys(os.environ), **member.env, **env, KEEPS_MARKS: "1"},
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
                 stdout=lines,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process, which then ends them
+                start_new_session=True,  # Ctrl-C goes to this process, which then ends them
             )

@@ -1,4 +1,4 @@
-"""The parts of one reply as they are gathered, and the object that one call is written as in most formats.
+"""The parts of one reply as they are collected, and the JSON object that most formats use for one call.
 
 Knows nothing of the markup around calls.
 """
@@ -10,16 +10,16 @@ from typing import Literal
 
 from pd_cluster.parsers.json_scan import StringDecoder, read_string, scan_string, scan_value, take_sign
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.stream import BLANKS, Steps, Stream, ignore
+from pd_cluster.parsers.stream import BLANKS, Steps, TextStream, ignore
 
 ARGUMENTS = ("arguments", "parameters")
 
-# none: it is no call; whole: its arguments are complete; torn: they have begun, and what follows is no JSON
+# none: not a call; whole: the arguments are complete; torn: the arguments began but did not stay valid JSON
 Outcome = Literal["none", "whole", "torn"]
 
 
 class Gathered:
-    """Parts, in order. Blanks that stand alone before, between or behind calls belong to the markup: nobody's content.
+    """The parts in order. Blanks that stand alone before, between or after calls are markup, not content.
 
     Calls beyond `most_calls` leave no trace.
     """
@@ -28,8 +28,8 @@ class Gathered:
         self._parts: list[Part] = []
         self._most_calls = most_calls
         self._num_seen = 0
-        self._blanks: list[str] = []  # with which a stretch of content begins
-        self._has_text = False  # and it has gone on
+        self._blanks: list[str] = []  # leading blanks of the current stretch of content
+        self._has_text = False  # whether that stretch has anything but blanks
 
     @property
     def num_seen(self) -> int:
@@ -58,17 +58,17 @@ class Gathered:
             self._parts.append(CallBegin(self._num_seen - 1, name))
 
     def arguments(self, text: str) -> None:
-        """Of the call that began last."""
+        """Adds text to the arguments of the latest call."""
         if self._num_seen == self.num_calls:
             self._parts.append(CallArguments(self._num_seen - 1, text))
 
     def end(self) -> None:
-        """A reply of nothing but blanks is content."""
+        """Ends the reply. A reply of nothing but blanks is content."""
         if not self._num_seen and (text := "".join(self._blanks)):
             self._parts.append(Content(text))
 
     def take(self) -> list[Part]:
-        """What was gathered since; neighbours of one kind are one part."""
+        """Returns the parts collected since the last call; neighbours of one kind become one part."""
         taken, self._parts = self._parts, []
         joined: list[Part] = []
         for _, run in groupby(taken, lambda part: (type(part), part[:-1])):
@@ -87,9 +87,9 @@ def _joined(run: list[Part]) -> Part:
 
 
 class _Call:
-    """What is known of a call while its object is read; it begins once it has a name and arguments."""
+    """A call whose object is still being read; it begins once its name and its first arguments are known."""
 
-    def __init__(self, stream: Stream, out: Gathered) -> None:
+    def __init__(self, stream: TextStream, out: Gathered) -> None:
         self._stream = stream
         self._out = out
         self._early: list[str] = []  # arguments that came before the name
@@ -128,11 +128,11 @@ class _Call:
         self._out.begin(self.name)
 
 
-def read_call(stream: Stream, out: Gathered, needs_arguments: bool = False) -> Steps[Outcome]:
-    """`{"name": "…", "arguments": {…}}`, its members in any order, others among them passed over.
+def read_call(stream: TextStream, out: Gathered, needs_arguments: bool = False) -> Steps[Outcome]:
+    """Reads `{"name": "…", "arguments": {…}}`; members may have any order, and unknown ones are skipped.
 
-    Arguments may be called parameters, be a string that holds an object, and be left out unless `needs_arguments`.
-    Where it is no call, what was taken is with the stream if it `keep`s.
+    Arguments may be called parameters, may be a string that holds an object, and may be missing unless
+    `needs_arguments`. If this is not a call, the text taken is in the stream, provided that it `keep`s.
     """
     call = _Call(stream, out)
     if not (yield from take_sign(stream, "{")):
@@ -148,7 +148,7 @@ def read_call(stream: Stream, out: Gathered, needs_arguments: bool = False) -> S
     return call.outcome
 
 
-def _member(stream: Stream, call: _Call) -> Steps[bool]:
+def _member(stream: TextStream, call: _Call) -> Steps[bool]:
     key = yield from read_string(stream)
     if key is None or not (yield from take_sign(stream, ":")):
         return False
@@ -167,15 +167,15 @@ def _member(stream: Stream, call: _Call) -> Steps[bool]:
     return (yield from scan_value(stream, ignore))
 
 
-def _plain_arguments(stream: Stream, call: _Call) -> Steps[bool]:
+def _plain_arguments(stream: TextStream, call: _Call) -> Steps[bool]:
     if (yield from stream.peek()) != "{":
         return False
     call.begin_arguments()
     return (yield from scan_value(stream, call.arguments))
 
 
-def _quoted_arguments(stream: Stream, call: _Call) -> Steps[bool]:
-    """An object written as a string."""
+def _quoted_arguments(stream: TextStream, call: _Call) -> Steps[bool]:
+    """Reads an object that is written as a string."""
     is_other = False
 
     def add(text: str) -> None:

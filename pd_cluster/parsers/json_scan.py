@@ -1,16 +1,16 @@
-"""JSON values found in a stream, as they come: where each ends, and what is none.
+"""Finds JSON values in a stream as text arrives: where each one ends, and what is not a value.
 
-Structure is checked as RFC 8259 says. Inside strings everything goes: control characters and unknown escapes, which
-models write, do not make an end less certain. Knows nothing of what the values are for.
+Structure is checked as in RFC 8259. Strings may contain anything: models write control characters and unknown escapes,
+and neither makes the string's end less certain. Knows nothing of what the values are for.
 """
 
 from __future__ import annotations
 
 import re
 
-from pd_cluster.parsers.stream import BLANK_RUN, Emit, Steps, Stream
+from pd_cluster.parsers.stream import BLANK_RUN, Emit, Steps, TextStream
 
-MAX_DEPTH = 256  # of arrays and objects in each other; more is no value
+MAX_DEPTH = 256  # nested arrays and objects; anything deeper is not accepted as a value
 
 _PLAIN = re.compile(r'[^"\\]*')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
@@ -18,9 +18,11 @@ _NUMBER_OR_NAME = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|tr
 _CLOSERS = {"{": "}", "[": "]"}
 
 
-def scan_value(stream: Stream, emit: Emit) -> Steps[bool]:
-    """Takes one value, and blanks before it, verbatim. False: it is none; the stream stands where that was seen."""
-    closers: list[str] = []  # of the arrays and objects that are open
+def scan_value(stream: TextStream, emit: Emit) -> Steps[bool]:
+    """Takes one value and the blanks before it, verbatim. Returns False if it is none; the stream then stands at the
+    fault.
+    """
+    closers: list[str] = []  # for each open array and object, the character that closes it
     while True:
         char = yield from _next(stream, emit)
         if char in _CLOSERS:
@@ -47,8 +49,8 @@ def scan_value(stream: Stream, emit: Emit) -> Steps[bool]:
             return False
 
 
-def scan_string(stream: Stream, emit: Emit) -> Steps[bool]:
-    """Takes one string with its quotes, and emits what is between them, as it is written."""
+def scan_string(stream: TextStream, emit: Emit) -> Steps[bool]:
+    """Takes one string with its quotes, and emits the text between them as it is written."""
     if (yield from stream.peek()) != '"':
         return False
     stream.take(1)
@@ -64,8 +66,8 @@ def scan_string(stream: Stream, emit: Emit) -> Steps[bool]:
                 return False
 
 
-def read_string(stream: Stream) -> Steps[str | None]:
-    """What a string stands for; None where there is none. Blanks before it are taken."""
+def read_string(stream: TextStream) -> Steps[str | None]:
+    """Takes a string and the blanks before it, and returns its value; None if there is no string."""
     yield from stream.blanks()
     pieces: list[str] = []
     decoder = StringDecoder(pieces.append)
@@ -75,8 +77,8 @@ def read_string(stream: Stream) -> Steps[str | None]:
     return "".join(pieces)
 
 
-def take_sign(stream: Stream, sign: str) -> Steps[bool]:
-    """One character, and blanks before it."""
+def take_sign(stream: TextStream, sign: str) -> Steps[bool]:
+    """Takes one character and the blanks before it. Returns False if another one follows."""
     yield from stream.blanks()
     if (yield from stream.peek()) != sign:
         return False
@@ -84,13 +86,13 @@ def take_sign(stream: Stream, sign: str) -> Steps[bool]:
     return True
 
 
-def _next(stream: Stream, emit: Emit) -> Steps[str]:
+def _next(stream: TextStream, emit: Emit) -> Steps[str]:
     yield from stream.run(BLANK_RUN, emit)
     return (yield from stream.peek())
 
 
-def _key(stream: Stream, emit: Emit) -> Steps[bool]:
-    """A member's name and the colon."""
+def _key(stream: TextStream, emit: Emit) -> Steps[bool]:
+    """Takes a member's name and the colon."""
     if (yield from _next(stream, emit)) != '"' or not (yield from _leaf(stream, emit)):
         return False
     if (yield from _next(stream, emit)) != ":":
@@ -99,8 +101,8 @@ def _key(stream: Stream, emit: Emit) -> Steps[bool]:
     return True
 
 
-def _leaf(stream: Stream, emit: Emit) -> Steps[bool]:
-    """A string, a number, true, false or null."""
+def _leaf(stream: TextStream, emit: Emit) -> Steps[bool]:
+    """Takes a string, a number, true, false or null."""
     if (yield from stream.peek()) == '"':
         emit('"')
         if not (yield from scan_string(stream, emit)):
@@ -117,21 +119,21 @@ def _leaf(stream: Stream, emit: Emit) -> Steps[bool]:
     return _NUMBER_OR_NAME.fullmatch("".join(pieces)) is not None
 
 
-_PIECE = re.compile(r"[^\\]+|\\u[0-9a-fA-F]{4}|\\u(?![0-9a-fA-F]{0,3}\Z)|\\[^u]")  # else an escape that is cut short
+_PIECE = re.compile(r"[^\\]+|\\u[0-9a-fA-F]{4}|\\u(?![0-9a-fA-F]{0,3}\Z)|\\[^u]")  # no escape that is cut short
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class StringDecoder:
-    """What is between a JSON string's quotes, turned into what it stands for.
+    """Decodes the text between a JSON string's quotes.
 
-    Unknown escapes stand for themselves; halves of surrogate pairs, which no encoding takes, for U+FFFD.
+    Unknown escapes stay as written. Unpaired surrogates, which cannot be encoded, become U+FFFD.
     """
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
-        self._raw = ""  # an escape that is not complete
-        self._half = ""  # the first half of a pair
+        self._raw = ""  # an incomplete escape
+        self._half = ""  # the first half of a surrogate pair
 
     def feed(self, raw: str) -> None:
         text, at, pieces = self._raw + raw, 0, [self._half]

@@ -1,4 +1,4 @@
-"""What a reply consists of, in the order in which it was written. Knows nothing of how it was written."""
+"""The parts of a reply, in the order in which they were written. Knows nothing of their markup."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Reasoning(NamedTuple):
 
 
 class CallBegin(NamedTuple):
-    """The name is complete and the arguments have begun. `index` counts the calls of one reply from 0."""
+    """Reports that the name is complete and the arguments have begun. `index` counts the calls of one reply from 0."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index
     name: str

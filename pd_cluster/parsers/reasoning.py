@@ -1,7 +1,7 @@
 """The thinking that comes before a reply's content: `<think>…</think>`.
 
-Blanks at both ends of the reasoning, and between it and the content, belong to the markup and are not shown. What comes
-without an end stays reasoning; a later `<think>` is content. Knows nothing of tools.
+Blanks at both ends of the reasoning, and between it and the content, are markup and are not shown. Reasoning that never
+ends stays reasoning; a later `<think>` is content. Knows nothing of tools.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pd_cluster.parsers.stream import BLANKS, Emit, Steps, Stream
+from pd_cluster.parsers.stream import BLANKS, Emit, Steps, TextStream
 
 OPEN, CLOSE = "<think>", "</think>"
 PARSERS = ("deepseek_r1", "qwen3")
 
-# What a model's first text is: reasoning, perhaps after an `<think>` of its own; only after that; never.
+# The model's first text is reasoning (maybe after its own `<think>`), is reasoning only after `<think>`, or is content.
 Start = Literal["reasoning", "perhaps", "content"]
 
 _LAST_MARK = re.compile(rf"({OPEN}|{CLOSE})[{BLANKS}]*\Z")
 
 
 def start_of(parser: str, prompt_end: str) -> Start:
-    """Where the prompt leaves it open, deepseek_r1 takes it that the model thinks, qwen3 that it may."""
+    """Reads the start from the prompt's last mark. Without one, deepseek_r1 implies reasoning, and qwen3 leaves it
+    open.
+    """
     if not parser:
         return "content"
     mark = _LAST_MARK.search(prompt_end)
@@ -30,8 +32,8 @@ def start_of(parser: str, prompt_end: str) -> Start:
     return "reasoning" if parser == "deepseek_r1" else "perhaps"
 
 
-def read_reasoning(stream: Stream, start: Start, emit: Emit) -> Steps[None]:
-    """Takes all that comes before the content."""
+def read_reasoning(stream: TextStream, start: Start, emit: Emit) -> Steps[None]:
+    """Takes everything before the content."""
     if start == "content":
         return
     stream.keep()
@@ -49,7 +51,7 @@ def read_reasoning(stream: Stream, start: Start, emit: Emit) -> Steps[None]:
 
 
 class _Trimmed:
-    """Text without the blanks at its end."""
+    """Emits text without the blanks at its end."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit

@@ -1,9 +1,9 @@
 """Guides for whole replies: reasoning first, then calls in the markup that the tool parser reads, or an answer.
 
-A guide of kind "reply" is a tree, as JSON: ["seq", node…], ["any", node…], ["repeat", least, most or null, node],
+A guide of kind "reply" is a JSON tree: ["seq", node…], ["any", node…], ["repeat", least, most or null, node],
 ["marker", text] (blanks may come before it), ["until", marker] (anything up to and with it), ["text", text],
-["pattern", regex], ["json", schema], ["guide", kind, text]. Markers are known by their texts, whether the model's
-tokenizer has a token for them or not. Knows nothing of the library that follows guides.
+["pattern", regex], ["json", schema], ["guide", kind, text]. Markers are given as text, whether or not the model's
+tokenizer has a token for them. Knows nothing of the library that follows guides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pd_cluster.parsers import reasoning, tools
 from pd_cluster.parsers.reasoning import Start
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 
-MAX_CALLS = 16  # where calls are required and the request sets no limit: a model must come to an end
+MAX_CALLS = 16  # for required calls without a limit in the request, so that the model must come to an end
 
 ToolChoice = Literal["none", "auto", "required", "named"]
 Node = list[Any]
@@ -31,7 +31,7 @@ _NO_OBJECT: Node = ["pattern", r"[ \t\r\n]*([^ \t\r\n{](.|\n)*)?"]
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is the JSON schema of the arguments. `strict`: calls that were not asked for keep to it too."""
+    """`parameters` is the JSON schema of the arguments. `strict`: optional calls must follow it, too."""
 
     name: str
     parameters: dict[str, Any]
@@ -46,7 +46,7 @@ def guide_of(
     most_calls: int | None,
     answer: Guide | None,
 ) -> Guide | None:
-    """Raises RequestError."""
+    """Builds the guide for a whole reply; None: anything goes. Raises RequestError."""
     if choice in ("required", "named") and answer is not None:
         raise RequestError(
             f"tool_choice: {choice} leaves no room for an answer, which response_format or guided_* constrain",
@@ -67,7 +67,7 @@ def guide_of(
 def _content(
     parser: str, given: Sequence[Tool], choice: ToolChoice, most_calls: int | None, answer: Guide | None
 ) -> Node | None:
-    """What comes after the reasoning; None: anything."""
+    """Returns the node for the content after the reasoning; None: anything goes."""
     if choice in ("required", "named") and given:
         return _calls(parser, given, 1 if choice == "named" else most_calls or MAX_CALLS)
     if choice == "auto" and parser and given:
@@ -98,7 +98,7 @@ def _thinking(start: Start) -> list[Node]:
 
 
 def _calls(parser: str, given: Sequence[Tool], most: int) -> Node:
-    """At least one call, and nothing else."""
+    """Requires at least one call, and allows nothing else."""
     match parser:
         case "hermes" | "qwen3":
             return ["repeat", 1, most, ["seq", ["marker", tools.CALL], *_hermes_call(given)]]
@@ -111,7 +111,7 @@ def _calls(parser: str, given: Sequence[Tool], most: int) -> Node:
 
 
 def _perhaps_calls(parser: str, given: Sequence[Tool], most: int | None) -> Node:
-    """Free text, in which what begins as a call is one."""
+    """Allows free text; anything that begins like a call must be one."""
     if parser == "llama3_json":
         return ["any", _llama3_calls(given, most or MAX_CALLS), _NO_OBJECT]
     if parser == "mistral":
@@ -147,7 +147,7 @@ def _array_schema(given: Sequence[Tool], key: str, most: int) -> dict[str, Any]:
 
 
 def _call_schema(given: Sequence[Tool], key: str) -> dict[str, Any]:
-    """One call of one of the tools. An `$id` keeps a schema's references within itself."""
+    """Returns the schema of one call of any of the tools. An `$id` keeps a schema's references local to it."""
     return {
         "anyOf": [
             {
@@ -162,5 +162,5 @@ def _call_schema(given: Sequence[Tool], key: str) -> dict[str, Any]:
 
 
 def _object(tool: Tool) -> dict[str, Any]:
-    """Arguments are an object, also where the schema does not say so."""
+    """Returns the arguments' schema. Arguments are always an object, even if the schema does not say so."""
     return {**tool.parameters, "type": "object"}

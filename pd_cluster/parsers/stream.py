@@ -1,7 +1,7 @@
-"""Text that comes in pieces, for readers that are written as if all of it were there.
+"""Text that arrives in pieces, for readers that are written as if all of it were there.
 
-A reader is a generator. Where it needs more text it yields, and goes on when there is some or it has ended; so what it
-finds cannot depend on how the text was cut. Knows nothing of what the text means.
+A reader is a generator. It yields when it needs more text, and resumes when more has arrived or the text has ended, so
+its result cannot depend on how the text was split. Knows nothing of what the text means.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ BLANK_RUN = re.compile(f"[{BLANKS}]*")
 
 
 def ignore(text: str) -> None:
-    """For text that nobody wants."""
+    """Discards the text."""
 
 
-class Stream:
-    """Every character is looked at a bounded number of times, however small the pieces are."""
+class TextStream:
+    """A growing text. Each character is examined a bounded number of times, however small the pieces are."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0  # what is before was taken
+        self._at = 0  # everything before it was taken
         self._kept: list[str] | None = None
         self._is_ended = False
 
-    # ---- for who has the text
+    # ---- for the writer
 
     def add(self, text: str) -> None:
         self._text = self._text[self._at :] + text
@@ -43,7 +43,7 @@ class Stream:
     # ---- for readers
 
     def peek(self) -> Steps[str]:
-        """The next character, "" at the end."""
+        """Returns the next character without taking it; "" at the end."""
         while self._at == len(self._text):
             if self._is_ended:
                 return ""
@@ -51,7 +51,7 @@ class Stream:
         return self._text[self._at]
 
     def begins(self, text: str) -> Steps[bool]:
-        """Whether this comes next."""
+        """Returns whether this text comes next."""
         while True:
             here = self._text[self._at : self._at + len(text)]
             if here == text:
@@ -61,7 +61,7 @@ class Stream:
             yield
 
     def take(self, num_chars: int) -> str:
-        """Of those that are there, as the reader has made sure."""
+        """Takes this many characters; the reader has made sure that they are there."""
         taken = self._text[self._at : self._at + num_chars]
         self._at += len(taken)
         if self._kept is not None:
@@ -69,13 +69,13 @@ class Stream:
         return taken
 
     def take_pair(self) -> Steps[str]:
-        """Two characters, fewer at the end."""
+        """Takes two characters, or fewer at the end."""
         while len(self._text) < self._at + 2 and not self._is_ended:
             yield
         return self.take(2)
 
     def run(self, pattern: re.Pattern[str], emit: Emit = ignore) -> Steps[None]:
-        """Takes the longest run of the pattern's characters; it is a class of characters, repeated."""
+        """Takes the longest run that matches the pattern, which is a repeated character class."""
         while (yield from self.peek()):
             match = pattern.match(self._text, self._at)
             if match is None or match.end() == self._at:
@@ -86,9 +86,9 @@ class Stream:
         yield from self.run(BLANK_RUN)
 
     def until(self, markers: Sequence[str], emit: Emit) -> Steps[str]:
-        """Takes the text before the first of the markers, and returns that one, not taken; "" at the end.
+        """Takes the text before the first of the markers. Returns that marker, which is not taken; "" at the end.
 
-        No marker contains another. Only what could still become one is held back.
+        No marker contains another. Only text that may still become a marker is held back.
         """
         while True:
             found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
@@ -102,22 +102,22 @@ class Stream:
             yield
 
     def keep(self) -> None:
-        """From here on remembers what is taken."""
+        """Starts remembering the text taken."""
         self._kept = []
 
     def kept(self) -> str:
-        """What was taken since `keep`, and forgets it."""
+        """Returns the text taken since `keep`, and forgets it."""
         kept, self._kept = self._kept or [], None
         return "".join(kept)
 
     def put_back(self) -> None:
-        """What was kept comes again."""
+        """Returns the text taken since `keep` to the stream."""
         self.add("")
         self._text = self.kept() + self._text
 
 
 def _overlap(text: str, start: int, marker: str) -> int:
-    """Length of the longest end of text[start:] that the marker begins with."""
+    """Returns the length of the longest suffix of text[start:] that is a prefix of the marker."""
     for length in range(min(len(text) - start, len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -1,8 +1,8 @@
-"""How models write tool calls: one reader a format.
+"""How models write tool calls: one reader for each format.
 
-What looks like a call and is none is content, as it was written. A call whose arguments stop being JSON keeps the rest,
-up to the closing marker or the end: whoever asked for it sees what the model wrote. Knows nothing of reasoning, nor of
-which tools there are.
+Text that looks like a call and is none is content, as it was written. If a call's arguments stop being valid JSON, the
+call keeps the rest, up to the closing marker or the end, so clients see what the model wrote. Knows nothing of
+reasoning, nor of which tools exist.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from pd_cluster.parsers.calls import Gathered, read_call
 from pd_cluster.parsers.json_scan import scan_value, take_sign
-from pd_cluster.parsers.stream import BLANK_RUN, BLANKS, Steps, Stream, ignore
+from pd_cluster.parsers.stream import BLANK_RUN, BLANKS, Steps, TextStream, ignore
 
-Reader = Callable[[Stream, Gathered], Steps[None]]
+Reader = Callable[[TextStream, Gathered], Steps[None]]
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -24,15 +24,15 @@ _NAME = re.compile(r"[\w.-]*")
 _BETWEEN = re.compile(f"[{BLANKS};]*")
 
 
-def read_content(stream: Stream, out: Gathered) -> Steps[None]:
-    """No calls at all."""
+def read_content(stream: TextStream, out: Gathered) -> Steps[None]:
+    """Reads a reply without any calls."""
     yield from stream.until((), out.content)
 
 
-def read_hermes(stream: Stream, out: Gathered) -> Steps[None]:
-    """`<tool_call>{"name": …, "arguments": …}</tool_call>` in the midst of content; Qwen's models write this too.
+def read_hermes(stream: TextStream, out: Gathered) -> Steps[None]:
+    """Reads `<tool_call>{"name": …, "arguments": …}</tool_call>` amid content; Qwen's models write this too.
 
-    Behind complete arguments all up to the closing marker is passed over: a brace too few or too many does no harm.
+    Everything between complete arguments and the closing marker is skipped, so a brace too few or too many is harmless.
     """
     while (yield from stream.until((CALL,), out.content)):
         stream.keep()
@@ -49,8 +49,10 @@ def read_hermes(stream: Stream, out: Gathered) -> Steps[None]:
             stream.take(len(CALL_END))
 
 
-def read_llama3(stream: Stream, out: Gathered) -> Steps[None]:
-    """The whole reply is `{"name": …, "parameters": …}`, or several, parted by `;` or blanks; else it is content."""
+def read_llama3(stream: TextStream, out: Gathered) -> Steps[None]:
+    """Reads `{"name": …, "parameters": …}` as the whole reply, or several, separated by `;` or blanks; otherwise
+    content.
+    """
     outcome = "whole"
     while outcome == "whole":
         stream.keep()
@@ -66,8 +68,8 @@ def read_llama3(stream: Stream, out: Gathered) -> Steps[None]:
     yield from stream.until((), out.arguments if outcome == "torn" else out.content)
 
 
-def read_mistral(stream: Stream, out: Gathered) -> Steps[None]:
-    """`[TOOL_CALLS]` and an array of calls; or, from newer models, and one call's name and arguments."""
+def read_mistral(stream: TextStream, out: Gathered) -> Steps[None]:
+    """Reads `[TOOL_CALLS]` and an array of calls, or, from newer models, one call's name and arguments."""
     while (yield from stream.until((TOOL_CALLS,), out.content)):
         stream.keep()
         stream.take(len(TOOL_CALLS))
@@ -78,15 +80,17 @@ def read_mistral(stream: Stream, out: Gathered) -> Steps[None]:
             yield from _read_named(stream, out)
 
 
-def read_array(stream: Stream, out: Gathered) -> Steps[None]:
-    """`[{"name": …, "parameters": …}, …]`: what guides have a model write that has no markup of its own."""
+def read_array(stream: TextStream, out: Gathered) -> Steps[None]:
+    """Reads `[{"name": …, "parameters": …}, …]`, the form that guides impose on models without markup of their own."""
     stream.keep()
     yield from _read_array(stream, out, ())
     yield from stream.until((), out.content)
 
 
-def _read_array(stream: Stream, out: Gathered, ends: Sequence[str]) -> Steps[None]:
-    """The stream keeps what came before: content, if no call follows. A torn call goes on up to one of `ends`."""
+def _read_array(stream: TextStream, out: Gathered, ends: Sequence[str]) -> Steps[None]:
+    """Reads an array. The text that the stream keeps is content if no call follows. A torn call extends to one of
+    `ends`.
+    """
     is_open = yield from take_sign(stream, "[")
     while is_open:
         match (yield from read_call(stream, out)):
@@ -103,8 +107,8 @@ def _read_array(stream: Stream, out: Gathered, ends: Sequence[str]) -> Steps[Non
         out.content(stream.kept())
 
 
-def _read_named(stream: Stream, out: Gathered) -> Steps[None]:
-    """`name{…}`, `name[ARGS]{…}` or `name[CALL_ID]id[ARGS]{…}`."""
+def _read_named(stream: TextStream, out: Gathered) -> Steps[None]:
+    """Reads `name{…}`, `name[ARGS]{…}` or `name[CALL_ID]id[ARGS]{…}`."""
     name: list[str] = []
     yield from stream.run(_NAME, name.append)
     yield from stream.blanks()

@@ -1,1 +1,1 @@
-"""How the bytes of KV blocks get from one process into another."""
+"""Transports move the bytes of KV blocks from one process into another."""

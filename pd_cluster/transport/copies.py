@@ -1,7 +1,7 @@
-"""What one end of a link copies on its device, beside what is computed there: a stream of its own, in order.
+"""Copies of one end of a link on its device, alongside computation: a separate stream, in order.
 
-On CPU a copy is over when its call returns, and everything here is empty. Knows nothing of what is copied. Which wait
-guards which block is told in docs/protocol.md, "Pools on devices".
+On CPU a copy has ended when its call returns, and nothing here does anything. Knows nothing of what is copied.
+docs/protocol.md, "Pools on devices", lists which wait guards which block.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from pd_cluster.device import Device
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.streams import REACHED, Marker, SideStream
 from pd_cluster.errors import LinkError, first_line
-from pd_cluster.streams import REACHED, Marker, SideStream
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ SETTLE_S = 30.0
 
 
 class Copies:
-    """Used by the link's own thread only."""
+    """Used only by the link's own thread."""
 
     def __init__(self, device: Device, settle_s: float = SETTLE_S) -> None:
         self._stream = SideStream(device)
@@ -28,26 +28,26 @@ class Copies:
         self._last: Marker = REACHED
 
     def after(self, marker: Marker) -> None:
-        """What is launched from now on begins when that is reached. Nobody waits here."""
+        """Delays later launches until the marker is reached, without blocking the host."""
         self._stream.after(marker)
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[None]:
-        """What is launched inside is copied in this order, and may not be over when this ends."""
+        """Runs launches inside as copies in this order; they may not be finished when this ends."""
         with self._stream:
             try:
                 yield
-            finally:  # what went before an error is under way, too
+            finally:  # launches before an error are under way, too
                 self._last = self._stream.mark()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """What waits for the current stream inside waits for this one, not for what is computed."""
+        """Makes waits for the current stream inside wait for this one, not for computation."""
         with self._stream:
             yield
 
     def settle(self) -> None:
-        """Waits until all that was launched is over. Raises LinkError."""
+        """Waits until all launched copies have ended. Raises LinkError."""
         try:
             if self._last.wait(self._settle_s):
                 return
@@ -56,8 +56,8 @@ class Copies:
         raise LinkError(f"the device has not copied KV cache within {self._settle_s:g} s", retry=True)
 
     def drain(self) -> None:
-        """The same, however long it takes: whoever waits for this gives the blocks to somebody else."""
+        """Waits like `settle`, but without a limit: afterwards the blocks go to other requests."""
         try:
             self._last.wait()
-        except RuntimeError as error:  # the device is beyond use: nothing is written any more
+        except RuntimeError as error:  # the device is unusable: it writes nothing any more
             log.error("copying KV cache on the device failed: %s", first_line(error))

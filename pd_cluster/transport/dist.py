@@ -1,9 +1,9 @@
 """torch.distributed transports: a process group of two ranks per link, P is rank 0 and sends, D is rank 1 and receives.
 
-The group is built directly on a TCPStore that P hosts on the rank table's address (pair.py): nothing that another link
-could disturb. Payloads land in staging buffers and are copied to their blocks from there; a timeout ends the link, so
-that late bytes never reach a reused block. Over gloo the staging is host memory, wherever the pools are; over NCCL and
-HCCL it is on the devices, and payloads have no checksum: the host would have to fetch them to hash them.
+The two meet by keys that travel over the link's own connection (meeting.py): no outsider takes part. Payloads land in
+staging buffers and are copied to their blocks from there; a timeout ends the link, so that late bytes never reach a
+reused block. Over gloo the staging is host memory, wherever the pools are; over NCCL and HCCL it is on the devices, and
+payloads have no checksum: the host would have to fetch them to hash them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections import deque
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 
-from pd_cluster import device as devices
-from pd_cluster import device_group
-from pd_cluster.device import Device
+from pd_cluster.devices import device as devices
+from pd_cluster.devices import group as device_group
+from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError, TransferFailed, first_line
 from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport.base import Checksum, Prepared
+from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey, Prepared, decode_offer
 from pd_cluster.transport.copies import Copies
+from pd_cluster.transport.meeting import Meeting
 from pd_cluster.transport.pair import (
     BACKENDS,
     RECEIVER,
     SENDER,
     Backend,
-    Store,
     close_group,
-    join_store,
     make_group,
 )
 from pd_cluster.transport.staging import Staging
@@ -39,6 +39,17 @@ from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 MAX_PAYLOAD_NBYTES = 8 << 20
 MAX_DEVICE_PAYLOAD_NBYTES = 32 << 20
 NUM_UNDER_WAY = 4  # payloads: one is packed or unpacked while the next are on the wire
+
+
+class GroupOffer(msgspec.Struct, frozen=True):
+    """The group's name, its backend, and the accelerator of P's pool ("" where it does not matter)."""
+
+    address: str
+    backend: str
+    device_uuid: str = ""
+
+    def offer(self, transport: TransportName) -> TransportOffer:
+        return TransportOffer(transport=transport, data=msgspec.msgpack.encode(self))
 
 
 class DistSender:
@@ -50,11 +61,13 @@ class DistSender:
         bind_host: str,
         connect_s: float,
         transfer_s: float,
+        post: PostKey,
         backend: Backend = "gloo",
     ) -> None:
+        """`post`: sends one key of the meeting to the other end."""
         self.name: TransportName = "dist" if backend == "gloo" else backend
         self.max_payload_nbytes = _most(backend)
-        self._store: Store | None = Store(bind_host, connect_s)
+        self.meeting = Meeting(connect_s, post)
         self._pool = pool
         self._checksum = checksum if backend == "gloo" else Checksum(is_on=False)
         self._wants_int8 = wants_int8
@@ -69,22 +82,15 @@ class DistSender:
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()  # the work, and the bytes that it reads
 
     def offer(self) -> TransportOffer:
-        assert self._store is not None
-        return TransportOffer(
-            transport=self.name,
-            address=self._group_name,
-            port=self._store.port,
-            backend=self._backend,
-            device_uuid="" if self._backend == "gloo" else devices.uuid(self._pool.device),
-        )
+        uuid = "" if self._backend == "gloo" else devices.uuid(self._pool.device)
+        return GroupOffer(self._group_name, self._backend, uuid).offer(self.name)
 
     def open(self, peer: KVLayout) -> None:
-        assert self._store is not None
         route = Route(self._pool.layout, peer, self._wants_int8)
         self._staging = Staging(self._pool, route, self._copies, in_host_memory=self._backend == "gloo")
         self._staging.warm()
-        store, name, host = self._store.store, self._group_name, self._bind_host
-        self._group = make_group(self._backend, store, name, SENDER, host, self._connect_s, self._pool.device)
+        name, host, device = self._group_name, self._bind_host, self._pool.device
+        self._group = make_group(self._backend, self.meeting, name, SENDER, host, self._connect_s, device)
 
     def prepare(self, piece: KVPiece) -> Prepared:
         assert self._staging is not None
@@ -96,7 +102,7 @@ class DistSender:
         try:
             if len(self._under_way) == NUM_UNDER_WAY:
                 self._under_way.popleft()[0].wait(self._transfer)
-            with self._copies.launch():  # a device sends behind what packed it
+            with self._copies.launch():  # a device sends after the packing
                 work = self._group.send([prepared.payload], RECEIVER, _tag(sequence))
         except RuntimeError as error:
             raise LinkError(f"sending KV cache failed: {first_line(error)}", retry=True) from error
@@ -105,7 +111,7 @@ class DistSender:
     def close(self) -> None:
         close_group(self._group)
         self._copies.drain()
-        self._group = self._store = None  # which closes its port
+        self._group = None
         self._under_way.clear()
 
 
@@ -117,37 +123,37 @@ class DistReceiver:
         peer: KVLayout,
         checksum: Checksum,
         wants_int8: bool,
-        peer_host: str,
         bind_host: str,
         connect_s: float,
         transfer_s: float,
+        post: PostKey,
     ) -> None:
+        """`post`: sends one key of the meeting to the other end. Raises LinkError for an invalid offer."""
         self.name: TransportName = offer.transport
-        self._offer = offer
-        self._backend: Backend = next((each for each in BACKENDS if each == offer.backend), "gloo")
+        self.meeting = Meeting(connect_s, post)
+        self._offer = decode_offer(offer, GroupOffer)
+        self._backend: Backend = next((each for each in BACKENDS if each == self._offer.backend), "gloo")
         self._pool = pool
         self._checksum = checksum
         self._route = Route(peer, pool.layout, wants_int8)
-        self._peer_host = peer_host
         self._bind_host = bind_host
         self._connect_s = connect_s
         self._transfer_s = transfer_s
         self.copies = Copies(pool.device, transfer_s)
         self._staging = Staging(pool, self._route, self.copies, in_host_memory=self._backend == "gloo")
         self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]
-        self._announced: deque[tuple[int, KVChunk]] = deque()  # for want of a free buffer
-        # sequence, work (None when it is done), buffer, the payload's part of it
+        self._announced: deque[tuple[int, KVChunk]] = deque()  # waiting for a free buffer
+        # sequence, work (None once done), buffer, the payload's part of it
         self._under_way: deque[tuple[int, Any, torch.Tensor, torch.Tensor]] = deque()
         self._group: Any = None
         self.precision = self._route.precision
 
     def open(self) -> None:
-        if problem := why_no_pair(self._offer, self._pool.device):
+        if problem := _why_no_pair(self._offer, self._pool.device):
             raise LinkError(problem)
         self._staging.warm()
-        store = join_store(self._peer_host, self._offer.port, self._connect_s)
-        name, host = self._offer.address, self._bind_host
-        self._group = make_group(self._backend, store, name, RECEIVER, host, self._connect_s, self._pool.device)
+        name, host, device = self._offer.address, self._bind_host, self._pool.device
+        self._group = make_group(self._backend, self.meeting, name, RECEIVER, host, self._connect_s, device)
 
     def expect(self, sequence: int, chunk: KVChunk) -> None:
         self._announced.append((sequence, chunk))
@@ -190,14 +196,14 @@ class DistReceiver:
         self._under_way.clear()
 
     def _start(self) -> None:
-        """Receives into every staging buffer that is free, in order. Raises LinkError."""
+        """Receives into every free staging buffer, in order. Raises LinkError."""
         while self._free and self._announced:
             sequence, chunk = self._announced.popleft()
             if not 0 < chunk.nbytes <= max(_most(self._backend), self._route.source.block_nbytes):
                 raise LinkError(f"a header announces a payload of {chunk.nbytes} bytes", retry=True)
             buffer = self._free.pop()
             try:
-                with self.copies.launch():  # a device receives behind the copies out of this buffer
+                with self.copies.launch():  # a device receives after the copies out of this buffer
                     if len(buffer) < chunk.nbytes:
                         buffer = self._staging.buffer(chunk.nbytes)
                     payload = buffer[: chunk.nbytes]
@@ -207,8 +213,8 @@ class DistReceiver:
             self._under_way.append((sequence, work, buffer, payload))
 
 
-def why_no_pair(offer: TransportOffer, device: Device) -> str:
-    """Why a process with its pool on this device cannot be the other end; "" when it can."""
+def _why_no_pair(offer: GroupOffer, device: Device) -> str:
+    """Returns why a process with its pool on this device cannot be the other end, or ""."""
     backend, uuid = offer.backend, offer.device_uuid
     if backend not in BACKENDS:
         return f"the prefill instance sends with {backend!r}, this one receives with {', '.join(BACKENDS)}"
@@ -227,3 +233,30 @@ def _most(backend: Backend) -> int:
 
 def _tag(sequence: int) -> int:
     return sequence & 0x3FFFFFFF
+
+
+def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
+    """See table.Transport."""
+    if name in device_group.BACKENDS and (problem := device_group.why_none(name, own)):
+        return problem
+    return _why_no_pair(decode_offer(peer, GroupOffer), own) if peer is not None else ""
+
+
+def ends(name: TransportName, place: LinkContext) -> DistEnds:
+    return DistEnds(name, place)
+
+
+class DistEnds:
+    def __init__(self, name: TransportName, place: LinkContext) -> None:
+        self._backend: Backend = next((each for each in BACKENDS if each == name), "gloo")
+        self._place = place
+
+    def sender(self, checksum: Checksum, post: PostKey) -> KVSender:
+        at = self._place
+        how = (at.wants_int8, at.bind_host, at.connect_s, at.transfer_s)
+        return DistSender(at.pool, checksum, *how, post, self._backend)
+
+    def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
+        at = self._place
+        how = (at.wants_int8, at.bind_host, at.connect_s, at.transfer_s)
+        return DistReceiver(peer.offer, at.pool, peer.layout, checksum, *how, post)

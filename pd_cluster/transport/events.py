@@ -1,4 +1,4 @@
-"""What the threads of links report to the engine's thread, and what a timeline tells of a piece."""
+"""Events from links' threads to the engine's thread, and a piece's numbers for timelines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd_cluster.types import TokenOutput
 
 
 class LinkFailed(msgspec.Struct, frozen=True, tag=True):
-    """This end of the link is beyond use."""
+    """This end of the link is unusable."""
 
     conn: str
     reason: str
@@ -30,7 +30,7 @@ class LandFault(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """Nothing writes the landing blocks of this transfer any more."""
+    """Nothing writes to the landing blocks of this transfer any more."""
 
     transfer_id: str
 
@@ -40,7 +40,7 @@ Report = Callable[[LinkEvent], None]
 
 
 def numbers_of(piece: wire.KVPiece, nbytes: int, started_s: float) -> dict[str, int]:
-    """What a timeline tells of a piece that was sent or has landed."""
+    """Returns a timeline's numbers for a piece that was sent or has landed."""
     return {
         "start": piece.first_token,
         "stop": piece.stop_token,

@@ -1,7 +1,7 @@
-"""Frames around the headers of one link: numbered and authenticated, so that only this link's own pass, once, in order.
+"""Frames around the headers of one link: numbered and authenticated, so that only its own pass, once and in order.
 
-The receiver drops and counts everything else. A frame that is missing is the one thing that a link does not survive:
-what it announced can never be told apart from what follows.
+The receiver drops and counts everything else. A missing frame is the only fault that a link does not survive: the
+payload that it announced cannot be told apart from the next.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MAX_SEQUENCE = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """Of one lane of a link between two lives of two instances."""
+    """The key of one lane of a link between two lives of two instances."""
 
     key: bytes
-    is_on: bool = True  # off: frames are numbered, but carry no proof of who made them
+    is_on: bool = True  # off: frames are numbered, but do not prove their origin
     lane: int = 0
 
     @classmethod
     def derive(
         cls, secret: bytes, link_id: str, sender: str, receiver: str, is_on: bool = True, lane: int = 0
     ) -> LinkKey:
-        """`sender` and `receiver` are name@epoch."""
+        """Derives the key; `sender` and `receiver` are name@epoch."""
         parts = [part.encode() for part in ("pd-cluster kv 2", link_id, str(lane), sender, receiver)]
         message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return cls(hmac.digest(secret, message, "sha256"), is_on, lane)
@@ -69,7 +69,7 @@ class Opener:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def open(self, frame: wire.KVFrame) -> wire.KVHeader | None:
-        """The header; None for a frame that is dropped. Raises LinkError when one before it is missing."""
+        """Returns the header; None for a dropped frame. Raises LinkError when one before it is missing."""
         reason = self._reason_to_drop(frame)
         if reason == "out of order":
             self.dropped[reason] += 1

@@ -1,9 +1,9 @@
-"""Pools on accelerators of one host, in different processes: D maps P's memory and copies from it (see local.py).
+"""Pools on accelerators of one host, in different processes: D maps P's memory and copies from it (see one_sided.py).
 
-What the driver calls a handle of P's pool is fetched over an abstract Unix socket (unix.py), whose name travels over
-the authenticated link, as a typed message of bounded size. Nothing of it is executed or looked up by name: D maps
-exactly as many bytes as P's layout and number of blocks make, or refuses. A pool that lies by layers, as on NPUs, has a
-handle for each of them.
+The driver's handle of P's pool is fetched over an abstract Unix socket (unix.py), whose name travels over the
+authenticated link, as a typed message of bounded size. Nothing in it is executed or looked up by name: D maps exactly
+as many bytes as P's layout and number of blocks require, or refuses. A layer-major pool, as on NPUs, has a handle for
+each layer.
 
 The socket stays open. Its end tells D that P's process is gone, and with it the right to read that memory: from then on
 no copy is launched.
@@ -11,83 +11,57 @@ no copy is launched.
 
 from __future__ import annotations
 
-import logging
 import socket
-from typing import Any, Protocol
+from typing import Annotated
 
 import msgspec
-import torch
 
-from pd_cluster import device as devices
-from pd_cluster.device import Device
+from pd_cluster.devices import device as devices
+from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError, first_line
-from pd_cluster.kv.layered import LayerMajor, layer_shape
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, TORCH_DTYPES, KVPool, Memory, shape_of
+from pd_cluster.kv.memory import TORCH_DTYPES, Memory
+from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
 from pd_cluster.transport import unix
-from pd_cluster.transport.base import Checksum
+from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
 from pd_cluster.transport.copies import SETTLE_S
-from pd_cluster.transport.local import OneSidedReceiver
-from pd_cluster.wire import (
-    MAX_EXPORT_NBYTES,
-    KVChunk,
-    MemoryPart,
-    PoolExport,
-    TransportName,
-    TransportOffer,
-    decode_export,
-)
+from pd_cluster.transport.device_memory import DeviceMemory, MemoryPart
+from pd_cluster.transport.one_sided import OneSidedReceiver, OneSidedSender
+from pd_cluster.wire import KVChunk, TransportName, TransportOffer
 
-log = logging.getLogger(__name__)
-
-# On CUDA torch's: its version, "c" for memory of cudaMalloc ("e" is an expandable segment), then what the driver made.
-# On NPUs what the driver made, whose form is nobody else's business.
+MAX_EXPORT_NBYTES = 1024  # of a PoolExport, for each of its parts
+MAX_EXPORT_PARTS = 1024
+# On CUDA torch's: its version, "c" for memory of cudaMalloc ("e" is an expandable segment), then the driver's handle.
+# On NPUs the driver's handle alone, which is opaque.
 HANDLE_NBYTES, KIND_AT, PLAIN_KIND = 66, 1, b"c"
-EVENT_NBYTES = 64
-NO_COUNTER = b"/pd-cluster-counts-nothing"  # torch looks for a file of this name in /dev/shm, and goes on without it
 
 
-class DeviceMemory(Protocol):
-    """How memory of a device becomes another process's; tests put a memfd in its place."""
+class PoolExport(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent from P to D over their Unix socket: how to map the pool's device memory.
 
-    def export(self, tensor: torch.Tensor) -> MemoryPart:
-        """Of all its storage. Raises RuntimeError."""
+    A block-major pool is one part; a layer-major one has a part for each layer, in order.
+    """
 
-    def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
-        """The exported bytes, as many as this shape has, as seen by what runs on `device`. Raises RuntimeError."""
+    parts: Annotated[list[MemoryPart], msgspec.Meta(max_length=MAX_EXPORT_PARTS)]
+    block_nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class TorchMemory:
-    """By torch's own export of storages, without its counting of who has them: a pool lives as long as its process."""
+_export_decoder = msgspec.msgpack.Decoder(PoolExport)
 
-    def export(self, tensor: torch.Tensor) -> MemoryPart:
-        storage: Any = tensor.untyped_storage()
-        untyped: Any = torch.UntypedStorage
-        on_npu = tensor.device.type == "npu"
-        shared = storage._share_npu_() if on_npu else storage._share_cuda_()
-        _, handle, nbytes, offset, counter, counter_at, _, _ = shared
-        release = untyped._release_ipc_counter_npu if on_npu else untyped._release_ipc_counter_cuda
-        release(counter, counter_at)
-        return MemoryPart(handle=handle, nbytes=nbytes, offset_nbytes=offset)
 
-    def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
-        """On D's own device, whichever P's is: what D launches there reads it."""
-        untyped: Any = torch.UntypedStorage
-        make = untyped._new_shared_npu if device.kind == "npu" else untyped._new_shared_cuda
-        place = (device.index, part.handle, part.nbytes, part.offset_nbytes)
-        storage = make(*place, NO_COUNTER, 0, bytes(EVENT_NBYTES), False)
-        stride = torch.empty(shape, dtype=dtype, device="meta").stride()
-        return torch.empty(0, dtype=dtype, device=device.torch_name).set_(storage, 0, shape, stride)
+def decode_export(data: bytes) -> PoolExport:
+    """Raises msgspec.DecodeError (ValidationError included)."""
+    return _export_decoder.decode(data)
 
 
 class ExportServer(unix.UnixServer):
-    """Hands out what maps the pool. Raises LinkError when this memory cannot be handed out."""
+    """Sends the handles that map the pool. Raises LinkError when this memory cannot be shared."""
 
     def __init__(self, pool: KVPool, memory: DeviceMemory) -> None:
         if setting := devices.expands_segments():
             raise LinkError(f"{setting}: no other process can map a pool that may grow; take expandable_segments out")
         try:
-            parts = [memory.export(each) for each in _tensors_of(pool.memory)]
+            parts = [memory.export(each) for each in pool.memory.parts]
         except RuntimeError as error:
             raise LinkError(f"the pool cannot be exported: {first_line(error)}") from error
         self._message = msgspec.msgpack.encode(PoolExport(parts=parts, block_nbytes=pool.layout.block_nbytes))
@@ -98,7 +72,7 @@ class ExportServer(unix.UnixServer):
 
 
 class IpcReceiver(OneSidedReceiver):
-    """D's end: maps P's pool into this device's addresses."""
+    """D's end: maps P's pool into this device's address space."""
 
     name: TransportName = "ipc"
 
@@ -114,7 +88,6 @@ class IpcReceiver(OneSidedReceiver):
         settle_s: float = SETTLE_S,
     ) -> None:
         super().__init__(offer, pool, peer, checksum, settle_s)
-        self._device_uuid = offer.device_uuid
         self._num_blocks = num_peer_blocks + NUM_EXTRA_BLOCKS
         self._timeout_s = timeout_s
         self._memory = memory
@@ -134,31 +107,31 @@ class IpcReceiver(OneSidedReceiver):
     def _source(self) -> Memory:
         self._check_device()
         layout = self._route.source
-        has_layers = isinstance(self._pool.memory, LayerMajor)  # as P's pool: it is on a device of the same kind
-        num_parts = layout.num_layers if has_layers else 1
-        self._peer = unix.connect(self._address, "device memory", self._timeout_s)
-        export = self._checked(_read(self._peer, MAX_EXPORT_NBYTES * num_parts), num_parts)
-        shape = layer_shape(layout, self._num_blocks) if has_layers else shape_of(layout, self._num_blocks)
+        way = type(self._pool.memory)  # the same as P's pool, which is on a device of the same kind
+        shapes = way.shapes(layout, self._num_blocks)
+        self._peer = unix.connect(self._offer.address, "device memory", self._timeout_s)
+        export = self._checked(_read(self._peer, MAX_EXPORT_NBYTES * len(shapes)), len(shapes))
         dtype = TORCH_DTYPES[layout.dtype]
         try:
-            found = [self._memory.map(part, dtype, shape, self._pool.device) for part in export.parts]
+            of = zip(export.parts, shapes, strict=True)
+            found = [self._memory.map(part, dtype, shape, self._pool.device) for part, shape in of]
         except RuntimeError as error:
             raise LinkError(f"the prefill instance's device memory cannot be mapped: {first_line(error)}") from error
-        return LayerMajor(found) if has_layers else found[0]
+        return way(layout, found)
 
     def _check_device(self) -> None:
-        """Raises LinkError."""
+        """Checks that this device can read P's. Raises LinkError."""
         own = self._pool.device
-        other = devices.with_uuid(own.kind, self._device_uuid)
+        other = devices.with_uuid(own.kind, self._offer.device_uuid)
         if other is None:
             raise LinkError(
-                f"the prefill instance's device {self._device_uuid or 'without a name'} is not visible here"
+                f"the prefill instance's device {self._offer.device_uuid or 'without a name'} is not visible here"
             )
         if not devices.can_read(own, other):
-            raise LinkError(f"{own.torch_name} cannot read the prefill instance's device {self._device_uuid}")
+            raise LinkError(f"{own.torch_name} cannot read the prefill instance's device {self._offer.device_uuid}")
 
     def _checked(self, export: PoolExport, num_parts: int) -> PoolExport:
-        """Whether it is what P's layout makes. Raises LinkError."""
+        """Checks an export against P's layout. Raises LinkError."""
         block_nbytes = self._route.source.block_nbytes
         wanted = self._num_blocks * block_nbytes // num_parts
         if len(export.parts) != num_parts:
@@ -169,17 +142,13 @@ class IpcReceiver(OneSidedReceiver):
                     f"the prefill instance's pool is {part.nbytes} bytes in blocks of {export.block_nbytes}, "
                     f"not {wanted} in blocks of {block_nbytes}"
                 )
-            if self._pool.device.kind == "cuda":
+            if self._pool.device.traits.handles_say_their_kind:
                 _check_handle(part.handle)
         return export
 
 
-def _tensors_of(memory: Memory) -> list[torch.Tensor]:
-    return memory.layers if isinstance(memory, LayerMajor) else [memory]
-
-
 def _check_handle(handle: bytes) -> None:
-    """Raises LinkError."""
+    """Raises LinkError unless the handle is one of plain device memory."""
     kind = handle[KIND_AT : KIND_AT + 1]
     if len(handle) != HANDLE_NBYTES or kind != PLAIN_KIND:
         raise LinkError(
@@ -189,7 +158,7 @@ def _check_handle(handle: bytes) -> None:
 
 
 def _read(peer: socket.socket, most_nbytes: int) -> PoolExport:
-    """Raises LinkError."""
+    """Reads and decodes P's export. Raises LinkError."""
     try:
         nbytes = int.from_bytes(_read_exactly(peer, 4), "big")
         if nbytes > most_nbytes:
@@ -211,3 +180,38 @@ def _read_exactly(peer: socket.socket, nbytes: int) -> bytes:
             raise EOFError
         data += part
     return data
+
+
+def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
+    """See table.Transport."""
+    return "" if own.is_accelerator else "this instance's pool is in host memory"
+
+
+def ends(name: TransportName, place: LinkContext) -> IpcEnds:
+    return IpcEnds(name, place)
+
+
+class IpcEnds:
+    """Exports the pool once, for any number of links."""
+
+    def __init__(self, name: TransportName, place: LinkContext) -> None:
+        self._name, self._place = name, place
+        self._server: ExportServer | None = None
+
+    def sender(self, checksum: Checksum, post: PostKey) -> KVSender:
+        pool = self._place.pool
+        self._server = self._server or ExportServer(pool, self._place.memory)
+        return OneSidedSender(self._name, self._server.name, pool, checksum, devices.uuid(pool.device))
+
+    def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
+        place = self._place
+        return IpcReceiver(
+            peer.offer,
+            place.pool,
+            peer.layout,
+            peer.num_blocks,
+            checksum,
+            place.connect_s,
+            place.memory,
+            place.transfer_s,
+        )

@@ -1,4 +1,4 @@
-"""What lands where at D's end of a link, and whether it is what must come next. Knows nothing of threads or torch."""
+"""Tracks what lands at D's end of a link, and checks that it is next in order. Knows nothing of threads or torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from array import array
 from dataclasses import dataclass
 
 from pd_cluster import wire
+from pd_cluster.devices.streams import REACHED, Marker
 from pd_cluster.errors import TransferFailed
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.streams import REACHED, Marker
 from pd_cluster.transport.base import KVReceiver
 from pd_cluster.transport.events import Drained, Landed, LandFault, numbers_of
 from pd_cluster.types import Note, note_nothing
@@ -17,7 +17,7 @@ from pd_cluster.types import Note, note_nothing
 
 @dataclass(slots=True)
 class Landing:
-    """`num_layers_of[t]`: layers of prompt token t that have landed. `free` is reached when nobody uses its blocks."""
+    """`num_layers_of[t]`: landed layers of prompt token t. `free` is reached when its blocks are out of use."""
 
     block_ids: list[int]
     num_layers_of: array[int]
@@ -28,7 +28,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What pieces can be of: layers, and tokens of a block on either side."""
+    """The bounds of pieces: layers, and tokens of a block on either side."""
 
     num_layers: int
     source_block_size: int
@@ -52,18 +52,18 @@ class Lander:
     def begin(
         self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int, free: Marker = REACHED
     ) -> None:
-        """`block_ids` are the whole prompt's; those of tokens before `first_token` are not written."""
+        """Starts a landing. `block_ids` are the whole prompt's; those before `first_token` are not written."""
         here = array("H", [self._geometry.num_layers]) * first_token
         self._landings[transfer_id] = Landing(block_ids, here + array("H", [0]) * (num_tokens - first_token), free)
 
     def forget(self, transfer_id: str) -> Drained:
-        """Once nothing that was received is still being copied."""
+        """Forgets a transfer, once no received data is still being copied."""
         self._landings.pop(transfer_id, None)
         self._receiver.copies.drain()
         return Drained(transfer_id)
 
     def land(self, sequence: int, header: wire.KVChunk | wire.KVEnd) -> Landed | LandFault | None:
-        """Raises LinkError when the link is beyond use."""
+        """Lands a chunk or an end. Raises LinkError when the link is unusable."""
         landing = self._landings.get(header.transfer_id)
         try:
             if isinstance(header, wire.KVChunk):
@@ -93,7 +93,7 @@ class Lander:
         self._note(chunk.transfer_id, "landed", **numbers_of(piece, chunk.nbytes, started_s))
 
     def _problem(self, chunk: wire.KVChunk, landing: Landing) -> str:
-        """Why this is not what must come next; "" when it is."""
+        """Returns why this chunk is not the next one, or ""."""
         piece, geometry = chunk.piece, self._geometry
         size = geometry.source_block_size
         if chunk.index != landing.num_chunks:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 import torch
 
 from pd_cluster import wire
-from pd_cluster.device import use
+from pd_cluster.devices.device import use
+from pd_cluster.devices.streams import mark
 from pd_cluster.errors import LinkError, TransferFailed
+from pd_cluster.kv.block_major import HostBlocks
 from pd_cluster.kv.layout import KVLayout, Route
-from pd_cluster.kv.pack import pack, unpack
+from pd_cluster.kv.pack import pack, unpack, vectors_of
 from pd_cluster.kv.pool import KVPool, probe_content
-from pd_cluster.streams import mark
 from pd_cluster.transport.base import KVReceiver
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed, Report
 from pd_cluster.transport.guard import Opener
@@ -33,60 +34,65 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What P's probe block must look like after its way here."""
+    """The expected content of P's probe block after its transfer to D."""
 
     pool: KVPool
     source: KVLayout
     seed: int
 
     def problem(self, receiver: KVReceiver, sequence: int, chunk: wire.KVChunk, timeout_s: float) -> str:
-        """Receives it; "" when it is as it should be. Raises LinkError, TransferFailed."""
+        """Receives the probe; "" when it is correct. Raises LinkError, TransferFailed."""
         piece, layout = chunk.piece, self.pool.layout
         if piece.num_tokens != min(layout.block_size, self.source.block_size) or piece.first_token or piece.first_layer:
             return "the probe has another shape"
         receiver.arrive(sequence, chunk, timeout_s)
-        with self.pool.probe_lock:  # for a copy: nobody waits for a peer in it
+        with self.pool.probe_lock:  # held during a copy, never during a wait for a peer
             with receiver.copies.launch():
-                self.pool.put_block(self.pool.landing_probe_block, 0)
+                self.pool.clear_block(self.pool.landing_probe_block)
             receiver.receive(sequence, chunk, [self.pool.landing_probe_block])
             receiver.copies.settle()
             with receiver.copies.launch():
-                found = self.pool.block(self.pool.landing_probe_block)
-            expected = self._expected(receiver, piece)[0]
-            same = torch.equal(found[:, :, : piece.num_tokens], expected[:, :, : piece.num_tokens])
+                found = HostBlocks(layout, [self.pool.block(self.pool.landing_probe_block)])
+            here = wire.KVPiece(0, piece.num_tokens, 0, layout.num_layers, [0])
+            heads = slice(0, layout.local_kv_heads)
+            both = (each.heads_of(here, heads) for each in (found, self._expected(receiver, here)))
+            pairs = zip(*([vectors_of(plane, here, layout) for plane in planes] for planes in both), strict=True)
+            same = all(torch.equal(ours, theirs) for ours, theirs in pairs)
         return "" if same else "the prefill instance's probe arrived with another content"
 
-    def _expected(self, receiver: KVReceiver, piece: wire.KVPiece) -> torch.Tensor:
+    def _expected(self, receiver: KVReceiver, piece: wire.KVPiece) -> HostBlocks:
         route = Route(self.source, self.pool.layout, receiver.precision == "int8")
-        piece = wire.KVPiece(0, piece.num_tokens, 0, self.source.num_layers, [0])
-        expected = torch.zeros_like(probe_content(self.pool.layout, 0))
-        unpack(pack(probe_content(self.source, self.seed), piece, route), piece, route, expected, [0])
+        sent = HostBlocks(self.source, [probe_content(self.source, self.seed)])
+        expected = HostBlocks(self.pool.layout, [torch.zeros_like(probe_content(self.pool.layout, 0))])
+        unpack(pack(sent, piece, route), piece, route, expected, [0])
         return expected
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetTransfer:
     transfer_id: str
 
 
-Item = wire.KVFrame | Forget | None
+Item = wire.KVFrame | ForgetTransfer | None
 
 
 @dataclass(slots=True)
 class Incoming:
-    """Frames in order, opened, and a few of them ahead of their turn: their payloads come in meanwhile."""
+    """Opens frames in order, a few of them early: their payloads arrive meanwhile."""
 
     opener: Opener
     queue: queue.SimpleQueue[Item] = field(default_factory=queue.SimpleQueue)
-    ahead: deque[tuple[int, wire.KVHeader] | Forget | None] = field(default_factory=deque)
-    error: LinkError | None = None  # found while looking ahead; raised when its turn has come
+    ahead: deque[tuple[int, wire.KVHeader] | ForgetTransfer | None] = field(default_factory=deque)
+    error: LinkError | None = None  # found while looking ahead; raised in its turn
 
-    def next(self, receiver: KVReceiver | None, timeout_s: float | None) -> tuple[int, wire.KVHeader] | Forget | None:
-        """None: the end. Raises LinkError, or queue.Empty after the timeout."""
+    def next(
+        self, receiver: KVReceiver | None, timeout_s: float | None
+    ) -> tuple[int, wire.KVHeader] | ForgetTransfer | None:
+        """Returns the next item; None: the end. Raises LinkError, or queue.Empty after the timeout."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.ahead and self.error is None:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if left_s is not None and left_s <= 0:  # whatever comes and is dropped does not buy time
+            if left_s is not None and left_s <= 0:  # dropped frames do not extend the time
                 raise queue.Empty
             self._take(self.queue.get(timeout=left_s), receiver)
         while self.error is None and not self.queue.empty():
@@ -131,8 +137,9 @@ class ReceiveThread:
         note: Note = note_nothing,
         impossible: Sequence[str] = (),
     ) -> None:
-        """`impossible`: what P offers and this instance has not, each with the reason."""
+        """`impossible`: the reasons why P's other offers do not serve; some, if there are no receivers."""
         self._conn = conn
+        self._meetings = {each.name: each.meeting for each in receivers if each.meeting is not None}
         self._impossible = impossible
         self._link_id = link_id
         self._receivers = receivers
@@ -150,7 +157,7 @@ class ReceiveThread:
         self._thread = threading.Thread(target=self._run, name=f"kv-receive {conn}", daemon=True)
 
     def start(self) -> None:
-        """Once frames of its connection reach `put`: the answer that this sends brings the first of them."""
+        """Starts the thread once frames of its connection reach `put`: its answer prompts the first of them."""
         self._thread.start()
 
     @property
@@ -163,7 +170,7 @@ class ReceiveThread:
 
     @property
     def precision(self) -> str:
-        """Of what lands over this link; "" is exact. Known once the link is ready."""
+        """Returns the precision of KV landing over this link; "" is exact. Known once the link is ready."""
         return self._receiver.precision if self._receiver is not None else ""
 
     # ---- other threads
@@ -171,17 +178,22 @@ class ReceiveThread:
     def put(self, frame: wire.KVFrame) -> None:
         self._incoming.queue.put(frame)
 
-    def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        """Before the credit leaves, so before anything of this transfer can come.
+    def meet(self, value: wire.LinkValue) -> None:
+        """Stores a key from the other end, on the mailbox's thread, because this one waits for it."""
+        if (meeting := self._meetings.get(value.transport)) is not None:
+            meeting.put(value.key, value.value)
 
-        Behind the last launch of the engine that uses these blocks for somebody else: they are written after that.
+    def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
+        """Prepares a landing before the credit leaves, so before anything of this transfer can arrive.
+
+        The blocks are written after the engine's last launch that uses them for another request.
         """
         if self._lander is not None:
             self._lander.begin(transfer_id, block_ids, first_token, num_tokens, mark(self._probe.pool.device))
 
     def forget(self, transfer_id: str) -> None:
-        """`Drained` follows."""
-        self._incoming.queue.put(Forget(transfer_id))
+        """Stops landing a transfer; `Drained` follows."""
+        self._incoming.queue.put(ForgetTransfer(transfer_id))
 
     def close(self) -> None:
         self._incoming.queue.put(None)
@@ -199,7 +211,7 @@ class ReceiveThread:
                 continue
             if item is None:
                 break
-            if isinstance(item, Forget):
+            if isinstance(item, ForgetTransfer):
                 self._report(self._lander.forget(item.transfer_id) if self._lander else Drained(item.transfer_id))
             elif works:
                 works = self._land(*item)
@@ -214,7 +226,7 @@ class ReceiveThread:
                 receiver.open()
                 self._await_probe(receiver)
             except (LinkError, TransferFailed) as error:
-                failures.append(f"{receiver.name}: {error}")
+                failures.append(f"{receiver.name}: {error.text}")
                 retry = retry or not isinstance(error, LinkError) or error.retry
                 log.warning("link %s: %s does not work: %s", self._conn, receiver.name, error)
                 receiver.close()
@@ -228,12 +240,11 @@ class ReceiveThread:
             self._receiver, self._lander = receiver, Lander(receiver, self._geometry, self._note)
             self._post(wire.LinkReady(self._link_id, receiver.name, receiver.precision, self._lane))
             return True
-        reason = "; ".join(failures) or "no transport in common: see --kv-transport"
-        self._post(wire.LinkRefused(self._link_id, reason, retry))
+        self._post(wire.LinkRefused(self._link_id, "; ".join(failures), retry))
         return False
 
     def _await_probe(self, receiver: KVReceiver) -> None:
-        """The preflight: a block of known content through this very transport. Raises LinkError, TransferFailed."""
+        """Checks a block of known content through this transport. Raises LinkError, TransferFailed."""
         deadline_s = time.monotonic() + self._connect_timeout_s
         while True:
             try:
@@ -243,7 +254,7 @@ class ReceiveThread:
             if item is None:
                 self._incoming.queue.put(None)
                 raise LinkError("the connection was closed", retry=True)
-            if isinstance(item, Forget):
+            if isinstance(item, ForgetTransfer):
                 self._report(Drained(item.transfer_id))
             elif isinstance(item[1], wire.KVProbe) and item[1].transport == receiver.name:
                 return self._check_probe(receiver, item[0], item[1])
@@ -254,7 +265,7 @@ class ReceiveThread:
             raise LinkError(problem, retry=True)
 
     def _land(self, sequence: int, header: wire.KVHeader) -> bool:
-        """False when the link is beyond use; the thread goes on, because drains must be acknowledged."""
+        """Lands a frame. False when the link is unusable; the thread continues, because drains must be acknowledged."""
         assert self._receiver is not None
         assert self._lander is not None
         try:

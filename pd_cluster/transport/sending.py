@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 
 from pd_cluster import wire
-from pd_cluster.device import CPU, Device, use
+from pd_cluster.devices.device import CPU, Device, use
+from pd_cluster.devices.streams import Marker, mark
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.streams import Marker, mark
 from pd_cluster.transport.base import KVSender
 from pd_cluster.transport.events import LinkFailed, Report, numbers_of
 from pd_cluster.transport.guard import Sealer
@@ -24,12 +24,12 @@ from pd_cluster.types import Note, note_nothing
 log = logging.getLogger(__name__)
 
 
-class Pace:
-    """Holds payloads back to a rate, as a link of that speed would. 0: as fast as they go."""
+class RateLimit:
+    """Limits payloads to a rate, like a link of that speed. 0: no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0  # when all before has passed
+        self._free_s = 0.0  # when all earlier payloads have passed
 
     def wait(self, nbytes: int) -> None:
         if self._bytes_per_s:
@@ -54,7 +54,8 @@ class SendThread:
         probe_seed: int = 0,
         device: Device = CPU,
     ) -> None:
-        """`device`: where the pool is, whose writes were all launched before."""
+        """`device`: the pool's; all writes to the pool so far have been launched."""
+        self._meetings = {each.name: each.meeting for each in senders if each.meeting is not None}
         self._conn = conn
         self._device = device
         self._written = mark(device)
@@ -65,12 +66,12 @@ class SendThread:
         self._probe_piece = wire.KVPiece(0, 0, 0, 0, [])
         self._post = post
         self._report = report
-        self._pace = Pace(bytes_per_s)
+        self._pace = RateLimit(bytes_per_s)
         self._note = note
         self._live: set[str] = set()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.probe_seed = probe_seed
-        self.max_payload_nbytes = 0  # of the transport that is open
+        self.max_payload_nbytes = 0  # of the open transport
         self.sent_nbytes = 0
         self._thread = threading.Thread(target=self._run, name=f"kv-send {conn}", daemon=True)
         self._thread.start()
@@ -81,8 +82,13 @@ class SendThread:
 
     @property
     def max_payloads(self) -> dict[wire.TransportName, int]:
-        """Bytes of a payload, by transport."""
+        """Returns the largest payload in bytes, by transport."""
         return {name: sender.max_payload_nbytes for name, sender in self._senders.items()}
+
+    def meet(self, value: wire.LinkValue) -> None:
+        """Stores a key from the other end, on the mailbox's thread, because this one waits for it."""
+        if (meeting := self._meetings.get(value.transport)) is not None:
+            meeting.put(value.key, value.value)
 
     # ---- the engine's thread
 
@@ -91,15 +97,15 @@ class SendThread:
         self._queue.put(lambda: self._open(transport, own, peer))
 
     def settle(self) -> None:
-        """The transport that was opened last serves: the others, and the ports that they listen at, are closed."""
+        """Keeps the transport that was opened last; closes the others and their listening ports."""
         self._queue.put(self._settle)
 
     def probe(self) -> None:
-        """Keeps an idle link awake, and notices when it is not."""
+        """Keeps an idle link alive, and detects a dead one."""
         self._queue.put(self._probe)
 
     def ship(self, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
-        """The piece is in the pool when all is over that the engine has launched until now."""
+        """Queues a piece, which is in the pool once all launches of the engine so far have ended."""
         self._live.add(transfer_id)
         written = mark(self._device)
         self._queue.put(lambda: self._ship(transfer_id, index, piece, written))
@@ -143,7 +149,7 @@ class SendThread:
             if len(self._senders) == 1:
                 raise
             log.warning("link %s: %s does not open: %s", self._conn, transport, error)
-            self._sender.close()  # D finds nobody there, and chooses another
+            self._sender.close()  # D gets no answer there, and chooses another
             del self._senders[transport]
             self._sender = None
             return
@@ -166,7 +172,7 @@ class SendThread:
         sender.send(frame.sequence, prepared)
 
     def _ship(self, transfer_id: str, index: int, piece: wire.KVPiece, written: Marker) -> None:
-        written.wait()  # nobody is told of what the device has not done; the engine does not wait for it
+        written.wait()  # headers only announce what the device has written; the engine does not wait for it
         if transfer_id not in self._live:
             return
         sender, started_s = self._opened(), time.monotonic()

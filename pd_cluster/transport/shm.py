@@ -1,4 +1,4 @@
-"""Same-host transport: D maps P's pool, read-only, and copies the blocks that the headers name (see local.py).
+"""Same-host transport: D maps P's pool, read-only, and copies the blocks that the headers name (see one_sided.py).
 
 The pool's memfd is passed over an abstract Unix socket (unix.py), whose name travels over the authenticated link.
 """
@@ -12,20 +12,20 @@ import os
 import socket
 import warnings
 
-import torch
-
+from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.memory import Memory
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool, view_blocks
 from pd_cluster.transport import unix
-from pd_cluster.transport.base import Checksum
+from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
 from pd_cluster.transport.copies import SETTLE_S
-from pd_cluster.transport.local import OneSidedReceiver
+from pd_cluster.transport.one_sided import OneSidedReceiver, OneSidedSender
 from pd_cluster.wire import TransportName, TransportOffer
 
 
 class PoolServer(unix.UnixServer):
-    """Hands out the pool's descriptor, read-only."""
+    """Passes on the pool's descriptor, read-only."""
 
     def __init__(self, pool: KVPool) -> None:
         self._fd = os.open(f"/proc/self/fd/{pool.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -58,8 +58,8 @@ class ShmReceiver(OneSidedReceiver):
         self._num_blocks = num_peer_blocks + NUM_EXTRA_BLOCKS
         self._timeout_s = timeout_s
 
-    def _source(self) -> torch.Tensor:
-        with unix.connect(self._address, "shared memory", self._timeout_s) as peer:
+    def _source(self) -> Memory:
+        with unix.connect(self._offer.address, "shared memory", self._timeout_s) as peer:
             try:
                 _, fds, _, _ = socket.recv_fds(peer, 2, 1)
             except OSError as error:
@@ -73,7 +73,7 @@ class ShmReceiver(OneSidedReceiver):
         finally:
             os.close(fds[0])
 
-    def _map(self, fd: int) -> torch.Tensor:
+    def _map(self, fd: int) -> Memory:
         nbytes = self._num_blocks * self._route.source.block_nbytes
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise LinkError("the prefill instance's pool could shrink while it is read")
@@ -81,5 +81,32 @@ class ShmReceiver(OneSidedReceiver):
             raise LinkError(f"the prefill instance's pool is {os.fstat(fd).st_size} bytes, not {nbytes}")
         view = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the mapping is read-only, which is what we want
+            warnings.simplefilter("ignore")  # torch warns that the mapping is read-only, which is intended
             return view_blocks(view, self._route.source, self._num_blocks)
+
+
+def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
+    """See table.Transport."""
+    return f"this instance's pool is on {own.torch_name}, not in host memory" if own.is_accelerator else ""
+
+
+def ends(name: TransportName, place: LinkContext) -> ShmEnds:
+    return ShmEnds(name, place)
+
+
+class ShmEnds:
+    """Runs one server for the pool, for any number of links."""
+
+    def __init__(self, name: TransportName, place: LinkContext) -> None:
+        self._name, self._place = name, place
+        self._server: PoolServer | None = None
+
+    def sender(self, checksum: Checksum, post: PostKey) -> KVSender:
+        self._server = self._server or PoolServer(self._place.pool)
+        return OneSidedSender(self._name, self._server.name, self._place.pool, checksum)
+
+    def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
+        place = self._place
+        return ShmReceiver(
+            peer.offer, place.pool, peer.layout, peer.num_blocks, checksum, place.connect_s, place.transfer_s
+        )

@@ -1,6 +1,6 @@
-"""Hands something to processes of the same user and host that know a random name: an abstract Unix socket.
+"""Passes data to processes of the same user and host that know a random name: an abstract Unix socket.
 
-Nothing of it is in any file system, and it is gone with the process. Knows nothing of what is handed over.
+It leaves nothing in any file system, and is gone with the process. Knows nothing of the data.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections import deque
 from pd_cluster.errors import LinkError
 
 ACCEPT_PAUSE_S = 0.1
-MAX_KEPT = 1024  # connections that are held open; the oldest goes first
+MAX_KEPT = 1024  # connections that are held open; the oldest is dropped first
 
 
 class UnixServer(abc.ABC):
-    """One thread. `keeps`: connections stay open as long as this process lives: who has one hears of its end."""
+    """Serves with one thread. `keeps`: connections stay open for the life of this process: peers notice its end."""
 
     def __init__(self, keeps: bool = False) -> None:
         self.name = f"pd-cluster-kv-{secrets.token_hex(16)}"
@@ -44,13 +44,13 @@ class UnixServer(abc.ABC):
 
     @abc.abstractmethod
     def _give(self, peer: socket.socket) -> None:
-        """To a process of the same user. Raises OSError."""
+        """Sends the data to a process of the same user. Raises OSError."""
 
     def _serve(self) -> None:
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:  # closed, or no descriptor is free just now
+            except OSError:  # closed, or no descriptor is free at the moment
                 if self._closing.wait(ACCEPT_PAUSE_S):
                     return
                 continue
@@ -72,7 +72,7 @@ class UnixServer(abc.ABC):
 
 
 def connect(name: str, what: str, timeout_s: float) -> socket.socket:
-    """To the server of that name. `what`: of the prefill instance, in errors. Raises LinkError."""
+    """Connects to the server of that name. `what`: the part of the prefill instance, for errors. Raises LinkError."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.settimeout(timeout_s)
@@ -89,7 +89,7 @@ def connect(name: str, what: str, timeout_s: float) -> socket.socket:
 
 
 def has_hung_up(peer: socket.socket) -> bool:
-    """Whether the other end is closed, or its process dead; it has nothing more to say."""
+    """Whether the other end is closed, or its process dead; it never sends more."""
     peer.setblocking(False)
     try:
         return not peer.recv(1)

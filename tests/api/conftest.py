@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.cluster import LiveCluster
 from tests.support.scripted_scenarios import FAMILIES
 
@@ -31,7 +31,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 @pytest.fixture(scope="session")
 def client(cluster: LiveCluster) -> Iterator[openai.OpenAI]:
-    """As a user has it; only that it does not retry, and that no proxy of this machine comes between."""
+    """Returns a user's client, but without retries and without this machine's proxies."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
         with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as made:

@@ -1,4 +1,4 @@
-"""Whatever a client sends: one clear error, nobody else notices, nothing is left behind."""
+"""Invalid input gives one clear error, disturbs no other client, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.protocol import NOT_YET
+from pd_cluster.service.schema.protocol import NOT_YET
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.cluster import LiveCluster
@@ -95,11 +95,13 @@ def test_bodies_that_are_no_requests(cluster: LiveCluster, route: str, name: str
 
 def test_a_body_over_the_limit(cluster: LiveCluster) -> None:
     body = b'{"prompt": "' + b"x" * (33 * MIB) + b'"}'
-    assert "32 MiB" in refused(post(cluster, "completions", body), 413)
+    answer = post(cluster, "completions", body)
+    assert "32 MiB" in refused(answer, 413)
+    assert answer.headers["connection"] == "close"  # no other request may follow what was not read
 
 
 def test_an_endless_body_is_cut_off(cluster: LiveCluster) -> None:
-    """Without a Content-Length; the answer comes although the body is not at its end."""
+    """It has no Content-Length; the answer comes although the body has not ended."""
 
     def parts() -> Iterator[bytes]:
         for _ in range(40):
@@ -430,7 +432,7 @@ def test_strange_but_good_text(cluster: LiveCluster) -> None:
 
 
 def test_streams_are_not_disturbed(cluster: LiveCluster) -> None:
-    """While bad requests run, the worst of them included, streams go on and their text stays the same."""
+    """While bad requests run, even the worst of them, streams continue and their text stays the same."""
     body = {"prompt": "hello", "temperature": 0, "max_tokens": 200, "ignore_eos": True, "stream": True}
     expected = post(cluster, "completions", body).text.split('"text":')[1:]
     done = threading.Event()

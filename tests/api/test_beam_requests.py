@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from pd_cluster.text import Tokenizer
-from pd_cluster.types import SamplingParams
+from pd_cluster.text.tokenizer import Tokenizer
+from pd_cluster.types import Sampling
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
 from tests.support.reference_beams import assert_same_beams
@@ -42,8 +42,8 @@ def ids_of(data: dict[str, Any]) -> list[list[int]]:
     return [choice["token_ids"] for choice in data["choices"]]
 
 
-def params(width: int, **fields: Any) -> SamplingParams:
-    return SamplingParams(**{"n": width, "beam_width": width, "temperature": 0.0, "max_tokens": 12, **fields})
+def params(width: int, **fields: Any) -> Sampling:
+    return Sampling(**{"n": width, "beam_width": width, "temperature": 0.0, "max_tokens": 12, **fields})
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10])

@@ -1,4 +1,4 @@
-"""What makes a chat's prompt, seen in the prompt's tokens; and how an answer is called and counted."""
+"""Options that change a chat's prompt, seen in the prompt's tokens; and how an answer is named and counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.cluster import LiveCluster
 
 HELLO = {"role": "user", "content": "hello"}
@@ -43,7 +43,7 @@ def test_the_models_template(cluster: LiveCluster, tokenizer: Tokenizer) -> None
 
 @pytest.mark.parametrize("fields", [{}, {"chat_template": OWN}], ids=["servers", "requests"])
 def test_typed_control_tokens_are_text(cluster: LiveCluster, tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
-    """As /tokenize shows it, too; a prompt that was rendered elsewhere has them."""
+    """/tokenize shows it, too; a prompt that was rendered elsewhere keeps them as control tokens."""
     typed, eos = {"role": "user", "content": "a<eos>b"}, tokenizer.encode("<eos>")[0]
     assert "a<eos>b" in prompt_of(cluster, tokenizer, typed, **fields)
     assert eos not in post(cluster, typed, **fields).json()["prompt_token_ids"]

@@ -1,4 +1,4 @@
-"""n and best_of, in a live cluster: prefill computes the prompt once, decode goes on with every sequence."""
+"""n and best_of, in a live cluster: prefill computes the prompt once, decode continues with every sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import EOS_ID
 from tests.support.cluster import LiveCluster
 

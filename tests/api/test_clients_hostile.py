@@ -1,6 +1,6 @@
-"""Bodies made to hurt: each is refused within seconds, in OpenAI's shape, while a canary streams on the same cluster.
+"""Hostile bodies: each is refused within seconds, in OpenAI's shape, while a canary streams on the same cluster.
 
-What test_bad_input.py has is not here again.
+Cases of test_bad_input.py are not repeated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LiteLLM, unmodified, against the cluster: what it makes of answers, streams and errors is what the server said."""
+"""LiteLLM, unmodified, against the cluster: its answers, streams and errors match the server's."""
 
 from __future__ import annotations
 

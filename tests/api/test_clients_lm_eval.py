@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.checkpoints import reference_greedy, reference_model
 from tests.support.cluster import LiveCluster
@@ -106,7 +106,7 @@ def prompt_of(question: str) -> str:
 
 
 def loglikelihood(model: Path, tokenizer: Tokenizer, question: str, choice: str) -> tuple[float, bool]:
-    """Of the choice's tokens behind the question, and whether each is the likeliest one."""
+    """Returns the loglikelihood of the choice's tokens after the question, and whether each is the likeliest one."""
     context = tokenizer.encode(prompt_of(question))
     answer = tokenizer.encode(f" {choice}")
     with torch.inference_mode():

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.document import document
+from pd_cluster.api.document.document import document
 from tests.support.cluster import LiveCluster
 from tests.support.documented import answer_validator
 
@@ -25,7 +25,7 @@ def examples() -> Iterator[Any]:
 
 
 def schema_of(path: str, method: str, status: int, media_type: str) -> dict[str, Any]:
-    """Of an answer, or of what each event of a stream has as its data."""
+    """Returns the schema of an answer, or of the data of each event of a stream."""
     schema: dict[str, Any] = WRITTEN["paths"][path][method]["responses"][str(status)]["content"][media_type]["schema"]
     if media_type == "text/event-stream":
         schema = schema["properties"]["data"]["anyOf"][1]["contentSchema"]

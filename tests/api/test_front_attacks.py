@@ -1,4 +1,4 @@
-"""A whole cluster whose scheduler has few descriptors, attacked from outside; what it answers meanwhile."""
+"""A whole cluster whose scheduler has few descriptors, attacked from outside; its answers meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from pd_cluster.cluster.launcher import Member
+from pd_cluster.cluster.processes.launcher import Member
 from tests.api.conftest import FLAGS
 from tests.support.cluster import LiveCluster
 
@@ -57,7 +57,7 @@ def crowd(cluster: LiveCluster, count: int, sent: bytes, port_offset: int = 0) -
 
 
 def assert_answers(cluster: LiveCluster) -> None:
-    """By connections that are new."""
+    """Asserts answers on new connections."""
     for url in (f"{cluster.url}/health", f"{cluster.url}/ping", f"{cluster.admin_url}/instances"):
         assert httpx.get(url, trust_env=False, timeout=30).status_code == 200
 
@@ -74,7 +74,7 @@ def test_more_connections_than_descriptors(poor: LiveCluster, sent: bytes, port:
 
 
 def test_more_requests_than_descriptors(poor: LiveCluster) -> None:
-    """Their bodies never come; whoever comes is served or told to come again, and probes are answered."""
+    """Their bodies never come; new requests are served or get a time to retry, and probes are answered."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
     with crowd(poor, NUM_DESCRIPTORS, head):
         assert_answers(poor)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd_cluster.api import front_door
+from pd_cluster.api.front import front_door
 from tests.support.front_door import GET, HELD, KIB, POST, Serving, run, said, status
 
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -151,8 +151,24 @@ def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pytest.Mon
 
     async def test(at: Serving) -> None:
         client = await at.connect()
-        await client.send(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n")
+        await client.send(b"POST /early HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert status(await client.answer()) == 200
+        for _ in range(40):
+            await client.send(b"4000\r\n" + b"a" * 16 * KIB + b"\r\n")
+        assert await client.is_closed()
+        client.close()
+
+
+def test_a_body_that_is_announced_too_large_is_refused_at_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client may still send as much as a body may have, so that it gets to read the answer."""
+    monkeypatch.setattr(front_door, "MAX_BODY_NBYTES", 256 * KIB)
+
+    async def test(at: Serving) -> None:
+        client = await at.connect()
+        await client.send(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n")
+        answer = await client.answer()
+        assert status(answer) == 413
+        assert b"connection: close" in answer
         for _ in range(40):
             await client.send(b"a" * 16 * KIB)
         assert await client.is_closed()

@@ -10,9 +10,9 @@ import logging
 
 import pytest
 
-from pd_cluster.api import doorman
-from pd_cluster.api.doorman import NUM_SPARE_PER_HOST
-from pd_cluster.config import ConnectionLimits
+from pd_cluster.api.front import doorman
+from pd_cluster.api.front.doorman import NUM_SPARE_PER_HOST
+from pd_cluster.settings.routing import ConnectionLimits
 from tests.support.front_door import GET, HELD, POST, PROBE, WAIT_S, Client, Serving, run, said, status
 
 NUM_SPARE = ConnectionLimits().spare
@@ -23,7 +23,7 @@ NUM_SPARE = ConnectionLimits().spare
 
 @pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n" + GET, b"\r\n"], ids=["nothing", "half", "a second", "crlf"])
 def test_a_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    """Also one that always gets a little further."""
+    """A slow head with steady progress has one, too."""
     monkeypatch.setattr(doorman, "HEAD_TIMEOUT_S", 0.3)
 
     async def test(at: Serving) -> None:
@@ -94,7 +94,7 @@ async def crowd(at: Serving, count: int, sent: bytes, source: str = "127.0.0.1")
 
 @pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n"], ids=["silent", "half", "answered"])
 def test_idle_connections_make_room(sent: bytes) -> None:
-    """Twice as many as may be there: the first go, and whoever comes is served."""
+    """Twice as many as allowed arrive: the oldest are closed, and new ones are served."""
 
     async def test(at: Serving) -> None:
         most = 5 + NUM_SPARE

@@ -12,7 +12,7 @@ import pytest
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import FLAGS
 from tests.support.checkpoints import EOS_ID, reference_greedy
 from tests.support.cluster import LiveCluster
@@ -87,7 +87,7 @@ def test_auto_is_the_model_folders_file(automatic: LiveCluster, greedy: list[int
     penalized = ask(automatic, temperature=0, repetition_penalty=1.9)
     assert penalized != greedy
     assert [ask(automatic, seed=seed) for seed in SEEDS] == [penalized] * len(SEEDS)
-    assert ask(automatic, repetition_penalty=1) == greedy  # what a request says comes first
+    assert ask(automatic, repetition_penalty=1) == greedy  # the request takes precedence
 
 
 def test_vllm_is_the_documented_defaults(neutral: LiveCluster, greedy: list[int]) -> None:

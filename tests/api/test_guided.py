@@ -17,8 +17,8 @@ import openai
 import pydantic
 import pytest
 
-from pd_cluster.text import Tokenizer
-from pd_cluster.types import Guide, Request, SamplingParams
+from pd_cluster.text.tokenizer import Tokenizer
+from pd_cluster.types import Guide, Order, Request, Sampling
 from tests.support.checkpoints import EOS_ID
 from tests.support.cluster import LiveCluster, children_of
 from tests.support.engines import make_core, run
@@ -52,7 +52,7 @@ def post(cluster: LiveCluster, route: str = "completions", **fields: Any) -> htt
 
 
 def texts(answer: httpx.Response) -> list[str]:
-    """Of the choices, each of which came to its end."""
+    """Returns the texts of the choices, each of which must have ended."""
     assert answer.status_code == 200, answer.text
     choices = answer.json()["choices"]
     assert {choice["finish_reason"] for choice in choices} == {"stop"}, choices
@@ -95,7 +95,7 @@ def test_the_other_kinds(cluster: LiveCluster, route: str, temperature: float) -
     assert texts(post(cluster, route, guided_grammar=grammar, **fields))[0] in ("SELECT a FROM t", "SELECT b FROM t")
     lark = '?start: "SELECT " COL\nCOL: "a" | "b"'
     assert texts(post(cluster, route, structured_outputs={"grammar": lark}, **fields))[0] in ("SELECT a", "SELECT b")
-    bias = {"34": 20, "125": 100}  # of these bytes' tokens: it closes what it opens
+    bias = {"34": 20, "125": 100}  # for the tokens of these bytes: it closes what it opens
     answer = post(cluster, route, response_format={"type": "json_object"}, logit_bias=bias, **fields)
     (choice,) = answer.json()["choices"]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -142,8 +142,8 @@ def test_tokens_are_those_of_one_process(cluster: LiveCluster, model: Path, temp
     prompt = Tokenizer(model).encode(PROMPT)
     schema = json.dumps(SCHEMA, separators=(",", ":"))
     for seed in range(2):
-        sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=120, guide=Guide("json", schema))
-        request = Request("r", prompt, sampling)
+        sampling = Sampling(temperature=temperature, seed=seed, max_tokens=120, guide=Guide("json", schema))
+        request = Request("r", Order(prompt, sampling))
         run(core, [request])
         answer = post(cluster, guided_json=SCHEMA, temperature=temperature, seed=seed, return_token_ids=True)
         (choice,) = answer.json()["choices"]

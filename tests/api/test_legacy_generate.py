@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.examples import generate_examples
-from pd_cluster.text import Tokenizer
-from pd_cluster.types import SamplingParams
+from pd_cluster.api.document.examples import generate_examples
+from pd_cluster.text.tokenizer import Tokenizer
+from pd_cluster.types import Sampling
 from tests.support.checkpoints import reference_greedy
 from tests.support.cluster import LiveCluster
 from tests.support.documented import answer_validator
@@ -128,7 +128,7 @@ def test_bad_requests(plain: LiveCluster, fields: dict[str, Any], param: str, st
 
 def test_beams(plain: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
     """Whole, and as one stream's last frame; the text of each hypothesis behind the prompt."""
-    beams = SamplingParams(n=3, beam_width=4, max_tokens=8, temperature=0.0, ignore_eos=True)
+    beams = Sampling(n=3, beam_width=4, max_tokens=8, temperature=0.0, ignore_eos=True)
     expected = [tokenizer.decode(each) for each in generate_beams(model, tokenizer.encode(PROMPT), beams)]
     fields = {"use_beam_search": True, "n": 3, "best_of": 4, "max_tokens": 8}
     whole = generate(plain, **fields)

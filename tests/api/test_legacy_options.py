@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.cluster import LiveCluster
 
 PROMPT = "Once upon a time"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import VOCAB_SIZE, reference_model
 from tests.support.cluster import LiveCluster
 
@@ -38,7 +38,7 @@ def reference(model: Path, token_ids: list[int]) -> torch.Tensor:
 def test_logprobs_are_the_models(
     cluster: LiveCluster, model: Path, tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
-    """Of the model's own distribution, whatever the temperature; with each token the three likeliest."""
+    """They are the model's own distribution, whatever the temperature; each token has the three likeliest."""
     (choice,) = post(cluster, logprobs=3, return_tokens_as_token_ids=True, **fields)["choices"]
     prompt = tokenizer.encode(PROMPT)
     expected = reference(model, [*prompt, *choice["token_ids"]])[len(prompt) - 1 :]
@@ -140,7 +140,7 @@ def test_prompt_logprobs_are_whole_for_a_cached_prompt(cluster: LiveCluster) -> 
 
 
 def test_an_echo_scores_a_text(cluster: LiveCluster, model: Path, tokenizer: Tokenizer) -> None:
-    """What evaluation harnesses ask: the prompt's own logprobs, and nothing generated."""
+    """Evaluation harnesses ask for this: the prompt's own logprobs, and nothing generated."""
     prompt = tokenizer.encode(PROMPT)
     data = post(cluster, echo=True, logprobs=1, max_tokens=0)
     (choice,) = data["choices"]
@@ -177,7 +177,7 @@ def test_more_than_the_server_gives(cluster: LiveCluster, route: str, fields: di
 
 @pytest.mark.slow
 def test_all_of_them_sum_to_one(cluster_with_many_logprobs: LiveCluster) -> None:
-    """With --max-logprobs above the vocabulary's size."""
+    """--max-logprobs is above the vocabulary's size here."""
     fields = {"logprobs": 400, "return_tokens_as_token_ids": True}
     (choice,) = post(cluster_with_many_logprobs, **fields)["choices"]
     for top in choice["logprobs"]["top_logprobs"]:

@@ -17,7 +17,7 @@ PROMPT = [17] * 20
 
 @contextmanager
 def difference(cluster: LiveCluster, **expected: int) -> Iterator[None]:
-    """What the block does must make this difference to what requests count, and no other: exactly, and soon."""
+    """Asserts that the block changes the metrics of requests by exactly this difference, and soon."""
     cluster.assert_home()
     before = counts_of(cluster)
     yield
@@ -94,7 +94,7 @@ def test_an_answer_of_known_length(cluster: LiveCluster) -> None:
     assert (took("request_params_n"), took("request_params_max_tokens")) == (1, 8)
     parts = [took(f"request_{what}_time_seconds") for what in ("queue", "prefill", "decode")]
     assert all(part >= 0 for part in parts)
-    assert abs(sum(parts) - took("e2e_request_latency_seconds")) < 1e-4  # each is told in millionths
+    assert abs(sum(parts) - took("e2e_request_latency_seconds")) < 1e-4  # each is reported in millionths
     assert abs(parts[0] + parts[1] - took("time_to_first_token_seconds")) < 1e-4
 
 
@@ -119,7 +119,7 @@ def test_sequences_count_by_their_own_ends(cluster: LiveCluster) -> None:
 
 
 def test_a_stop_string_ends_a_sequence_as_stop(cluster: LiveCluster) -> None:
-    """What the model makes beyond it is not counted."""
+    """Tokens generated beyond it are not counted."""
     body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     text = cluster.client.post(f"{cluster.url}/v1/completions", json=body).json()["choices"][0]["text"]
     cluster.assert_home()
@@ -133,7 +133,7 @@ def test_a_stop_string_ends_a_sequence_as_stop(cluster: LiveCluster) -> None:
 
 
 def test_who_leaves_counts_as_abort_and_takes_no_time(cluster: LiveCluster) -> None:
-    """On a slow day an answer may be complete before its client is gone: then another one leaves."""
+    """On a slow day an answer may be complete before its client has left; another client then leaves."""
     body = {"prompt": PROMPT, "max_tokens": 230, "temperature": 0, "ignore_eos": True, "stream": True}
 
     def leave() -> Counts:
@@ -156,7 +156,7 @@ def test_who_leaves_counts_as_abort_and_takes_no_time(cluster: LiveCluster) -> N
 
 
 def test_load_is_the_number_of_requests_in_flight(cluster: LiveCluster) -> None:
-    """One is, from its first byte on; who asks for the load is none."""
+    """A request counts from its first byte on; requests for the load do not."""
 
     def load() -> object:
         return cluster.client.get(f"{cluster.url}/load").json()

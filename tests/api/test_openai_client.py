@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from ranktable_tools.keys import SECRET_FILE, read_secret
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
@@ -242,7 +242,7 @@ def test_a_workers_own_answers(cluster: LiveCluster, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_an_instance_tells_no_secret(cluster: LiveCluster, name: str) -> None:
-    """Nor anything that follows from it, against which guesses could be checked."""
+    """It reveals nothing derived from a secret, either, against which guesses could be checked."""
     member = cluster.members[name]
     secret = read_secret(cluster.folder / SECRET_FILE).secret
     for route in ("/instance", "/health"):

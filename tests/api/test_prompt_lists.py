@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
 
@@ -105,7 +105,7 @@ def test_each_echoes_its_own_prompt(cluster: LiveCluster, tokenizer: Tokenizer, 
 
 
 def test_prompts_alone_are_scored(cluster: LiveCluster) -> None:
-    """As evaluation harnesses ask: no output, the prompt's logprobs."""
+    """Evaluation harnesses ask for this: no output, the prompt's logprobs."""
     choices = post(cluster, prompt=PROMPTS, echo=True, logprobs=1, max_tokens=0)["choices"]
     assert [choice["text"] for choice in choices] == PROMPTS
     assert choices[0]["logprobs"] == choices[3]["logprobs"] != choices[2]["logprobs"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pd_cluster import LLM, GenerationConfig, SamplingParams, TurbomindEngineConfig, pipeline
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.checkpoints import reference_greedy
 from tests.support.cluster import LiveCluster

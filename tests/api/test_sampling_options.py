@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, reference_model
 from tests.support.cluster import LiveCluster
@@ -20,7 +20,7 @@ SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 11}
 
 
 def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -> dict[str, Any]:
-    """The choice of one completion: greedy, NUM_TOKENS tokens, past the end of sequence, unless told otherwise."""
+    """Returns the choice of one completion: by default greedy, NUM_TOKENS tokens, past the end of sequence."""
     defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
     body = {"prompt": prompt, **defaults, **fields}
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
@@ -164,7 +164,7 @@ def test_the_ends_of_the_range_are_in_it(cluster: LiveCluster, name: str, value:
 
 
 def test_min_tokens_keeps_the_end_away(cluster: LiveCluster) -> None:
-    """Also with the end made the likeliest token, which then comes at once when it may."""
+    """This holds even if the end is the likeliest token, which then comes as soon as it may."""
     bias = {str(EOS_ID): 100}
     assert token_ids(cluster, logit_bias=bias, ignore_eos=False) == [EOS_ID]
     for num_tokens in (1, 2, 7):
@@ -231,7 +231,7 @@ def test_the_second_time_a_prompt_is_cached(cluster: LiveCluster) -> None:
 
 
 def test_a_salt_separates(cluster: LiveCluster) -> None:
-    """Who does not know the salt cannot find out what others asked; the answers are the same."""
+    """Without the salt nobody can find out what others asked; the answers are the same."""
     prompt = [(11 * at) % 239 for at in range(100)]
     salts: list[dict[str, Any]] = [{}, {"cache_salt": "mine"}, {"cache_salt": "yours"}]
     assert [cached(cluster, prompt, **salt) for salt in salts] == [0, 0, 0]

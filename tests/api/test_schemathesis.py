@@ -1,10 +1,9 @@
-"""Requests made from the served OpenAPI document, right and wrong ones, while a canary streams on the same cluster.
+"""Requests made from the served OpenAPI document, valid and invalid, while a canary streams on the same cluster.
 
-Each answer must be one that the document tells of, within a deadline, and never a server's fault; a request that
-the document forbids must be refused. What Schemathesis makes is changed a little, to keep requests cheap and worth
-their time: max_tokens is at most 8, and 1 to 8 where there is none; n and best_of are at most 4; the model is one that
-exists; of a right request's optional fields only a few stay, since most of them exclude each other, and its prompt's
-token ids are in the vocabulary.
+Each answer must be documented, within a deadline, and never a server's fault; a request that the document forbids must
+be refused. Schemathesis' requests are adjusted to be cheap and useful: max_tokens is at most 8, and 1 to 8 if there is
+none; n and best_of are at most 4; the model is an existing one; valid requests keep only a few optional fields, since
+most of them exclude each other, and token ids of their prompts are in the vocabulary.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def _make_cheap(case: Case, mode: GenerationMode, choose: random.Random) -> None
 
 
 def _known_ids(prompt: Any) -> Any:
-    """Of a list of prompts or of token ids; a text stays."""
+    """Maps token ids of a list of prompts or ids into the vocabulary; texts stay."""
     if isinstance(prompt, list):
         return [_known_ids(each) for each in prompt]
     return prompt % 256 if isinstance(prompt, int) else prompt

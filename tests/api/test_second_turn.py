@@ -1,4 +1,4 @@
-"""A conversation goes on: what the instances have already is neither computed nor moved again."""
+"""A conversation's second turn: tokens that the instances hold are neither computed nor moved again."""
 
 from __future__ import annotations
 

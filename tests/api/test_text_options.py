@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.checkpoints import EOS_ID, reference_greedy, reference_model
 from tests.support.cluster import LiveCluster
@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 
 def ask(cluster: LiveCluster, prompt: str | list[int] = PROMPT, **fields: Any) -> Answer:
-    """One completion, greedy and of NUM_TOKENS tokens unless told otherwise; None leaves a field out."""
+    """Sends one completion, by default greedy and of NUM_TOKENS tokens; None leaves a field out."""
     defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     body = {"prompt": prompt, **{k: v for k, v in {**defaults, **fields}.items() if v is not None}}
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body)
@@ -96,7 +96,7 @@ def test_all_candidates_is_the_default(cluster: LiveCluster, everything: dict[st
 
 
 def first_tokens(cluster: LiveCluster, **fields: Any) -> set[int]:
-    """Of 64 answers, each a token long."""
+    """Returns the first tokens of 64 answers, each a token long."""
     body = {"prompt": PROMPT, "max_tokens": 1, "n": 64, "seed": 1, "ignore_eos": True, "return_token_ids": True}
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body | fields)
     assert answer.status_code == 200, answer.text
@@ -176,7 +176,7 @@ def test_max_completion_tokens_wins(cluster: LiveCluster) -> None:
 
 
 def first_tokens_with(tokenizer: Tokenizer, token_ids: list[int], stop: str) -> int:
-    """How many tokens it takes until the text has the stop string."""
+    """Returns the number of tokens until the text has the stop string."""
     return next(n for n in range(1, len(token_ids) + 1) if stop in tokenizer.decode(token_ids[:n]))
 
 
@@ -232,7 +232,7 @@ def test_a_streamed_stop_string_never_leaks(cluster: LiveCluster, greedy: Answer
 
 
 def test_the_start_of_a_stop_string_is_text_in_the_end(cluster: LiveCluster, greedy: Answer) -> None:
-    """What is held back at the last token comes out."""
+    """Text held back at the last token is sent."""
     stop = greedy.text[-3:] + "and more"
     answer = ask(cluster, stop=stop, ignore_eos=True)
     assert (answer.text, answer.finish_reason) == (greedy.text, "length")

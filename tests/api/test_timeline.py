@@ -1,4 +1,4 @@
-"""What the admin port tells of a request that was served by the running cluster."""
+"""The admin port's timeline of a request that the running cluster served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOLERANCE_MS = 5.0  # two workers' clocks are mapped to the scheduler's by way o
 
 
 def timeline_of(cluster: LiveCluster, request_id: str) -> dict[str, Any]:
-    """Once both legs have told of their end."""
+    """Returns the timeline once both legs have reported their end."""
     found: dict[str, Any] = {}
 
     def is_complete() -> bool:

@@ -10,12 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.admin import Admin
-from pd_cluster.api import doorman
-from pd_cluster.api.tls import TlsFiles, load
-from pd_cluster.cluster.launcher import Launch
-from pd_cluster.config import ConnectionLimits, Tls
+from pd_cluster.api.front import doorman
+from pd_cluster.api.front.tls import TlsFiles, load
+from pd_cluster.client.admin import Admin
+from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.errors import ConfigError, PdClusterError
+from pd_cluster.settings.http import Tls
+from pd_cluster.settings.routing import ConnectionLimits
 from tests.api.conftest import FLAGS
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.cluster import LiveCluster
@@ -71,7 +72,7 @@ def test_certificates_of_clients(certificates: dict[str, Certificate], cert_reqs
 def test_a_renewed_certificate_is_shown(
     certificates: dict[str, Certificate], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """New connections get it, an old one goes on; files that do not belong together change nothing."""
+    """New connections get it, an old one continues; files that do not belong together change nothing."""
     served = Certificate(tmp_path / "served.pem", tmp_path / "served.key")
     served.becomes(certificates["first"])
 

@@ -102,7 +102,7 @@ every_caller = pytest.mark.parametrize(
 deepseek = pytest.mark.parametrize("speaker", [pytest.param("deepseek_r1", marks=pytest.mark.slow)], indirect=True)
 
 
-# ---- auto: what the model does by itself
+# ---- auto: the model decides
 
 
 @qwen3
@@ -168,7 +168,7 @@ def test_the_calls_answer_goes_back_to_the_model(speaker: Speaker) -> None:
     assert '<tool_response>{"sky": "blue"}</tool_response>' in shown
 
 
-# ---- none, required, named: what the model must do
+# ---- none, required, named: the request decides
 
 
 @qwen3
@@ -182,7 +182,7 @@ def test_none_leaves_tools_out(speaker: Speaker) -> None:
 
 @every_caller
 def test_required_makes_a_call_of_whoever_would_not(speaker: Speaker) -> None:
-    """Once, for else this model might never stop."""
+    """A call is made once; otherwise this model might never stop."""
     choice = speaker.choice("content", [TIME], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
     assert [(name, json.loads(text)) for name, text in functions_of(choice.message)] == [("get_time", {"now": True})]
     assert choice.finish_reason == "tool_calls"
@@ -197,7 +197,7 @@ def test_a_named_function_is_the_one_that_is_called(speaker: Speaker) -> None:
 
 @qwen3
 def test_a_strict_function_is_called_as_its_schema_says(speaker: Speaker) -> None:
-    """The scripted city is no choice of this schema: the model may say it only where nobody insists."""
+    """The scripted city is not allowed by this schema: the model may say it only if strict is off."""
     function = {**WEATHER["function"], "parameters": {"const": {"city": "Rome"}}}
     strict = [{"type": "function", "function": {**function, "strict": True}}]
     loose = [{"type": "function", "function": function}]
@@ -224,7 +224,7 @@ def test_a_prompt_with_tools_is_counted(speaker: Speaker) -> None:
 
 @qwen3
 def test_openais_helpers_parse_calls(speaker: Speaker) -> None:
-    """As its documentation has it: a function made of a pydantic model, and `parse`."""
+    """The calls follow its documentation: a function made of a pydantic model, and `parse`."""
     from pydantic import BaseModel
 
     class Look(BaseModel):

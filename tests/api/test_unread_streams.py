@@ -1,4 +1,4 @@
-"""A client that does not read: its stream is held up, then cut, and costs nobody else anything. Over real sockets."""
+"""A client that does not read: its stream is held up, then cut, and no other client suffers. Over real sockets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from pd_cluster.api import server
-from pd_cluster.api.error_answers import install_error_handlers
-from pd_cluster.api.http import EventStream, event
+from pd_cluster.api.front import server
+from pd_cluster.api.gate.error_answers import install_error_handlers
+from pd_cluster.api.gate.http import EventStream
 from pd_cluster.errors import RequestError
+from pd_cluster.service.answers.sse import event
 
 WAIT_S = 20.0
 EVENT = event({"text": "x" * 1000})
@@ -86,7 +87,7 @@ def silent_client(port: int) -> socket.socket:
 
 
 async def standstill(source: Source) -> int:
-    """How many events were made when no more are."""
+    """Returns the number of events made, once it no longer grows."""
     seen = -1
     while seen != source.num_made or not seen:
         seen = source.num_made

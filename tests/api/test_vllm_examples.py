@@ -1,6 +1,6 @@
-"""What vLLM's examples of online serving ask for, with their parameters, and what they read of the answers.
+"""The requests of vLLM's examples of online serving, with their parameters, and the fields that they read.
 
-The tools and reasoning of the examples come out of a scripted model; the rest out of the random one.
+The tools and reasoning of the examples come from a scripted model; the rest from the random one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import openai
 import pytest
 import torch
 
-from pd_cluster.text import Tokenizer
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import reference_model
 from tests.support.cluster import LiveCluster
 from tests.support.scripted_scenarios import FAMILIES
@@ -176,7 +176,7 @@ def test_structured_outputs(client: openai.OpenAI, name: str, stream: bool) -> N
 
 
 def chat_text(client: openai.OpenAI, stream: bool, **fields: Any) -> tuple[str, str | None]:
-    """What was said to a short question, and why it ended."""
+    """Returns the answer to a short question, and why it ended."""
     asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Go on"}], **fields}
     if not stream:
         (choice,) = client.chat.completions.create(**asked).choices
@@ -197,7 +197,7 @@ def scripted_client(scripted: LiveCluster) -> Iterator[openai.OpenAI]:
 
 
 def collected(chunks: Any) -> dict[str, Any]:
-    """As the examples put a stream together: text, reasoning, and calls by their index."""
+    """Assembles a stream as the examples do: text, reasoning, and calls by their index."""
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "finish_reason": None}
     for chunk in chunks:
         choice = chunk.choices[0]

@@ -1,4 +1,4 @@
-"""`pd-cluster bench tenants` from the command line on: what separate caches cost, counted exactly."""
+"""`pd-cluster bench tenants` from the command line on: the cost of separate caches, counted exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENANTS, REQUESTS = 3, 4
 @pytest.mark.slow
 def test_separate_caches_compute_a_shared_prompt_once_a_tenant(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     file = tmp_path / "tenants.json"
-    command = [sys.executable, "-m", "pd_cluster.cli", "bench", "tenants", f"--model={checkpoint('llama')}"]
+    command = [sys.executable, "-m", "pd_cluster", "bench", "tenants", f"--model={checkpoint('llama')}"]
     command += [f"--tenants={TENANTS}", f"--requests={REQUESTS}", f"--system-len={SYSTEM_LEN}", "--rounds=1"]
     command += [f"--question-len={QUESTION_LEN}", f"--json={file}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ))

@@ -1,7 +1,7 @@
-"""Instances die, stand still and are cut off under load: requests go on elsewhere, no token is wrong.
+"""Instances die, hang and are cut off under load: requests continue elsewhere, no token is wrong.
 
-What ends otherwise ends in time with an error that names an instance, and afterwards the cluster is whole and empty
-without anybody's help.
+Other requests end in time with an error that names an instance, and afterwards the cluster is whole and empty without
+help.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Trouble:
         self.cluster.wait_until(f"{name} is busy", busy)
 
     def go_on_until(self, what: str, condition: Callable[[], bool]) -> None:
-        """Until the condition holds, with a request now and then."""
+        """Waits until the condition holds, with a request now and then."""
 
         def holds() -> bool:
             if time.monotonic() >= self._next_s:
@@ -105,7 +105,7 @@ class Trouble:
         self.go_on_until("the cluster is whole again", self.cluster.is_whole)
 
     def stand_still(self, name: str, seconds: float) -> None:
-        """The rank process is stopped under load, and goes on under load."""
+        """Stops the rank process under load, and continues it under load."""
         self.await_busy(name)
         self.cluster.kill_rank(name, signal.SIGSTOP)
         try:
@@ -144,7 +144,7 @@ def assert_good_end(
     enter: Callable[[], None] = lambda: None,
     share: float = 0.99,
 ) -> None:
-    """After traffic and faults: what the requests got is right, and the cluster is empty, whole and exact."""
+    """Asserts, after traffic and faults, that all answers are right, and the cluster is empty, whole and exact."""
     cluster.await_ready()
     cluster.assert_home()
     counts = judge.check(outcomes)
@@ -189,7 +189,7 @@ def test_500_requests_while_instances_die_and_stand_still(model: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_prefill_instance_that_stood_still_serves_as_soon_as_it_is_ready(model: Path, tmp_path: Path) -> None:
-    """Its peers have given its connections up, and it cannot know: whoever says ready must have found out first."""
+    """Its peers have given up its connections, unknown to it: it must find out before it reports ready."""
     asks = make_asks(random.Random(45), 200, 16, LONGEST, MAX_TOKENS)
     judge = Judge(model, asks, REQUEST_TIMEOUT_S)
     with LiveCluster(tmp_path, model, 2, 2, FLAGS) as cluster:
@@ -217,7 +217,7 @@ def network() -> Iterator[Network]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_hosts_are_cut_off_under_load(model: Path, tmp_path: Path, network: Network) -> None:
-    """With KV cache over the network: a host hears nobody, two do not hear each other, and no prefill is left."""
+    """KV cache goes over the network: a host is isolated, two are parted, and then no prefill is left."""
     asks = make_asks(random.Random(43), 500, 40, LONGEST, MAX_TOKENS)
     judge = Judge(model, asks, REQUEST_TIMEOUT_S)
     where = {"prefill-0": "left", "prefill-1": "left", "decode-0": "right", "decode-1": "far"}

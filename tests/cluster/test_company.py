@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.config import EngineConfig
 from pd_cluster.offline.session import Offline, OfflineConfig
+from pd_cluster.settings.engine import EngineConfig
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import random_prompt
@@ -26,6 +26,7 @@ WIDE: dict[str, Any] = {
 }
 LENGTHS = (5, 1, 33, 16, 40, 2, 60, 17)
 NUM_TOKENS, NUM_TOKENS_UNDER_PRESSURE = 8, 70
+MOST_ROUNDS = 5  # on a busy machine fewer requests meet on the decode instance
 ENGINE = ["--num-blocks=128", "--max-model-len=200"]
 
 
@@ -36,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Without prefix caching: every answer is computed."""
+    """Starts a cluster without prefix caching, so that every answer is computed."""
     place = tmp_path_factory.mktemp("company")
     with LiveCluster(place, model, arguments=[*ENGINE, "--no-enable-prefix-caching"]) as running:
         yield running
@@ -74,7 +75,7 @@ def test_alone_and_among_eight_split_and_not(cluster: LiveCluster, model: Path) 
 
 
 def test_swapped_out_and_in_again_on_the_decode_instance(model: Path, tmp_path: Path) -> None:
-    """A pool that holds a few of the eight: what gives way goes on with the same bits."""
+    """The pool holds a few of the eight: preempted sequences continue with the same bits."""
     rng = random.Random(5)
     prompts = [random_prompt(rng, length) for length in LENGTHS]
     pressed = ["--num-blocks=26", "--growth-tokens=8", "--preemption-mode=swap", "--swap-space=0.5"]
@@ -82,14 +83,18 @@ def test_swapped_out_and_in_again_on_the_decode_instance(model: Path, tmp_path: 
     with LiveCluster(tmp_path, model, arguments=[*arguments, *pressed]) as cluster:
         alone = [numbers(cluster, prompt, NUM_TOKENS_UNDER_PRESSURE) for prompt in prompts]
         assert cluster.instance("decode-0")["num_preemptions"] == 0
-        assert together(cluster, prompts, NUM_TOKENS_UNDER_PRESSURE) == alone
-        assert cluster.instance("decode-0")["num_preemptions"] > 0
-        cluster.assert_home()
+        for _ in range(MOST_ROUNDS):
+            assert together(cluster, prompts, NUM_TOKENS_UNDER_PRESSURE) == alone
+            cluster.assert_home()  # after that, the instance has reported its steps
+            if cluster.instance("decode-0")["num_preemptions"] > 0:
+                break
+        else:
+            raise AssertionError("no sequence was preempted")
 
 
 def in_one_process(model: Path, prompts: list[list[int]]) -> list[Any]:
     """The same answers from an engine in this process, all together."""
-    from pd_cluster.api.protocol import CompletionRequest
+    from pd_cluster.service.schema.protocol import CompletionRequest
 
     engine = EngineConfig(model=str(model), num_blocks=128, max_model_len=200, enable_prefix_caching=False)
     with Offline(OfflineConfig(engine=engine)) as offline:

@@ -1,9 +1,10 @@
-"""Workers that die or stand still: their streams go on elsewhere, token for token, and nothing is held."""
+"""Workers that die or hang: their streams continue elsewhere, token for token, and nothing stays held."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import random
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.types import SamplingParams
+from pd_cluster.types import Sampling
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_same, generate, make_core, random_prompt
 
@@ -127,8 +128,8 @@ def caught(cluster: LiveCluster, max_tokens: int = NUM_TOKENS, **fields: Any) ->
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[int]:
-    """What the long stream is without any trouble."""
-    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    """Returns the long stream's text without any trouble."""
+    sampling = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     return generate(make_core(model, num_blocks=256), [PROMPT], sampling)[0]
 
 
@@ -280,9 +281,11 @@ def num_replays(cluster: LiveCluster) -> int:
 
 
 def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: list[int]) -> None:
-    """What runs there ends there, what comes goes elsewhere, and the worker ends with exit code 0."""
+    """Its requests end there, new ones go elsewhere, and the worker ends with exit code 0."""
     before = num_replays(cluster)
     stream, begun, victim = caught(cluster)
+    for pid in cluster.rank_pids(victim):  # as from a host that shuts down: every process gets it
+        os.kill(pid, signal.SIGTERM)
     cluster.kill(victim, signal.SIGTERM)
     cluster.wait_until("it is draining", lambda: cluster.health()[1]["instances"][victim] == "draining")
     assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)
@@ -294,7 +297,7 @@ def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: li
 
 @pytest.mark.slow
 def test_every_worker_is_restarted_under_load(cluster: LiveCluster, model: Path) -> None:
-    """One after the other, with SIGTERM: nobody notices."""
+    """They restart one after the other, by SIGTERM, unnoticed by clients."""
     rng = random.Random(7)
     prompts = [random_prompt(rng, rng.randrange(2, 60)) for _ in range(12)]
     done, wrong = threading.Event(), []

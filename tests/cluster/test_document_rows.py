@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.cluster.launcher import plan_cluster
+from pd_cluster.cluster.processes.launcher import plan_cluster
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_same, random_prompt
 
@@ -22,8 +22,9 @@ Checkpoints = Callable[..., Path]
 
 
 class ScatteredCluster(LiveCluster):
-    """Decode has its model and tables at other paths, as in a container with another mount; only the scheduler, which
-    listens everywhere, has a NODE_PORTS that makes sense; nobody has a USE_OPENAI that does.
+    """A cluster whose decode instance has its model and tables at other paths, as in a container with another mount.
+
+    Only the scheduler, which listens on all addresses, has a valid NODE_PORTS; no process has a valid USE_OPENAI.
     """
 
     def __init__(self, folder: Path, model: Path) -> None:
@@ -80,8 +81,8 @@ def test_prefill_computes_the_prompt_and_decode_the_rest(cluster: LiveCluster, m
 
 
 def test_what_is_the_schedulers_alone(cluster: LiveCluster) -> None:
-    """Workers without NODE_PORTS and USE_OPENAI of any sense serve; the API is OpenAI's unless told otherwise; and
-    each instance listens where its --host says: the scheduler everywhere, a worker at 127.0.0.1 only.
+    """Workers serve without valid NODE_PORTS and USE_OPENAI; the API is OpenAI's by default; and each instance
+    listens at its --host: the scheduler on all addresses, a worker at 127.0.0.1 only.
     """
     answer = cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": "hello", "max_tokens": 2})
     assert (answer.status_code, answer.json()["object"]) == (200, "text_completion")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.launcher import Member
-from pd_cluster.cluster.ports import free_ports
+from pd_cluster.cluster.processes.launcher import Member
+from pd_cluster.cluster.processes.ports import free_ports
 from ranktable_tools import generate, write
 from ranktable_tools.keys import ADMIN_TOKEN_FILE
 from tests.support.cluster import LiveCluster
@@ -49,7 +49,7 @@ class Elastic(LiveCluster):
         """`pd-cluster instances …` as an operator types it."""
         token = {"PD_CLUSTER_ADMIN_TOKEN_FILE": str(self.folder / ADMIN_TOKEN_FILE)}
         return subprocess.run(
-            [sys.executable, "-m", "pd_cluster.cli", "instances", f"--admin={self.admin_url}", *words],
+            [sys.executable, "-m", "pd_cluster", "instances", f"--admin={self.admin_url}", *words],
             env={**os.environ, **(token if env is None else env)},
             capture_output=True,
             text=True,
@@ -98,7 +98,7 @@ def test_drain_and_undo(cluster: Elastic, stream: SteadyStream) -> None:
             assert cluster.instance(name)["state"] == "drained"
             assert cluster.instance(name)["num_outstanding"] == 0
             assert cluster.does("drain", name, "--undo") == f"{name} is in service"
-        cluster.does("drain", "decode-1", "--timeout=0")  # what runs there goes on elsewhere
+        cluster.does("drain", "decode-1", "--timeout=0")  # its requests continue elsewhere
         cluster.does("drain", "decode-1", "--undo")
     cluster.assert_home()
 

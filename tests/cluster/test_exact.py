@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.policy import POLICIES
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.cluster.routing.policy import POLICIES
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import CONFIGS
 from tests.support.cluster import SAME_HOST, SETTLE_TIMEOUT_S, LiveCluster, in_parallel
 from tests.support.engines import assert_all_same, assert_same, make_core, random_prompt, run
@@ -92,7 +92,7 @@ def test_beams_are_those_of_the_reference(cluster: LiveCluster, model: Path) -> 
     rng = random.Random(12)
     prompts = [random_prompt(rng, length) for length in (1, BLOCK_SIZE, MAX_BATCHED + 1, 100)]
     fields = {"use_beam_search": True, "n": 3, "best_of": 4, "stop_token_ids": list(range(1, 256, 4))}
-    sampling = SamplingParams(
+    sampling = Sampling(
         n=3, beam_width=4, max_tokens=MAX_TOKENS, temperature=0.0, stop_token_ids=tuple(range(1, 256, 4))
     )
 
@@ -120,11 +120,11 @@ def test_sampled_output_is_the_same_alone_and_in_a_crowd(cluster: LiveCluster) -
 def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Path) -> None:
     """Seeded, several choices, penalties, over both transports, with and without a cached prefix."""
     prompt = random_prompt(random.Random(10), 3 * BLOCK_SIZE + 5)
-    sampling = SamplingParams(
+    sampling = Sampling(
         n=3, max_tokens=MAX_TOKENS, temperature=1.0, seed=5, presence_penalty=0.5, repetition_penalty=1.2, top_k=50
     )
     core = make_core(model, block_size=BLOCK_SIZE, num_blocks=64)
-    found = run(core, [Request("one process", prompt, sampling)])["one process"]
+    found = run(core, [Request("one process", Order(prompt, sampling))])["one process"]
     expected = [[token.token_id for token in found[index]] for index in range(sampling.n)]
     names = ("n", "temperature", "seed", "presence_penalty", "repetition_penalty", "top_k")
     fields = {name: getattr(sampling, name) for name in names}

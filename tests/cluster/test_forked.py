@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pd_cluster.engine.preloader import forks_are_safe
+from pd_cluster.engine.start.preloader import forks_are_safe
 from tests.support.cluster import LiveCluster, children_of, shared_preloader
 
 BODIES: list[dict[str, Any]] = [
@@ -17,7 +17,7 @@ BODIES: list[dict[str, Any]] = [
 
 
 def test_they_compute_the_same_bits(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Of a model that is wide enough for packed weights and heads of 128; every logprob, not only tokens."""
+    """The model is wide enough for packed weights and heads of 128; every logprob is compared, not only tokens."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
     model = checkpoint("llama", head_dim=128, **sizes)
     answers: list[list[Any]] = []

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from pd_cluster import LLM, SamplingParams, pipeline, turbomind
-from pd_cluster.api.protocol import CompletionRequest
-from pd_cluster.api.sequence import Piece
-from pd_cluster.config import EngineConfig
 from pd_cluster.errors import ConfigError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response
 from pd_cluster.offline.session import Offline, OfflineConfig
 from pd_cluster.offline.split import SplitCluster
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.sequence import Piece
+from pd_cluster.settings.engine import EngineConfig
 from tests.support.checkpoints import make_tokenizer, reference_greedy
 from tests.support.cluster import children_of
 
@@ -63,7 +63,7 @@ def test_answers_of_a_batch_are_those_of_one_process(split: Offline, model: Path
         fields = {"prompt": prompts, "max_tokens": 9, "seed": 4, "ignore_eos": True}
         generations = await offline.service.completions(CompletionRequest.model_validate(fields))
         for generation in generations:
-            generation.batch = "b"
+            generation.amend(batch="b")
         return await offline.service.complete(generations)
 
     engine = EngineConfig(model=str(model), num_blocks=64, max_model_len=256)
@@ -118,6 +118,24 @@ def test_a_process_that_cannot_start_is_told(model: Path) -> None:
         Offline(OfflineConfig(engine=engine, prefill=1, decode=1, arguments=("--no-such-flag",)))
 
 
+def test_what_a_worker_refuses_is_told_with_the_names_of_the_call(model: Path) -> None:
+    """The rank process, its parent and this program each hand the error on; who wrote the call reads its own names."""
+    with pytest.raises(ConfigError, match=r"could not start \(exit code 1\): num_blocks 2: .* of max_model_len 256 "):
+        LLM(str(model), num_blocks=2, max_model_len=256, prefill=1, decode=1)
+    config = PytorchEngineConfig(num_gpu_blocks=2, session_len=256, block_size=16)
+    with pytest.raises(ConfigError, match=r"exit code 1\): num_gpu_blocks 2: .* of session_len 256 "):
+        pipeline(str(model), backend_config=config, prefill=1, decode=1)
+
+
+def test_a_link_that_cannot_be_is_no_wait(model: Path) -> None:
+    """The prefill instance finds out; its reason has the names of the call."""
+    wanted = (
+        r"prefill-0 and decode-0 cannot be a pair: kv_transport ipc is not possible here: .* pool is in host memory"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        LLM(str(model), kv_transport="ipc", num_blocks=64, max_model_len=256, prefill=1, decode=1)
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -141,7 +159,7 @@ def test_nothing_is_left_when_a_script_ends(model: Path, how: str) -> None:
 
 
 def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C while it waits for processes, in a program that goes on: Jupyter's way."""
+    """A second Ctrl-C arrives during the wait for processes, in a program that continues, as in Jupyter."""
     monkeypatch.setattr(subprocess.Popen, "terminate", lambda self: None)  # they take their time
     made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
     assert isinstance(made._parts.backend, SplitCluster)
@@ -167,7 +185,7 @@ async def until_gone(pids: list[int]) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Not one that has ended and waits for somebody to notice."""
+    """Returns whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""Processes that stand still and go on, as under SIGSTOP: nobody has died, nothing is lost."""
+"""Processes that are stopped and continued, as by SIGSTOP: none counts as dead, nothing is lost."""
 
 from __future__ import annotations
 
@@ -48,21 +48,19 @@ def assert_all_go_on(cluster: LiveCluster, pause: Callable[[], None]) -> None:
 
 
 def test_the_scheduler_pauses(cluster: LiveCluster) -> None:
-    """Until every worker has given it up."""
+    """The pause lasts until every worker has given it up."""
 
     def pause() -> None:
-        gone, here = ("is gone (nothing heard", " is here")
-        before = {(name, said): count(cluster, name, said) for name in WORKERS for said in (gone, here)}
-
-        def all_say(said: str) -> bool:
-            return all(count(cluster, name, said) > before[name, said] for name in WORKERS)
+        def num_reached() -> int:
+            """Counts the workers whose last word about the scheduler is that it is here."""
+            return sum(count(cluster, name, " is here") > count(cluster, name, " is gone (") for name in WORKERS)
 
         cluster.kill("scheduler", signal.SIGSTOP)
         try:
-            cluster.wait_until("all workers miss the scheduler", lambda: all_say(gone))
+            cluster.wait_until("all workers miss the scheduler", lambda: num_reached() == 0)
         finally:
             cluster.kill("scheduler", signal.SIGCONT)
-        cluster.wait_until("all workers are reached again", lambda: all_say(here))
+        cluster.wait_until("all workers are reached again", lambda: num_reached() == len(WORKERS))
         cluster.await_ready()
 
     assert_all_go_on(cluster, pause)
@@ -70,7 +68,7 @@ def test_the_scheduler_pauses(cluster: LiveCluster) -> None:
 
 
 def test_workers_pause_in_turn(cluster: LiveCluster) -> None:
-    """Until the scheduler has given each up, and it is back."""
+    """Each pause lasts until the scheduler has given the worker up; then the worker returns."""
     turn = iter(["decode-0", "decode-1"] * NUM_PAUSES)
 
     def pause() -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.cluster.launch_preloader import DIE_WITH_PARENT
-from pd_cluster.cluster.ports import free_port_pair
+from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT
+from pd_cluster.cluster.processes.ports import free_port_pair
 
 DEADLINE_S = 100
-QUICKSTART = [sys.executable, "-m", "pd_cluster.quickstart"]
-PD_CLUSTER = [sys.executable, "-m", "pd_cluster.cli"]
+QUICKSTART = [sys.executable, "-m", "pd_cluster.commands.quickstart"]
+PD_CLUSTER = [sys.executable, "-m", "pd_cluster"]
 
 Checkpoints = Callable[[str], Path]
 
@@ -99,7 +99,7 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
 
 
 class Serving:
-    """A quickstart that goes on serving; its lines as they come."""
+    """A quickstart that keeps serving; its lines as they arrive."""
 
     def __init__(self, model: Path) -> None:
         self.port = free_port_pair()

@@ -1,4 +1,4 @@
-"""Workers that cannot work with the others are refused when they meet, by name, and nobody is sent to them."""
+"""Workers that do not fit the others are refused by name when they meet, and receive no requests."""
 
 from __future__ import annotations
 

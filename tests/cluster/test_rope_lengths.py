@@ -49,7 +49,7 @@ def test_answers_of_all_lengths_across_the_split(cluster: LiveCluster, folder: P
 
 
 def test_a_replay_keeps_the_length(cluster: LiveCluster, folder: Path) -> None:
-    """What goes on elsewhere has fewer tokens to come, and the same length."""
+    """The replayed request has fewer tokens to come, and the same length."""
     expected = cluster.complete(PROMPT, NUM_TOKENS)
     assert_by_length(folder, PROMPT, expected, NUM_TOKENS)
     stream, begun, victim = caught(cluster, NUM_TOKENS)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from pd_cluster.cluster.ports import free_ports
+from pd_cluster.cluster.processes.ports import free_ports
 from tests.support.checkpoints import EOS_ID
 from tests.support.netns import HUB, CannotMakeNamespaces, Network
 
@@ -179,7 +179,7 @@ def generate_tables(folder: Path, devices: tuple[str, str]) -> None:
 
 
 def add_foreign_fields(folder: Path) -> None:
-    """As Ascend's own tools have them in their tables; no instance minds."""
+    """Adds the fields of Ascend's own tools to the tables; every instance accepts them."""
     for path in folder.glob("*_ranktable_*.json"):
         table = json.loads(path.read_text())
         table["super_pod_list"] = [{"super_pod_id": "0", "server_list": [{"server_id": HOST}]}]
@@ -240,7 +240,7 @@ def document_body(model: str) -> dict[str, object]:
 
 
 def test_the_documents_deployment(deployed: Servers) -> None:
-    """Both model names give the same answer. The first test on `deployed`: nobody has replaced its scheduler yet."""
+    """Both model names give the same answer. As the first test on `deployed`, it sees the original scheduler."""
     texts = []
     for model in (str(deployed.model), "tiny"):
         answer = curl(deployed.public, "/v1/chat/completions", document_body(model))
@@ -309,7 +309,7 @@ def test_without_openai_the_api_is_vllms(deployed: Servers) -> None:
 
 
 def test_node_ports_in_the_wrong_order(deployed: Servers) -> None:
-    """The workers are told apart by their devices; the error says who answers where."""
+    """The workers are recognized by their devices; the error says which one answers where."""
     deployed.replace_scheduler(NODE_PORTS=f"{deployed.decode},{deployed.prefill}")
     error = deployed.error_of("scheduler")
     assert error.startswith(f"NODE_PORTS={deployed.decode},{deployed.prefill}:")
@@ -395,7 +395,7 @@ def network() -> Iterator[Network]:
 
 
 def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint: Checkpoints) -> None:
-    """Of what the document does not say, exactly one thing: a copy of cluster.secret on the second machine."""
+    """The test differs from the document in exactly one thing: a copy of cluster.secret on the second machine."""
     with TwoMachines(network, tmp_path, checkpoint("llama")) as servers:
         assert servers.said[-2:] == [
             f"copy global_ranktable_merge.json and cluster.secret to {servers.first}, {servers.second}, into one "
@@ -412,11 +412,21 @@ def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint
         servers.start_all()
         with network.visit():
             servers.await_health(servers.public)
-            answer = curl(servers.public, "/v1/completions", {"model": "tiny", "prompt": "hello", "max_tokens": 4})
+            answer = curl(
+                servers.public,
+                "/v1/completions",
+                {"model": "tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True},
+            )
             assert answer["usage"]["completion_tokens"] == 4
             instances = httpx.get(f"http://{HOST}:{servers.admin}/instances", trust_env=False).json()["instances"]
             assert [each["host"] for each in instances] == [servers.first, servers.second]
-        command = [sys.executable, "-m", "pd_cluster.cli", "instances", f"--admin=http://{HOST}:{servers.admin}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pd_cluster.commands.cli",
+            "instances",
+            f"--admin=http://{HOST}:{servers.admin}",
+        ]
         drained = subprocess.run(
             network.inside(HUB, [*command, "drain", "decode-0", "--force"]),
             cwd=first,

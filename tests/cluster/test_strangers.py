@@ -23,7 +23,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from pd_cluster import wire
-from pd_cluster.types import SamplingParams
+from pd_cluster.types import Order, Sampling
 from ranktable_tools import generate, write
 from ranktable_tools.keys import read_scheduler_key, read_secret
 from tests.support.another_user import answer_of_another_user
@@ -72,7 +72,7 @@ def private_keys(secret: bytes) -> dict[str, bytes]:
 def tell(
     info: Mapping[str, Any], private: bytes, server_key: bytes, bodies: Sequence[wire.Body], name: str = "scheduler"
 ) -> dict[str, Any]:
-    """As a scheduler of that name, over that key. Returns whether it opened and what came back."""
+    """Poses as a scheduler of that name, with that key. Returns whether the connection opened and what came back."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         secret_key = z85.encode(private)
@@ -97,7 +97,7 @@ def tell(
 
 FORGED = (
     wire.Hello("scheduler"),
-    wire.Submit("stolen", 0, "t", "hybrid", "", [5, 6, 7], SamplingParams(max_tokens=4), 30.0),
+    wire.Submit("stolen", 0, "t", "hybrid", "", Order([5, 6, 7], Sampling(max_tokens=4)), 30.0),
     wire.Peers([]),
 )
 
@@ -107,7 +107,7 @@ def key_of(info: Mapping[str, Any]) -> bytes:
 
 
 def attack(ports: Mapping[str, int], guesses: Mapping[str, bytes]) -> list[str]:
-    """With each secret of `guesses` and the table's; what worked."""
+    """Attacks with each secret of `guesses` and the table's; returns the successes."""
     with pytest.raises(PermissionError):
         next(Path("/root").iterdir())
     table = regenerated()
@@ -133,7 +133,7 @@ def attack(ports: Mapping[str, int], guesses: Mapping[str, bytes]) -> list[str]:
 
 
 def is_untouched(cluster: LiveCluster) -> None:
-    """Requests go over the link, which has stayed up, and nobody said hello to a worker but the scheduler."""
+    """Requests use the link, which has stayed up, and only the scheduler has said hello to a worker."""
     assert cluster.is_whole()
     before = cluster.instance("prefill-0")["kv_sent_nbytes"]
     prompt = [before % 200 + at for at in range(40)]  # another one each time
@@ -152,7 +152,7 @@ def ports_of(cluster: LiveCluster) -> dict[str, int]:
 
 
 def test_the_schedulers_key_does_open(cluster: LiveCluster) -> None:
-    """Else the other tests of this file would prove nothing."""
+    """Without this, the other tests of this file would prove nothing."""
     key = read_scheduler_key(cluster.folder / "scheduler.key")
     for port in ports_of(cluster).values():
         info = instance_of(port)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_same, make_core, random_prompt, run
 
@@ -67,8 +67,8 @@ def test_tokens_are_the_reference_s(cluster: LiveCluster, model: Path) -> None:
 
 def test_sampled_sequences_are_those_of_one_process(cluster: LiveCluster, model: Path) -> None:
     prompt = random_prompt(random.Random(2), 53)
-    sampling = SamplingParams(n=3, max_tokens=MAX_TOKENS, temperature=1.0, seed=5, top_k=50, repetition_penalty=1.2)
-    found = run(make_core(model, num_blocks=64), [Request("one", prompt, sampling)])["one"]
+    sampling = Sampling(n=3, max_tokens=MAX_TOKENS, temperature=1.0, seed=5, top_k=50, repetition_penalty=1.2)
+    found = run(make_core(model, num_blocks=64), [Request("one", Order(prompt, sampling))])["one"]
     expected = [[token.token_id for token in found[index]] for index in range(sampling.n)]
     fields = {name: getattr(sampling, name) for name in ("n", "temperature", "seed", "top_k", "repetition_penalty")}
     for _ in range(2):
@@ -76,8 +76,9 @@ def test_sampled_sequences_are_those_of_one_process(cluster: LiveCluster, model:
 
 
 def test_a_follower_s_end_is_its_instance_s(cluster: LiveCluster, model: Path) -> None:
-    """One that dies, and one that stands still while nothing is computed. One clear line, no process left behind;
-    started again, the instance serves."""
+    """One dies, and one hangs while nothing is computed. Each gives one clear line and leaves no process behind;
+    after a restart, the instance serves.
+    """
     sizes = cluster.launch.tp_sizes
     stops = "prefill-0" in sizes
     name = (min if stops else max)(sizes, key=lambda each: sizes[each])  # the small one is started again

@@ -1,4 +1,4 @@
-"""Pairs of unequal pools, and int8 on the wire: what works is exact or says what it is; what cannot is refused."""
+"""Pairs of unequal pools, and int8 on the wire: results are exact or say otherwise; impossible pairs are refused."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ REFUSED = {  # decode instance -> its flag, and what the refusal names
     "decode-0": ("--kv-wire-dtype=int8", "--kv-wire-dtype differs: auto on the prefill instance and int8 on"),
     "decode-3": ("--attention-backend=sdpa", "--attention-backend differs: auto on the prefill instance and sdpa on"),
     "decode-4": ("--dtype=bfloat16", "--dtype differs: float32 on the prefill instance and bfloat16 on"),
+    "decode-6": ("--deterministic", "--deterministic differs: off on the prefill instance and on on"),
     "decode-5": ("--rope-theta=5000", "it was started with --hf-overrides {"),  # than the scheduler
 }
 
@@ -30,7 +31,7 @@ def test_unequal_pools_and_pairs_that_are_refused(checkpoint: Checkpoints, tmp_p
     model = checkpoint("llama")
     unlike = {"decode-1": ["--block-size=8"], "decode-2": ["--block-size=24", "--kv-transport=dist"]}
     unlike |= {name: [flag] for name, (flag, _) in REFUSED.items()}
-    cluster = LiveCluster(tmp_path, model, num_decode=6, member_arguments=unlike)
+    cluster = LiveCluster(tmp_path, model, num_decode=7, member_arguments=unlike)
     try:
         cluster.start()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pd_cluster.cluster.tenancy.key_file import KeyFile, write_key_file
 from tests.support.cluster import free_port_pair
 
 WAIT_S = 90.0
@@ -27,7 +28,7 @@ class Up:
     """`pd-cluster up` as a child; its lines come through a queue."""
 
     def __init__(self, model: str, port: int, *flags: str) -> None:
-        command = [sys.executable, "-m", "pd_cluster.cli", "up", f"--port={port}", f"--model={model}", *flags]
+        command = [sys.executable, "-m", "pd_cluster", "up", f"--port={port}", f"--model={model}", *flags]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
@@ -100,7 +101,7 @@ def await_gone(pids: list[int]) -> None:
 
 
 def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[..., Up]) -> None:
-    """Also when the preloader died before it: ranks go on without one, and the next worker gets a new one."""
+    """This holds even if the preloader died before: ranks continue without one, and the next worker gets a new one."""
     port = free_port_pair()
     cluster = up(port)
     cluster.await_line(r"^ready after")
@@ -142,9 +143,14 @@ def test_ctrl_c_while_the_preloader_stands_still(up: Callable[..., Up]) -> None:
     await_gone(pids)
 
 
-def test_nothing_outlives_a_kill_9_of_the_launcher(up: Callable[..., Up]) -> None:
-    cluster = up(free_port_pair(), "--restart=no")
+def test_nothing_outlives_a_kill_9_of_the_launcher(up: Callable[..., Up], tmp_path: Path) -> None:
+    """The same holds with a file of keys, which is reloaded as documented."""
+    write_key_file(keys := tmp_path / "keys.json", KeyFile.empty())
+    cluster = up(free_port_pair(), "--restart=no", "--", f"--api-key-file={keys}")
     cluster.await_line(r"^ready after")
+    scheduler = cluster.await_line(rf"^{keys} is read again at: kill -HUP (\d+)$")[1]
+    os.kill(int(scheduler), signal.SIGHUP)
+    cluster.await_line(rf"SIGHUP: the API keys were read again: 0 in {keys}$")
     pids = cluster.descendants()
     cluster.process.kill()
     cluster.process.wait(WAIT_S)

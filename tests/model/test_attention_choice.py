@@ -1,4 +1,4 @@
-"""--attention-backend: what it gives on which device, and how it says no."""
+"""--attention-backend: its choice on each device, and its refusals."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.config import EngineConfig
-from pd_cluster.device import CPU, Device
-from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.model import attention_choice as choice
 from pd_cluster.model import loader, runner
-from pd_cluster.model.attention import choice
-from pd_cluster.model.attention.choice import check_backend, choose_attention
+from pd_cluster.model.attention_choice import check_backend, choose_attention
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.numerics import Numerics
+from pd_cluster.settings.engine import EngineConfig
 from tests.support import fake_flashinfer as fake
 
 CUDA = Device("cuda")
-LAYOUT = KVLayout(2, 2, 64, 64, 16, "bfloat16")
+LAYOUT = KVLayout(2, 2, keys_and_values(64), 16, "bfloat16")
 CONFIG = SimpleNamespace(num_attention_heads=4)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Of Triton and FlashInfer only these."""
+    """Pretends that only these of Triton and FlashInfer are installed."""
     real = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> object:
@@ -93,14 +95,33 @@ def test_flashinfer_that_cannot_be_imported_is_an_error(monkeypatch: pytest.Monk
 def test_flashinfer_serves_when_it_is_asked_for(flashinfer: object) -> None:
     check_backend("flashinfer", 24, CUDA)  # pages of any size
     attention = choose_attention("flashinfer", CONFIG, LAYOUT, CUDA)
-    assert attention.name == "FlashInfer"
+    assert attention.name == "FlashInfer 0.6.18 (sm_90)"
     assert attention.attend_batch is not None
+
+
+def test_an_attention_s_name_keeps_instances_of_others_apart(
+    flashinfer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backends, FlashInfer's versions and the GPUs that it chooses kernels by give different numbers."""
+    pytest.importorskip("triton")
+    own = choose_attention("flashinfer", CONFIG, LAYOUT, CUDA).name
+    names = {own, *(choose_attention(wanted, CONFIG, LAYOUT, CUDA).name for wanted in ("triton", "sdpa"))}
+    monkeypatch.setattr(choice, "compute_capability", lambda device: (8, 0))
+    names.add(choose_attention("flashinfer", CONFIG, LAYOUT, CUDA).name)
+    monkeypatch.setattr(sys.modules["pd_cluster.model.cuda.flashinfer"], "VERSION", "0.7.0")
+    names.add(choose_attention("flashinfer", CONFIG, LAYOUT, CUDA).name)
+    assert len(names) == 5
+    for name in names:
+        mine, other = Numerics(device="cuda", attention_backend=own), Numerics(device="cuda", attention_backend=name)
+        found = mine.difference(other)
+        assert found == (None if name == own else (called("attention_backend"), own, name))
+        assert (mine.digest == other.digest) == (name == own)
 
 
 def test_a_model_that_flashinfer_cannot_serve_is_an_error(flashinfer: object) -> None:
     for layout, has_sinks, named in (
-        (KVLayout(2, 2, 80, 80, 16, "bfloat16"), False, "head_dim 80"),
-        (KVLayout(2, 2, 64, 64, 16, "float32"), False, "dtype float32"),
+        (KVLayout(2, 2, keys_and_values(80), 16, "bfloat16"), False, "head_dim 80"),
+        (KVLayout(2, 2, keys_and_values(64), 16, "float32"), False, "dtype float32"),
         (LAYOUT, True, "attention sinks"),
     ):
         with pytest.raises(ConfigError, match=f"--attention-backend flashinfer: {named}.*; use auto"):
@@ -176,3 +197,34 @@ def test_layers_whose_rope_asks_for_positions_are_never_captured(
     with caplog.at_level(logging.INFO):
         assert served._make_graphs(config) is None
     assert f"decode steps run eagerly: rope_type {rope} asks the device for positions" in caplog.text
+
+
+@pytest.mark.parametrize(("start_s", "num_captured"), [(60.0, 2), (0.0, 0)])
+def test_graphs_of_the_given_sizes_are_there_at_the_start(
+    start_s: float, num_captured: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If there is time; each has run once."""
+    num_runs = 0
+
+    def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        nonlocal num_runs
+        num_runs += 1
+        assert run().shape[0] in (2, 8)
+        return run
+
+    config = EngineConfig(
+        model=str(checkpoint("llama")),
+        device="cpu",
+        max_model_len=64,
+        num_blocks=40,
+        max_num_seqs=8,
+        graph_sizes=(2, 8),
+    )
+    served = ModelRunner(config)
+    served.device = CUDA
+    monkeypatch.setattr(runner, "capture", lambda device: capture)
+    monkeypatch.setattr(runner, "MAX_START_S", start_s)
+    monkeypatch.setattr(ModelRunner, "_why_eager", lambda self, config: "")
+    graphs = served._make_graphs(config)
+    assert graphs is not None
+    assert graphs.num_captured == num_runs == num_captured

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
 
-from pd_cluster.bench.gpu_spec import QUICK_SHAPES, GpuShape
-from pd_cluster.bench.peers.gpu_clock import LaunchClock
-from pd_cluster.bench.peers.gpu_model import write_config, write_weights
-from pd_cluster.device import CPU
+from pd_cluster.devices.device import CPU
+from pd_cluster.lab.gpu.spec import QUICK_SHAPES, GpuShape
+from pd_cluster.lab.peers.gpu_clock import timed_calls
+from pd_cluster.lab.peers.gpu_kernels import launch
+from pd_cluster.lab.peers.gpu_model import write_config, write_weights
+from pd_cluster.lab.peers.gpu_profile import Read, busy_ms, covered_ms, page, profiled, write
 
 DEEP = GpuShape(
     name="deep",
@@ -56,20 +60,44 @@ def test_shards_are_what_the_library_reads(tmp_path: Path) -> None:
             assert all(shard.get_tensor(name).dtype == torch.bfloat16 for name in shard.keys())  # noqa: SIM118
 
 
-def test_a_clock_counts_what_it_is_put_around_and_leaves_nothing_behind() -> None:
-    class Runner:
-        calls = 0
+def test_calls_of_a_module_are_timed_and_nothing_is_left_behind() -> None:
+    def double(number: int) -> int:
+        return 2 * number
 
-        def forward(self, number: int) -> int:
-            self.calls += 1
-            return 2 * number
+    module = SimpleNamespace(double=double)
+    with timed_calls(module, ("double",)) as took_s:
+        assert module.double(4) == 8
+        assert took_s["double"] > 0
+    assert module.double is double
 
-    runner = Runner()
-    with LaunchClock(runner, CPU) as clock:
-        assert runner.forward(4) == 8
-        assert clock.busy_s() > 0
-        clock.forget()
-        assert clock.busy_s() == 0
-    assert runner.forward(5) == 10
-    assert runner.calls == 2
-    assert clock.busy_s() == 0
+
+def test_kernels_side_by_side_count_once() -> None:
+    assert covered_ms([(0, 4000), (1000, 2000), (3000, 6000), (10000, 11000)]) == 7
+    assert covered_ms([]) == 0
+
+
+def test_a_page_has_every_kernel_and_the_bandwidth_of_products_and_attention() -> None:
+    kernels = [(4.0, 2, "nvjet_tst_128x8"), (1.0, 2, "decode_kernel"), (0.5, 9, "norm_kernel")]
+    lines = page(kernels, Read(weights=12e9, kv=2e9))
+    assert [line.split()[-1] for line in lines[1:4]] == ["nvjet_tst_128x8", "decode_kernel", "norm_kernel"]
+    assert lines[-2].split() == ["4.000", "12.0000", "3000.0", "products"]
+    assert lines[-1].split() == ["1.000", "2.0000", "2000.0", "attention"]
+    assert Read.of_decode(DEEP, 3, 10).kv == 30 * DEEP.kv_nbytes_per_token
+
+
+def test_the_deciding_kernels_run_once_for_a_profiler() -> None:
+    launch("cpu")
+
+
+def test_a_profile_leaves_a_page_and_a_trace(tmp_path: Path) -> None:
+    with profiled(CPU) as profiler:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    assert busy_ms(profiler, CPU) > 0
+    assert write(profiler, CPU, tmp_path / "profile-0.6B-decode", None) > 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "profile-0.6B-decode.trace.json.gz",
+        "profile-0.6B-decode.txt",
+    ]
+    assert "aten::mm" in (tmp_path / "profile-0.6B-decode.txt").read_text()
+    with gzip.open(tmp_path / "profile-0.6B-decode.trace.json.gz") as trace:
+        assert json.load(trace)["traceEvents"]

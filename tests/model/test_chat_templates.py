@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from pd_cluster.chat_template import ChatTemplate
+from pd_cluster.text.chat_template import ChatTemplate
 from tests.support.checkpoints import make_tokenizer
 
 MARKUP = (

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.types import Request, SamplingParams, TokenOutput
+from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import CONFIGS, make_checkpoint
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.more_checkpoints import MORE
 
 WIDTH = 1280  # beyond 1,024 oneDNN computes one row alone in another way
 PROMPT_LENGTHS = (7, 1, 33, 16, 40, 2)
-SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
+SAMPLING = Sampling(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
 QUICK = ("llama", "mixtral", "gemma", "qwen2_moe", "gpt_oss")  # each kind of layer once
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS, *MORE} - {*QUICK})]
@@ -47,7 +47,7 @@ def wide(folder: Path, architecture: str) -> Path:
 
 
 def requests_of(prompts: list[list[int]], chosen: Iterable[int]) -> list[Request]:
-    return [Request(str(i), prompts[i], SAMPLING, arrival_s=float(i)) for i in chosen]
+    return [Request(str(i), Order(prompts[i], SAMPLING), arrival_s=float(i)) for i in chosen]
 
 
 def tell(found: dict[str, dict[int, list[TokenOutput]]]) -> Numbers:
@@ -68,7 +68,7 @@ def prompts_of(seed: int) -> list[list[int]]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("architecture", [*QUICK, *SLOW])
 def test_alone_and_among_others(tmp_path: Path, architecture: str) -> None:
-    """To the bit: tokens and logprobs."""
+    """Tokens and logprobs are equal to the bit."""
     model, prompts = wide(tmp_path, architecture), prompts_of(1)
     together = numbers(model, prompts)
     assert all(logprobs is not None for tokens in together.values() for _, logprobs in tokens)

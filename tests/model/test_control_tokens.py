@@ -1,4 +1,4 @@
-"""Chat prompts' token ids: transformers' own where nobody typed a control token, and plain text where somebody did."""
+"""Chat prompts' token ids: equal to transformers' unless a client typed a control token, which becomes plain text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.service import TextService
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.router import Router
-from pd_cluster.config import ChatConfig
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.settings.requests import ChatConfig
 from tests.support.checkpoints import make_tokenizer
 from tests.support.playback import Playback
 
@@ -106,7 +106,7 @@ def merging() -> Tokenizer:
 
 
 def sentencepiece_bpe() -> Tokenizer:
-    """As Llama's: control tokens are in the model's own vocabulary, and a space is put in front."""
+    """Makes a tokenizer like Llama's: control tokens are in the model's own vocabulary, and a space is prepended."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokens = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -148,7 +148,7 @@ class Ours:
         checkpoint = Checkpoint(folder, {"vocab_size": 2000, "eos_token_id": 1}, {}, "", folder)
         router = cast(Router, Playback([]))
         self.rust = rust
-        self.service = TextService(router, checkpoint, "x", [], 100_000, chat=ChatConfig(**chat))
+        self.service = TextService(router, checkpoint, ServiceConfig("x", [], 100_000, chat=ChatConfig(**chat)))
 
     def ids(self, messages: list[dict[str, Any]], **fields: Any) -> list[int]:
         request = ChatCompletionRequest.model_validate({"messages": messages, **fields})
@@ -234,7 +234,7 @@ def test_typed_control_tokens_are_plain_text(both: tuple[Ours, Any, str], place:
 
 
 def squeezed(text: str) -> str:
-    """Without what decoders add around special tokens."""
+    """Removes what decoders add around special tokens."""
     return "".join(text.split()).replace("▁", "")
 
 

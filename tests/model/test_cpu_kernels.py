@@ -8,20 +8,24 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, build_batch
-from pd_cluster.model.cpu import build
-from pd_cluster.model.cpu.copy import streaming_copy
 from pd_cluster.model.cpu.ops import CpuOps
-from pd_cluster.model.ops import Activation, Heads, Norm, Rope, TorchOps
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.layers.gated import Activation
+from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
+from pd_cluster.native import build
+from pd_cluster.native.copy import streaming_copy
+from pd_cluster.types import Order, Request, Sampling
 
-ANY = SamplingParams(max_tokens=1, temperature=0.0)
+ANY = Sampling(max_tokens=1, temperature=0.0)
 LAYER, NUM_LAYERS = 1, 2
 SEQUENCES = [(1, 0), (1, 1), (1, 15), (1, 200), (1, 300), (2, 0), (5, 63), (16, 16), (33, 0), (64, 130), (200, 77)]
 
@@ -39,7 +43,7 @@ def make_batch(
 ) -> ForwardBatch:
     """(query_len, prefix_len) each, in blocks drawn from a pool full of numbers; spare blocks hold NaN."""
     needed = sum(-(-(n + prefix) // block_size) for n, prefix in sequences)
-    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, head_dim, head_dim, block_size, "float32"), needed + 3)
+    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, "float32"), needed + 3)
     pool.data.fill_(float("nan"))
     blocks = rng.sample(range(pool.num_blocks), needed)
     pool.data[blocks] = torch.randn(needed, *pool.data.shape[1:])
@@ -48,14 +52,18 @@ def make_batch(
         count = -(-(query_len + prefix) // block_size)
         table, blocks = blocks[:count], blocks[count:]
         request = Request(
-            str(i), [0] * (query_len + prefix), ANY, num_computed_tokens=prefix, block_table=table, arrival_s=float(i)
+            str(i),
+            Order([0] * (query_len + prefix), ANY),
+            num_computed_tokens=prefix,
+            block_table=table,
+            arrival_s=float(i),
         )
         chunks.append((request, query_len))
     return build_batch(chunks, pool)
 
 
 def make_rope(batch: ForwardBatch, head_dim: int) -> Rope:
-    angles = batch.positions[0, :, None] / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
+    angles = batch.rope_positions[0, :, None] / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
     angles = torch.cat((angles, angles), dim=-1).float()
     return Rope(angles.cos(), angles.sin())
 
@@ -84,7 +92,9 @@ def reference(heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) 
             scores = query[rows, head] @ keys[:, head // group].T * heads.scaling
             if heads.softcap:
                 scores = torch.tanh(scores / heads.softcap) * heads.softcap
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~seen, float("-inf"))
+            sink = heads.sinks[head].double().expand(len(scores), 1) if heads.sinks is not None else scores[:, :0]
+            weights = torch.cat((scores, sink), dim=-1).softmax(-1)[:, :context_len]
             result[rows, head] = weights @ values[:, head // group]
     return result.view(len(qkv), -1)
 
@@ -98,13 +108,14 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 1), (8, 8), (7, 1), (24, 2)])
 def test_attention(ops: CpuOps, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-    """Lengths, prefixes, windows and softcaps in one batch for each shape of heads and blocks."""
+    """Lengths, prefixes, windows, softcaps and sinks in one batch for each shape of heads and blocks."""
     rng = random.Random(repr((num_heads, head_dim, block_size)))
     torch.manual_seed(num_heads * head_dim + block_size)
     for window, softcap in itertools.product((None, 1, 24, 150), (None, 5.0)):
         sequences = rng.sample(SEQUENCES, 5)
         batch = make_batch(sequences, num_kv_heads, head_dim, block_size, rng)
-        heads = Heads(LAYER, num_heads, num_kv_heads, head_dim, head_dim**-0.5, window, softcap)
+        sinks = torch.randn(num_heads) * 4 if softcap is None else None
+        heads = Heads(LAYER, num_heads, num_kv_heads, head_dim, head_dim**-0.5, window, softcap, sinks=sinks)
         qkv = torch.randn(batch.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim) * 2
         rope = make_rope(batch, head_dim)
         actual = ops.attend(heads, qkv.clone(), rope, batch)
@@ -119,8 +130,8 @@ def test_on_older_cpus(ops: CpuOps, flag: str) -> None:
     for shape in [(4, 2, 16, 3), (3, 1, 64, 16), (7, 1, 80, 16), (24, 2, 128, 64)]:
         test_attention(older, *shape)
     test_norm(older, 3, 771)
-    for activation in ("silu", "gelu_tanh"):
-        test_gate(older, 3, 96, activation)  # type: ignore[arg-type]
+    for activation in get_args(Activation):
+        test_gate(older, 3, 99, activation)
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -143,13 +154,13 @@ def test_keys_and_values_reach_their_slots_and_no_others(ops: CpuOps, head_dim: 
 
 
 def test_the_padding_block_can_be_written(ops: CpuOps) -> None:
-    pool = KVPool(KVLayout(NUM_LAYERS, 1, 16, 16, 4, "float32"), num_blocks=2)
-    batch = build_batch([(Request("probe", [0, 0], ANY, block_table=[2]), 2)], pool)
+    pool = KVPool(KVLayout(NUM_LAYERS, 1, keys_and_values(16), 4, "float32"), num_blocks=2)
+    batch = build_batch([(Request("probe", Order([0, 0], ANY), block_table=[2]), 2)], pool)
     ops.attend(Heads(0, 2, 1, 16, 0.25), torch.randn(2, 4 * 16), make_rope(batch, 16), batch)
     assert pool.data[2, 0].any()
     assert not pool.data[:2].any()
     with pytest.raises(ValueError, match="from 3 to 3, wanted 1 from 0 to 2"):
-        build_batch([(Request("probe", [0, 0], ANY, block_table=[3]), 2)], pool)
+        build_batch([(Request("probe", Order([0, 0], ANY), block_table=[3]), 2)], pool)
 
 
 def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps) -> None:
@@ -168,10 +179,20 @@ def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps) -> None:
     for i, (query_len, prefix) in enumerate(SEQUENCES):
         rows = slice(starts[i], starts[i + 1])
         table = batch.block_table[tables[i] : tables[i + 1]].tolist()
-        request = Request("x", [0] * (query_len + prefix), ANY, num_computed_tokens=prefix, block_table=table)
+        request = Request("x", Order([0] * (query_len + prefix), ANY), num_computed_tokens=prefix, block_table=table)
         alone = build_batch([(request, query_len)], batch.pool)
         own_rope = Rope(rope.cos[rows].contiguous(), rope.sin[rows].contiguous())
         assert torch.equal(together[rows], ops.attend(heads, qkv[rows].clone(), own_rope, alone))
+
+
+def test_layers_of_one_batch_have_ropes_of_their_own(ops: CpuOps) -> None:
+    batch = make_batch([(1, 5), (9, 0)], 1, 16, 4, random.Random(7))
+    rope = make_rope(batch, 16)
+    flat = Rope(torch.ones_like(rope.cos), torch.zeros_like(rope.sin))
+    qkv = torch.randn(batch.num_tokens, 3 * 16)
+    for each in (rope, flat, rope):
+        actual = ops.attend(Heads(LAYER, 1, 1, 16, 0.25), qkv.clone(), each, batch)
+        assert_close(actual, reference(Heads(LAYER, 1, 1, 16, 0.25), qkv, each, batch))
 
 
 def test_scores_far_apart_and_infinite(ops: CpuOps) -> None:
@@ -197,13 +218,23 @@ def test_norm(ops: CpuOps, num_rows: int, features: int) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize(("num_rows", "features"), [(1, 16), (1, 9001), (3, 96), (40, 1000)])
 def test_gate(ops: CpuOps, num_rows: int, features: int, activation: Activation) -> None:
     torch.manual_seed(features)
     gate_up = torch.randn(num_rows, 2 * features) * 8
     gate_up[0, :4] = torch.tensor([-1000.0, 1000.0, -88.0, 0.0])
     assert_close(ops.gate(gate_up, activation), TorchOps().gate(gate_up.double(), activation), 1e-6)
+
+
+def test_the_limited_gate_is_that_of_gpt_oss(ops: CpuOps) -> None:
+    """Values lie on both sides of each limit."""
+    config = GptOssConfig(hidden_size=8, intermediate_size=64, num_local_experts=1, num_experts_per_tok=1)
+    gate, up = (torch.randn(5, 64, dtype=torch.float64) * 8 for _ in range(2))
+    assert {bool(each) for part in (gate, up) for each in (part > 7).flatten()} == {True, False}
+    expected = GptOssExperts(config)._apply_gate(torch.stack((gate, up), dim=-1).flatten(1))
+    for each in (ops, TorchOps()):
+        assert_close(each.gate(torch.cat((gate, up), dim=-1).float(), "swigluoai"), expected, 1e-6)
 
 
 def test_one_openmp_library_serves_torch_and_the_kernels(ops: CpuOps) -> None:

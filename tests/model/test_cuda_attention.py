@@ -16,7 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, configs_for
-from pd_cluster.model.cuda.plan import MAX_SPLITS, PROGRAMS_PER_SM, plan_attention, plan_decode, splits_for
+from pd_cluster.model.cuda.plan import (
+    PROGRAMS_PER_SM,
+    plan_attention,
+)
 from tests.support.triton_child import TritonChild, triton_child
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -26,20 +29,20 @@ H100_SMS = 132
 MIXED = [(1, 40), (3, 60), (17, 17), (1, 270), (1, 1)]
 LONG = [(130, 300), (1, 300), (17, 130)]
 
-# heads, KV heads, head_dim, block_size, window, softcap, sinks, splits
+# heads, KV heads, head_dim, block_size, window, softcap, sinks, keys of a split
 SHAPES: list[tuple[int, int, int, int, int | None, float | None, bool, int]] = [
-    (2, 2, 16, 8, None, None, False, 1),
-    (4, 2, 16, 16, 1, None, False, 2),
-    (4, 1, 16, 32, 5, 3.0, True, 5),
-    (7, 1, 16, 64, 64, None, True, 1),
-    (8, 1, 64, 8, 64, 5.0, False, 2),
-    (4, 2, 64, 16, None, None, True, 5),
-    (2, 2, 80, 16, 5, None, True, 2),
-    (7, 1, 80, 32, None, 30.0, False, 5),
-    (8, 1, 128, 16, None, None, False, 2),
-    (4, 1, 128, 8, 64, None, False, 5),
-    (2, 1, 192, 16, 1, 5.0, True, 1),
-    (20, 1, 16, 16, None, None, False, 2),  # more heads than a product's least rows
+    (2, 2, 16, 8, None, None, False, 256),
+    (4, 2, 16, 16, 1, None, False, 64),
+    (4, 1, 16, 32, 5, 3.0, True, 32),
+    (7, 1, 16, 64, 64, None, True, 256),
+    (8, 1, 64, 8, 64, 5.0, False, 64),
+    (4, 2, 64, 16, None, None, True, 32),
+    (2, 2, 80, 16, 5, None, True, 64),
+    (7, 1, 80, 32, None, 30.0, False, 32),
+    (8, 1, 128, 16, None, None, False, 64),
+    (4, 1, 128, 8, 64, None, False, 32),
+    (2, 1, 192, 16, 1, 5.0, True, 256),
+    (20, 1, 16, 16, None, None, False, 64),  # more heads than a product's least rows
 ]
 
 
@@ -62,7 +65,7 @@ def difference(child: TritonChild, sequences: list[tuple[int, int]], **shape: An
 
 
 def named(shape: tuple[int, int, int, int, int | None, float | None, bool, int]) -> dict[str, Any]:
-    names = ("num_heads", "num_kv_heads", "head_dim", "block_size", "window", "softcap", "has_sinks", "num_splits")
+    names = ("num_heads", "num_kv_heads", "head_dim", "block_size", "window", "softcap", "has_sinks", "split_keys")
     return dict(zip(names, shape, strict=True))
 
 
@@ -85,7 +88,7 @@ def test_same_as_sdpa_of_the_rounded_inputs(interpreter: TritonChild, shape: Any
 def test_long_chunks_in_tiles_of_other_sizes(
     interpreter: TritonChild, window: int | None, rows: int, keys: int
 ) -> None:
-    shape = named((4, 2, 16, 16, window, None, False, 2))
+    shape = named((4, 2, 16, 16, window, None, False, 64))
     assert difference(interpreter, LONG, rows=rows, keys=keys, **shape) < TOLERANCE["float32"]
 
 
@@ -95,9 +98,9 @@ def test_long_chunks_in_tiles_of_other_sizes(
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
 def test_same_as_sdpa_over_the_grid(interpreter: TritonChild, group: int, head_dim: int) -> None:
-    features = itertools.product([8, 16, 32], [None, 1, 5, 64], [(None, False), (5.0, True)], [1, 2, 5])
-    for block_size, window, (softcap, has_sinks), num_splits in features:
-        shape = named((group, 1, head_dim, block_size, window, softcap, has_sinks, num_splits))
+    features = itertools.product([8, 16, 32], [None, 1, 5, 64], [(None, False), (5.0, True)], [256, 64, 32])
+    for block_size, window, (softcap, has_sinks), split_keys in features:
+        shape = named((group, 1, head_dim, block_size, window, softcap, has_sinks, split_keys))
         assert difference(interpreter, [*MIXED, (33, 120)], **shape) < TOLERANCE["float32"], shape
 
 
@@ -125,7 +128,7 @@ def random_shape(draw: random.Random) -> tuple[list[tuple[int, int]], dict[str, 
         "window": draw.choice([None, 1, 2, 31, 32, 33, draw.randint(1, 200)]),
         "softcap": draw.choice([None, 2.0]),
         "has_sinks": draw.random() < 0.5,
-        "num_splits": draw.choice([None, 1, 2, 3, 8]),
+        "split_keys": 64 * draw.randint(1, 4),
         "rows": draw.choice([16, 32]),
         "keys": draw.choice([16, 32, 64]),
         "seed": draw.randrange(1 << 30),
@@ -142,14 +145,14 @@ def test_same_as_sdpa_for_random_shapes(interpreter: TritonChild, chunk: int) ->
 
 
 @needs_triton
-@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("split_keys", [512, 96, 32])
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (40, True)])
 def test_a_captured_plan_serves_other_contexts_and_padding(
-    interpreter: TritonChild, window: int | None, has_sinks: bool, num_splits: int
+    interpreter: TritonChild, window: int | None, has_sinks: bool, split_keys: int
 ) -> None:
     steps = [[300, 40, 7, 0, 0], [1, 0, 0, 0, 0], [64, 129, 32, 33, 250]]
     told = interpreter.call(
-        "triton_attention", "replays", steps=steps, num_splits=num_splits, window=window, has_sinks=has_sinks
+        "triton_attention", "replays", steps=steps, split_keys=split_keys, window=window, has_sinks=has_sinks
     )
     assert len(told) == len(steps)
     for step in told:
@@ -158,10 +161,10 @@ def test_a_captured_plan_serves_other_contexts_and_padding(
 
 
 @needs_triton
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_a_row_does_not_depend_on_the_batch(interpreter: TritonChild, num_splits: int) -> None:
+@pytest.mark.parametrize("split_keys", [256, 64])
+def test_a_row_does_not_depend_on_the_batch(interpreter: TritonChild, split_keys: int) -> None:
     sequences = [(1, 40), (9, 60), (1, 200), (33, 33), (1, 1)]
-    same = interpreter.call("triton_attention", "alone_and_together", sequences=sequences, num_splits=num_splits)
+    same = interpreter.call("triton_attention", "alone_and_together", sequences=sequences, split_keys=split_keys)
     assert same == [True] * len(sequences)
 
 
@@ -174,7 +177,7 @@ def test_keys_and_values_reach_their_slots(
     assert interpreter.call("triton_attention", "written", num_tokens=6, **shape)
 
 
-# What stands in the kernels, what is put in its place, window and block size with which it shows. Tiles are of 32 keys.
+# Text in the kernels, its replacement, and a window and block size that expose it. Tiles are of 32 keys.
 MUTANTS = [
     ("visible = at <= positions[:, None]", "visible = at < positions[:, None]", None, 16),
     ("visible = at <= positions[:, None]", "visible = at <= positions[:, None] + 1", None, 16),
@@ -182,12 +185,16 @@ MUTANTS = [
     ("whole_hi = (least + 1)", "whole_hi = (least + 2)", None, 16),
     ("tl.maximum(most - window + 1, 0)", "tl.maximum(most - window, 0)", 64, 16),
     ("lo = seen_from", "lo = (seen_from + 1)", 64, 16),
-    ("first = tl.maximum(context_len - window, 0)", "first = tl.maximum(context_len - window + 1, 0)", 64, 16),
+    ("= tl.maximum(context_len - window, 0)", "= tl.maximum(context_len - window + 1, 0)", 64, 16),
     ("edge = tl.cdiv(seen_from, BLOCK_N)", "edge = tl.cdiv(seen_from - 1, BLOCK_N)", 64, 16),
     ("start + n >= seen_from", "start + n >= 0", 33, 16),
     ("start + n >= seen_from", "start + n > seen_from", 64, 16),
     ("whole_hi = hi // BLOCK_N", "whole_hi = tl.cdiv(hi, BLOCK_N)", None, 16),
-    ("num_used = tl.cdiv(end - first, per_split)", "num_used = tl.cdiv(end - first, per_split) + 1", None, 16),
+    ("num_used = end - first", "num_used = end - first + 1", None, 16),
+    ("num_used = end - first", "num_used = end - first - 1", None, 16),
+    ("(ends <= item)", "(ends < item)", None, 16),
+    ("heads) * max_splits + split", "heads) * max_splits", None, 16),
+    ("hi = tl.minimum(lo + keys, context_len)", "hi = tl.minimum(lo + keys - BLOCK_N, context_len)", None, 16),
     ("fade, total * fade + tl.exp2(sink - new_top)", "fade, total * fade", None, 16),
     ("top + tl.log2(total)", "tl.log2(total)", None, 16),
     ("mask=start < hi, other=0", "mask=start < 0, other=0", None, 32),
@@ -201,7 +208,7 @@ def test_a_fault_in_the_kernels_is_noticed(
     interpreter: TritonChild, old: str, new: str, window: int | None, block_size: int
 ) -> None:
     sequences = [(5, 35), (8, 129), (2, 96), (1, 95), (1, 97), (1, 150)]
-    shape = named((2, 1, 16, block_size, window, None, True, 3))
+    shape = named((2, 1, 16, block_size, window, None, True, 64))
     apart = interpreter.call("triton_mutants", "mutant_differs_by", old=old, new=new, sequences=sequences, **shape)
     assert apart > 100 * TOLERANCE["float32"]
 
@@ -209,7 +216,7 @@ def test_a_fault_in_the_kernels_is_noticed(
 @needs_triton
 def test_a_mutation_of_nothing_is_no_fault(interpreter: TritonChild) -> None:
     """So what the test above notices is the fault."""
-    shape = named((4, 2, 16, 16, 64, None, True, 3))
+    shape = named((4, 2, 16, 16, 64, None, True, 64))
     apart = interpreter.call(
         "triton_mutants", "mutant_differs_by", old="new_top", new="higher", sequences=[(10, 40), (1, 95)], **shape
     )
@@ -258,6 +265,14 @@ def test_numbers_of_one_are_constants_and_compile(compiler: TritonChild) -> None
 
 
 @needs_triton
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_uniform_tiles_compile_and_fit(compiler: TritonChild, arch: int) -> None:
+    """All tiles of keys are masked, with `--deterministic`."""
+    shape = {"head_dim": 128, "group": 4, "block_size": 16, "is_rich": False, "is_uniform": True}
+    compile_and_check(compiler, arch, "bfloat16", **shape)
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", [80, 90])
@@ -290,30 +305,6 @@ def test_tiles_have_every_query_once_and_most_work_first(sequences: list[tuple[i
         work.append(prefixes[seq] + last)
     assert sorted(seen) == [(seq, query) for seq, n in enumerate(query_lens) for query in range(n)]
     assert work == sorted(work, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "num_kv_heads", "context", "splits"),
-    [
-        (1, 8, 1024, 16),  # every tile a program: 128 of them for 132 multiprocessors
-        (32, 8, 1024, 1),  # two programs for each without a split
-        (128, 8, 1024, 1),
-        (1, 8, 64, 1),
-        (1, 8, 131072, 33),  # as many as run side by side
-        (1, 1, 131072, MAX_SPLITS),
-        (0, 8, 0, 1),
-    ],
-)
-def test_splits_fill_the_device_and_no_more(num_seqs: int, num_kv_heads: int, context: int, splits: int) -> None:
-    assert splits_for(num_seqs, num_kv_heads, context, 64, H100_SMS) == splits
-
-
-def test_a_plan_for_decode_depends_on_the_padded_size_only() -> None:
-    plan = plan_decode(8, 4096, 8, TILES_OF_16, H100_SMS)
-    assert plan.all_decode
-    assert plan.num_splits > 1
-    assert plan.workspace_numel(32, 128) == 8 * 32 * plan.num_splits * 129
-    assert plan_decode(8, 4096, 8, TILES_OF_16, H100_SMS, num_splits=1).workspace_numel(32, 128) == 0
 
 
 def test_shapes_that_the_kernels_do_not_take_are_named() -> None:

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.streams import capture
 from pd_cluster.engine.build import build_core
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, batch_of, build_batch, step_input
 from pd_cluster.model.graphs import DecodeGraphs
-from pd_cluster.streams import capture
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling
 from tests.support import fake_flashinfer as fake
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import generate
@@ -47,8 +47,7 @@ def chunks_of(sequences: list[tuple[int, int]], block_size: int) -> list[tuple[R
         (
             Request(
                 str(i),
-                [0] * context_len,
-                SamplingParams(),
+                Order([0] * context_len, Sampling()),
                 num_computed_tokens=context_len - query_len,
                 block_table=[free.pop() for _ in range(-(-context_len // block_size))],
             ),
@@ -59,7 +58,7 @@ def chunks_of(sequences: list[tuple[int, int]], block_size: int) -> list[tuple[R
 
 
 def a_pool(num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> KVPool:
-    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, head_dim, head_dim, block_size, dtype), NUM_BLOCKS, CUDA)
+    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, dtype), NUM_BLOCKS, CUDA)
     torch.manual_seed(2)
     pool.data.normal_()
     return pool
@@ -102,13 +101,13 @@ def test_attends_as_sdpa_does(heads: int, kv_heads: int, head_dim: int, dtype: s
 
 
 class Layers:
-    """What layers ask for follows from tokens and positions; two ways to score, as Gemma 2 has them."""
+    """Layers whose queries and keys follow from tokens and positions; with two ways to score, like Gemma 2."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         self.config, self.kernels, self._attend = None, "", attend
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        at = batch.input_ids[0] * 31 + batch.positions[0]
+        at = batch.input_ids[0] * 31 + batch.rope_positions[0]
         result = torch.zeros(len(at), 8 * 128, device="cuda")
         for layer_idx, scoring in enumerate((SCORINGS["plain"], SCORINGS["window"])):
             grid = torch.arange((8 + 2 * 2) * 128, device="cuda") * (layer_idx + 1) + 1
@@ -161,6 +160,6 @@ def test_a_model_is_served_by_it_on_the_gpu(tmp_path: Path) -> None:
         )
         assert runner.model.kernels.lower().endswith(f"attention by {backend}")
         prompts = [[3 + i] * length for i, length in enumerate((1, 7, 40, 130))]
-        outputs[backend] = generate(core, prompts, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+        outputs[backend] = generate(core, prompts, Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
     same = sum(a[0] == b[0] for a, b in zip(outputs["triton"], outputs["flashinfer"], strict=True))
     assert same >= 3, outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.config import EngineConfig
 from pd_cluster.engine.build import build_core
-from pd_cluster.types import SamplingParams
-from tests.support.checkpoints import reference_model
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Sampling
+from tests.support.checkpoints import CONFIGS, reference_model
 from tests.support.engines import generate, random_prompt
 from tests.support.interpreted import run_cases
+from tests.support.more_checkpoints import MORE
 
 pytest.importorskip("triton")
 
 CASES = ("cuda_model_cases.py",)
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+GREEDY = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
+ON_GPU = (
+    *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
+    *("qwen2_moe", "qwen3_moe", "olmo2", "granite", "glm4", "smollm3"),
+)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
@@ -33,11 +39,17 @@ def test_more_architectures_are_exact_in_the_interpreter() -> None:
     assert " passed" in run_cases(CASES, "-m", "slow", timeout_s=280)
 
 
+def test_the_architectures_for_the_gpu_have_checkpoints() -> None:
+    assert {*CONFIGS, *MORE}.issuperset(ON_GPU)
+
+
+def test_a_reference_with_capped_attention_keeps_the_cap(checkpoint: Callable[[str], Path]) -> None:
+    assert reference_model(checkpoint("gemma2")).config._attn_implementation == "eager"
+
+
 @needs_gpu
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize(
-    "architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "phi3"]
-)
+@pytest.mark.parametrize("architecture", ON_GPU)
 def test_greedy_tokens_are_those_of_transformers_on_the_gpu(
     architecture: str, eager: bool, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -49,7 +61,7 @@ def test_greedy_tokens_are_those_of_transformers_on_the_gpu(
     core, _ = build_core(config)
     rng = random.Random(1)
     prompts = [random_prompt(rng, length) for length in (1, 7, 40, 130)]
-    reference = reference_model(folder).to("cuda")
+    reference = copy.deepcopy(reference_model(folder)).to("cuda")  # the CPU tests of this process share it
     for prompt, output in zip(prompts, generate(core, prompts, GREEDY), strict=True):
         expected = _greedy_on_gpu(reference, prompt)
         if output != expected:
@@ -72,6 +84,7 @@ def _greedy_on_gpu(reference: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 
 @needs_gpu
+@pytest.mark.alone
 def test_a_pool_is_as_large_as_the_memory_lets_it(checkpoint: Callable[[str], Path]) -> None:
     free, total = torch.cuda.mem_get_info()
     config = EngineConfig(model=str(checkpoint("llama")), device="cuda", gpu_memory_utilization=0.3)
@@ -88,6 +101,6 @@ def test_drawn_tokens_are_the_same_whatever_else_is_in_the_batch(checkpoint: Cal
     core, _ = build_core(config)
     rng = random.Random(2)
     prompts = [random_prompt(rng, length) for length in (3, 20, 60)]
-    drawn = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+    drawn = Sampling(max_tokens=20, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
     together = generate(core, prompts, drawn)
     assert together == [generate(core, [prompt], drawn)[0] for prompt in prompts]

@@ -19,12 +19,15 @@ from tests.support.interpreted import ROOT, run_cases
 pytest.importorskip("triton")
 
 MAX_SHARED_NBYTES = {80: 163 << 10, 90: 227 << 10}  # of one program
-CASES = [("cuda_ops_cases.py", "cuda_heads_cases.py"), ("cuda_experts_cases.py",)]
+CASES = [("cuda_ops_cases.py", "cuda_heads_cases.py"), ("cuda_experts_cases.py",), ("cuda_draw_cases.py",)]
 
 
 @pytest.mark.timeout(300)
 def test_kernels_agree_with_their_references() -> None:
-    """Which: see the files; their cases are named one by one where this fails. One child: each takes long to start."""
+    """The files name their cases, which are listed one by one on failure.
+
+    All share a child, since its start takes long.
+    """
     assert " passed" in run_cases([file for files in CASES for file in files], "-m", "not slow", timeout_s=280)
 
 
@@ -54,6 +57,7 @@ def check(found: list[dict[str, Any]]) -> None:
     for facts in found:
         assert facts["shared_nbytes"] <= MAX_SHARED_NBYTES[facts["arch"]], facts
         assert facts["stack_nbytes"] == 0, f"spills registers: {facts}"
+        assert not facts["fuses_doubles"], f"masses would have other bits than the host's: {facts}"
         if facts["kernel"].endswith("_product") and facts["is_16_bits"]:
             assert facts["tensor_cores"], f"multiplies without tensor cores: {facts}"
 
@@ -66,7 +70,8 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
     kernels = {facts["kernel"] for facts in found}
     assert kernels == {
         *("rms_norm", "gated", "prepare_heads", "route", "sort_pairs", "gate_up_product", "down_product"),
-        *("best_of_parts", "best_of_rows"),
+        *("best_of_parts", "best_of_rows", "weigh_bins", "gather_likely", "choose_among"),
+        *("linear_product", "sum_pairs"),
     }
     for facts in found:
         if facts["kernel"] in ("rms_norm", "gated", "prepare_heads", "best_of_parts"):

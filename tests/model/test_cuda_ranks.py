@@ -1,6 +1,6 @@
 """A model on two GPUs: sums over NCCL, in graphs too, steps that are launched ahead, and KV cache from rank to rank.
 
-On CPU it goes the same way over gloo.
+On CPU the same runs over gloo.
 """
 
 from __future__ import annotations

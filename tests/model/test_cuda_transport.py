@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.device import Device, synchronize
+from pd_cluster.devices.device import Device, synchronize
+from pd_cluster.kv.device_copy import copy_blocks
+from pd_cluster.kv.memory import paired_runs
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.numerics import Numerics
-from pd_cluster.transport.device_copy import copy_blocks
 from pd_cluster.transport.events import Drained, Landed, LinkFailed
 from pd_cluster.transport.factory import Transports
-from pd_cluster.transport.local import paired_runs
 from tests.support.kv_exporter import (
     KEY,
     LAYOUT,
@@ -36,6 +36,7 @@ from tests.support.kv_exporter import (
     Offers,
     Open,
     Ship,
+    Value,
     make_config,
     make_pool,
     sleep,
@@ -51,10 +52,12 @@ WAYS = [
     pytest.param(("cuda", "auto", "ipc"), id="auto", marks=needs_gpu),
     pytest.param(("cuda", "dist", "dist"), id="gloo from GPU", marks=needs_gpu),  # NCCL refuses one GPU for both
 ]
+ALONE = [pytest.param(*way.values, id=way.id, marks=[*way.marks, pytest.mark.alone]) for way in WAYS]
+Ends = tuple[Callable[[wire.KVFrame], None], Callable[[wire.LinkValue], None]]
 
 
 class Exporter:
-    """P, in a process of its own. Frames go to `put` once it is set."""
+    """P, in a process of its own. Frames go to `put`, values to `meet`, once they are set."""
 
     def __init__(self, kind: str, choice: str) -> None:
         self.process = subprocess.Popen(
@@ -66,13 +69,13 @@ class Exporter:
         )
         self.faults: list[str] = []
         self._offers: queue.SimpleQueue[Offers] = queue.SimpleQueue()
-        self._put: queue.SimpleQueue[Callable[[wire.KVFrame], None]] = queue.SimpleQueue()
+        self._ends: queue.SimpleQueue[Ends] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self.offers = self._offers.get(timeout=WAIT_S)
 
     def _read(self) -> None:
-        decoder = msgspec.json.Decoder(Offers | Fault | Frame)
-        put: Callable[[wire.KVFrame], None] | None = None
+        decoder = msgspec.json.Decoder(Offers | Fault | Frame | Value)
+        ends: Ends | None = None
         assert self.process.stdout is not None
         for line in self.process.stdout:
             match decoder.decode(line):
@@ -81,13 +84,16 @@ class Exporter:
                 case Fault(what):
                     self.faults.append(what)
                 case Frame(sequence, header, mac):
-                    put = put or self._put.get(timeout=WAIT_S)
-                    put(wire.KVFrame(sequence, header, mac))
+                    ends = ends or self._ends.get(timeout=WAIT_S)
+                    ends[0](wire.KVFrame(sequence, header, mac))
+                case Value(transport, key, value):
+                    ends = ends or self._ends.get(timeout=WAIT_S)
+                    ends[1](wire.LinkValue(transport, key, value))
 
-    def connect(self, put: Callable[[wire.KVFrame], None]) -> None:
-        self._put.put(put)
+    def connect(self, put: Callable[[wire.KVFrame], None], meet: Callable[[wire.LinkValue], None]) -> None:
+        self._ends.put((put, meet))
 
-    def tell(self, command: Open | Ship) -> None:
+    def tell(self, command: Open | Ship | Value) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(command).decode() + "\n")
         self.process.stdin.flush()
@@ -107,7 +113,7 @@ class Lane:
 
     def __init__(self, kind: str, choice: str, chosen: str) -> None:
         self.exporter = Exporter(kind, choice)
-        self.expected = make_pool("cpu", 1).data  # what P's pool holds
+        self.expected = make_pool("cpu", 1).data  # the content of P's pool
         self.pool = make_pool(kind, 2)
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
@@ -115,8 +121,15 @@ class Lane:
         lane = wire.LaneOffer(offers=offers.offers, probe_seed=offers.probe_seed)
         opened = wire.LinkOpen("link", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
         transports = Transports(make_config(choice), self.pool)
-        self.receive = transports.receive_thread("c", "127.0.0.1", opened, KEY, answers.put, self.events.put)
-        self.exporter.connect(self.receive.put)
+
+        def post(body: wire.Body) -> None:
+            if isinstance(body, wire.LinkValue):
+                self.exporter.tell(Value(body.transport, body.key, body.value))
+            else:
+                answers.put(body)
+
+        self.receive = transports.receive_thread("c", opened, KEY, post, self.events.put)
+        self.exporter.connect(self.receive.put, self.receive.meet)
         self.receive.start()
         while not isinstance(answer := answers.get(timeout=WAIT_S), wire.LinkReady):
             assert isinstance(answer, wire.LinkAnswer), answer
@@ -194,9 +207,9 @@ def test_blocks_are_somebody_elses_after_the_drain(lane: Lane) -> None:
     assert same(lane.pool, into, torch.full_like(lane.expected, 3.0)[:NUM_BLOCKS])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALONE)
 def test_the_death_of_the_exporter_ends_the_link_and_not_this_process(way: tuple[str, str, str]) -> None:
-    """kill -9 while its blocks are being read: no hang, and this device goes on."""
+    """The exporter dies by kill -9 while its blocks are read: nothing hangs, and this device continues."""
     lane = Lane(*way)
     into = list(range(NUM_BLOCKS))
     for at in range(20):
@@ -216,7 +229,7 @@ def test_the_death_of_the_exporter_ends_the_link_and_not_this_process(way: tuple
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_rate_of_a_handover(lane: Lane, scattered: bool) -> None:
-    """Prints; what is judged is the content."""
+    """Prints the rate; only the content is judged."""
     ids = list(range(NUM_BLOCKS))
     into = random.Random(1).sample(ids, len(ids)) if scattered else ids
     best_s = float("inf")

@@ -1,7 +1,7 @@
 """The examples of the offline documents as they are typed, with only import line and model path changed, and each
 documented call with its arguments in the document's order. All on a real engine.
 
-What needs images, adapters or quantised weights is refused by name; other tests show that.
+Images, adapters and quantised weights are refused by name; other tests show that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pd_cluster import (
     pipeline,
 )
 from pd_cluster import SamplingParams as TacoParams
-from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.errors import RequestError
+from pd_cluster.settings.engine import SHIPPED_MODEL
 
 MODEL = str(SHIPPED_MODEL)
 GREETING = "Hello! How can I help you?"
 PROMPTS = ["Hi, pls intro yourself", "Shanghai is"]
-PLAIN = ChatTemplateConfig("base")  # of LMDeploy's own: texts go to the model as they are
+PLAIN = ChatTemplateConfig("base")  # LMDeploy's own: texts go to the model as they are
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_taco_s_calls_by_place(llm: LLM) -> None:
 
 
 def test_prompts_beside_their_token_ids(llm: LLM) -> None:
-    """The ids are computed, the text is told."""
+    """The ids are computed, and the text is reported."""
     params = TacoParams(max_tokens=6, temperature=0)
     (alone,) = llm.generate(prompt_token_ids=[5, 6, 7], sampling_params=params, use_tqdm=False)
     (both,) = llm.generate(["five six seven"], params, [[5, 6, 7]], False)

@@ -238,7 +238,7 @@ def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixtur
             log.setLevel(each)
 
 
-# ---- what is refused, or has no effect and is told
+# ---- refused options, and options with no effect, which are reported
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Shows `LLM` of the documents with a real engine: prompts in every shape, chats, and what comes out."""
+"""Shows `LLM` of the documents with a real engine: prompts in every shape, chats, and their outputs."""
 
 from __future__ import annotations
 

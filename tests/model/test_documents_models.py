@@ -1,4 +1,4 @@
-"""Shows which model, which version of it and which tokenizer the documents' arguments name, with a real engine.
+"""Shows the model, its version and the tokenizer that the documents' arguments select, with a real engine.
 
 A local cache stands for the Hugging Face hub; huggingface_hub itself reads it.
 """
@@ -20,7 +20,7 @@ import pytest
 from pd_cluster import LLM, SamplingParams, pipeline, turbomind
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.messages import GenerationConfig, Response, TurbomindEngineConfig
-from pd_cluster.types import SamplingParams as EngineParams
+from pd_cluster.types import Sampling as EngineParams
 from tests.support.checkpoints import make_checkpoint, make_tokenizer, reference_greedy
 from tests.support.copies import copy_of
 from tests.support.engines import generate, make_core
@@ -59,7 +59,7 @@ def swapped(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`hub(revision=folder)` keeps versions of NAME in the local cache; nothing else can be had."""
+    """Returns `hub(revision=folder)`, which keeps versions of NAME in the local cache; nothing else is available."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

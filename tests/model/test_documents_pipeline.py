@@ -1,6 +1,6 @@
-"""Shows what each documented option of LMDeploy's calls, sessions and chat templates changes with a real engine.
+"""Shows the effect of each documented option of LMDeploy's calls, sessions and chat templates with a real engine.
 
-What a session knows is seen by its answer: it must be the answer to the whole conversation as one prompt.
+A session's memory shows in its answer: it must be the answer to the whole conversation as one prompt.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from pd_cluster import AsyncEngine, ChatTemplateConfig, pipeline
-from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.messages import GenerationConfig, GenOut, Response, TurbomindEngineConfig
+from pd_cluster.settings.engine import SHIPPED_MODEL
 from tests.support.checkpoints import make_tokenizer, reference_greedy
 
 MODEL = str(SHIPPED_MODEL)

@@ -1,6 +1,6 @@
-"""Each documented sampling parameter changes what a real engine answers, in each documented way to give it.
+"""Each documented sampling parameter changes a real engine's answers, in each documented way to give it.
 
-What a parameter must do is worked out by hand from the logits of transformers' model.
+The expected effects are derived by hand from the logits of transformers' model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEXT = "Once upon a time"
 IDS: list[int] = make_tokenizer().encode(TEXT).ids
 NUM_SAMPLES = 48
 NUM_TOKENS = 24
-END_AT = 5  # of the greedy answer: this token ends an answer, too
+END_AT = 5  # position in the greedy answer: this token ends an answer, too
 ONE: dict[str, Any] = {"max_tokens": 1, "ignore_eos": True, "temperature": 1.0, "top_p": 1.0}
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "top_k": 1, "temperature": 1.0, "top_p": 1.0}
 

@@ -1,4 +1,4 @@
-"""FlashInfer without a GPU: what it is told of a step, by a fake that computes just that, against SDPA."""
+"""FlashInfer without a GPU: a fake computes exactly the plans and calls that it receives, against SDPA."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from types import ModuleType
 import pytest
 import torch
 
-from pd_cluster.config import EngineConfig
-from pd_cluster.device import CPU
+from pd_cluster.devices.device import CPU
 from pd_cluster.engine.build import build_core
-from pd_cluster.errors import ModelError
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.errors import ModelError, told
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader
 from pd_cluster.model.attention import sdpa
-from pd_cluster.model.attention.choice import Attention
 from pd_cluster.model.attention.sdpa import Scoring
+from pd_cluster.model.attention_choice import Attention
 from pd_cluster.model.batch import ForwardBatch, batch_of, build_batch, step_input
 from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.graphs import DecodeGraphs
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling
 from tests.support import fake_flashinfer as fake
 from tests.support.engines import assert_all_same, generate, random_prompt
 
-GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+GREEDY = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
 BLOCK_SIZE, NUM_BLOCKS = 4, 60
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 PLAIN = Scoring(0.3)
@@ -53,7 +53,7 @@ def with_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def a_pool(generator: torch.Generator, num_layers: int = 2) -> KVPool:
-    pool = KVPool(KVLayout(num_layers, KV_HEADS, HEAD_DIM, HEAD_DIM, BLOCK_SIZE, "float32"), NUM_BLOCKS)
+    pool = KVPool(KVLayout(num_layers, KV_HEADS, keys_and_values(HEAD_DIM), BLOCK_SIZE, "float32"), NUM_BLOCKS)
     pool.data.copy_(torch.randn(pool.data.shape, generator=generator))
     return pool
 
@@ -72,8 +72,7 @@ def chunks_of(sequences: list[tuple[int, int]], seed: int) -> list[tuple[Request
         (
             Request(
                 str(i),
-                [0] * context_len,
-                SamplingParams(),
+                Order([0] * context_len, Sampling()),
                 num_computed_tokens=context_len - query_len,
                 block_table=[free.pop() for _ in range(-(-context_len // BLOCK_SIZE))],
             ),
@@ -137,14 +136,14 @@ def test_a_batch_that_comes_again_after_another_is_planned_again(module: ModuleT
 
 
 class Layers:
-    """As much of a model as attention needs: what the layers ask for follows from tokens and positions."""
+    """As much of a model as attention needs: queries and keys follow from tokens and positions."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         self.config, self.kernels, self._attend = None, "", attend
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         result = torch.zeros(batch.num_tokens, HEADS * HEAD_DIM)
-        at = batch.input_ids[0] * 31 + batch.positions[0]  # [num_tokens]
+        at = batch.input_ids[0] * 31 + batch.rope_positions[0]  # [num_tokens]
         for layer_idx in range(2):
             grid = torch.arange((HEADS + 2 * KV_HEADS) * HEAD_DIM) * (layer_idx + 1)
             numbers = torch.sin(at[:, None] * (grid + 1) * 0.37).view(len(at), -1, HEAD_DIM)
@@ -156,7 +155,7 @@ class Layers:
 
 
 def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """As streams.capture: once as it is, then only launches."""
+    """Captures like streams.capture: one plain call, then only launches."""
     run()
 
     def replay() -> torch.Tensor:
@@ -232,10 +231,10 @@ def test_a_workspace_holds_the_largest_split(
     assert nbytes <= found <= nbytes + 4096
 
 
-LLAMA = KVLayout(32, 8, 128, 128, 16, "bfloat16")
+LLAMA = KVLayout(32, 8, keys_and_values(128), 16, "bfloat16")
 PROBLEMS = [
     ({"dtype": "float32"}, {}, "dtype float32"),
-    ({"k_head_dim": 80, "v_head_dim": 80}, {}, "head_dim 80"),
+    ({"planes": keys_and_values(80)}, {}, "head_dim 80"),
     ({"block_size": 4096, "num_layers": 1024}, {}, "--block-size 4096"),
     ({"num_kv_heads": 1}, {"num_heads": 128}, "128 query heads"),
     ({}, {"compute_capability": (7, 5)}, "compute capability 7.5"),
@@ -250,7 +249,7 @@ def test_what_it_cannot_serve_is_named(
     can: dict[str, object] = {"num_heads": 32, "compute_capability": (9, 0)}
     assert module.problem(LLAMA, **can) == ""
     changed = {name: getattr(LLAMA, name) for name in LLAMA.__dataclass_fields__} | layout
-    assert named in module.problem(KVLayout(**changed), **(can | others))  # type: ignore[arg-type]
+    assert named in told(module.problem(KVLayout(**changed), **(can | others)))  # type: ignore[arg-type]
 
 
 def test_sinks_that_nobody_told_of_are_refused(module: ModuleType) -> None:

@@ -7,26 +7,32 @@ import random
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.device import Device
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
-from pd_cluster.model.fuse import GatedMLP, can_fuse, fuse
-from pd_cluster.model.linear import make_linear
-from pd_cluster.model.ops import Ops, TorchOps
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.fuse import _norm, can_fuse, fuse
+from pd_cluster.model.layers.gated import GatedMLP
+from pd_cluster.model.layers.linear import make_linear
+from pd_cluster.model.layers.ops import Ops, TorchOps
+from pd_cluster.model.quirks import ARCHITECTURES
+from pd_cluster.model.runner import ModelRunner, rope_type
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import FUSED, VOCAB_SIZE
 from tests.support.engines import generate, make_core
 
 CPU = Device("cpu")
-GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+GREEDY = Sampling(max_tokens=8, temperature=0.0)
 Checkpoints = Callable[[str], Path]
 
 
@@ -39,7 +45,9 @@ def all_logits(model: CausalLM) -> list[torch.Tensor]:
     rng.shuffle(free)
     for i, n in enumerate(lens):
         table = [free.pop() for _ in range(n // 16 + 1)]
-        requests.append(Request(str(i), [rng.randrange(VOCAB_SIZE) for _ in range(n)], GREEDY, block_table=table))
+        requests.append(
+            Request(str(i), Order([rng.randrange(VOCAB_SIZE) for _ in range(n)], GREEDY), block_table=table)
+        )
     found = []
     for count in (16, 90, 1):
         chunks = [(r, min(count, r.num_behind)) for r in requests if r.num_behind]
@@ -76,7 +84,7 @@ def test_logits_stay(checkpoint: Checkpoints, architecture: str, name: str) -> N
 
 @pytest.mark.parametrize("architecture", FUSED)
 def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> None:
-    """What fusing packs is freed: every linear layer's weight, the experts' too; tied embeddings keep their rows."""
+    """Fusing frees the weights that it packs: all linear layers', the experts' too; tied embeddings keep their rows."""
     model = loader.load_plain(Checkpoint.open(str(checkpoint(architecture))), "float32", CPU)
     big = {name: weakref.ref(p) for name, p in model.named_parameters() if p.dim() > 1}
     fused = fuse(model, TorchOps())
@@ -85,6 +93,58 @@ def test_no_plain_weight_is_left(checkpoint: Checkpoints, architecture: str) -> 
     kept = {name for name, ref in big.items() if ref() is not None}
     assert {name for name in kept if not name.endswith("mlp.gate.weight")} <= {"model.embed_tokens.weight"}
     assert isinstance(fused, FusedCausalLM)
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_norms_round_in_16_bits_as_the_modules_do(checkpoint: Checkpoints, architecture: str) -> None:
+    model: Any = loader.load_plain(Checkpoint.open(str(checkpoint(architecture))), "bfloat16", CPU)
+    torch.manual_seed(1)
+    x = torch.randn(40, model.config.hidden_size).bfloat16()
+    with torch.inference_mode():
+        expected = model.model.norm(x)
+    quirks = ARCHITECTURES[type(model).__name__]
+    assert torch.equal(TorchOps().norm(x, _norm(model.model.norm, quirks)), expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "order"),
+    [
+        ("llama", "float32", "model"),
+        ("glm4", "float32", "halves"),
+        ("glm4", "bfloat16", "model"),
+        ("phi3", "float32", "halves"),
+    ],
+)
+def test_the_order_of_features_in_keys_is_part_of_the_numerics(
+    checkpoint: Checkpoints, architecture: str, dtype: str, order: str
+) -> None:
+    """Layers that are not fused write keys as transformers does: such a pair would exchange keys in two orders."""
+    settings = EngineConfig(model=str(checkpoint(architecture)), dtype=dtype, num_blocks=40)
+    assert ModelRunner(settings).numerics.key_order == order
+
+
+def test_a_config_that_the_kernels_do_not_compute_stays_with_transformers(checkpoint: Checkpoints) -> None:
+    folder = checkpoint("gpt_oss", swiglu_limit=5.0)
+    model = loader.load_model(Checkpoint.open(str(folder)), "float32", CPU)
+    assert isinstance(model, PlainCausalLM)
+
+
+def test_a_softcap_without_effect_stays_without(checkpoint: Checkpoints) -> None:
+    """Gemma 3 has Gemma 2's field, and its attention does not read it."""
+    folder = checkpoint("gemma3_text", attn_logit_softcapping=1.0)
+    assert isinstance(loader.load_model(Checkpoint.open(str(folder)), "float32", CPU), FusedCausalLM)
+
+
+@pytest.mark.parametrize(
+    ("rope_parameters", "found"),
+    [
+        (None, "default"),
+        ({"rope_type": "yarn"}, "yarn"),
+        ({"sliding_attention": {"rope_type": "linear"}, "full_attention": {"rope_type": "dynamic"}}, "dynamic"),
+    ],
+)
+def test_one_kind_of_layers_can_keep_a_model_from_graphs(rope_parameters: dict[str, Any] | None, found: str) -> None:
+    assert rope_type(SimpleNamespace(rope_parameters=rope_parameters)) == found
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
@@ -114,7 +174,7 @@ def test_fusing_that_changes_the_numbers_is_refused(checkpoint: Checkpoints, mon
 
 @pytest.mark.parametrize("num_rows", [1, 256, 257, 600])
 def test_many_rows_go_through_the_mlp_in_parts(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
-    monkeypatch.setattr("pd_cluster.model.fuse.MLP_NBYTES_AT_ONCE", 1)
+    monkeypatch.setattr("pd_cluster.model.layers.gated.MLP_NBYTES_AT_ONCE", 1)
     torch.manual_seed(0)
     gate_up, down = torch.randn(64, 16), torch.randn(16, 32)
     mlp = GatedMLP(make_linear(gate_up), make_linear(down), TorchOps(), "silu", intermediate_size=32)

@@ -9,18 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.device import CPU
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import graphs as module
 from pd_cluster.model import loader
 from pd_cluster.model.batch import ForwardBatch, batch_of, step_input
 from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.graphs import DecodeGraphs, bucket_of, padded_size
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.graphs import DecodeGraphs, bucket_of, sizes_of
+from pd_cluster.types import Order, Request, RopePositions, Sampling
 from tests.support.checkpoints import VOCAB_SIZE
 
 BLOCK_SIZE, NUM_BLOCKS, MOST, MAX_LEN = 4, 60, 12, 24
+FULL = (
+    "decode steps of further sizes run eagerly: no memory is left after 1 graphs; a lower --gpu-memory-utilization or "
+    "fewer --graph-sizes leave some"
+)
 
 
 class World:
@@ -50,7 +54,7 @@ class World:
         for i in range(num_requests):
             prompt = [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.randrange(1, 9))]
             self.requests.append(
-                Request(str(i), prompt, SamplingParams(), block_table=[free.pop() for _ in range(MAX_LEN // 4)][:4])
+                Request(str(i), Order(prompt, Sampling()), block_table=[free.pop() for _ in range(MAX_LEN // 4)][:4])
             )
         step = step_input([(r, len(r.prompt_token_ids)) for r in self.requests], BLOCK_SIZE)
         assert self.graphs.compute(step) is None or all(len(r.prompt_token_ids) == 1 for r in self.requests)
@@ -130,13 +134,17 @@ def _grown(requests: list[Request]) -> list[Request]:
 
 
 def test_sizes_and_buckets() -> None:
-    assert [padded_size(n, 20) for n in (1, 2, 3, 5, 8, 9, 16, 17, 20)] == [1, 2, 4, 8, 8, 16, 16, 20, 20]
+    assert sizes_of((), 20) == [1, 2, 4, 8, 16, 20]
+    assert sizes_of((), 3) == [1, 2, 3]
+    assert sizes_of((24,), 256) == [1, 2, 4, 8, 16, 24]
+    assert sizes_of((512,), 16) == [1, 2, 4, 8, 16]
+    assert sizes_of((64, 2, 7), 32) == [2, 7, 32]
     assert [bucket_of(n) for n in (1, 512, 513, 2048, 2049)] == [512, 512, 2048, 2048, 8192]
 
 
 def test_steps_of_another_kind_are_left_to_others(model: CausalLM) -> None:
     world = World(model, 7)
-    requests = [Request(str(i), [1, 2], SamplingParams(), block_table=[i]) for i in range(MOST + 1)]
+    requests = [Request(str(i), Order([1, 2], Sampling()), block_table=[i]) for i in range(MOST + 1)]
     assert world.graphs.compute(step_input([(requests[0], 2)], BLOCK_SIZE)) is None
     assert world.graphs.compute(step_input([(requests[0], 1)], BLOCK_SIZE)) is None  # a prompt's part: not sampled
     for request in requests:
@@ -144,10 +152,25 @@ def test_steps_of_another_kind_are_left_to_others(model: CausalLM) -> None:
     assert world.graphs.compute(step_input([(request, 1) for request in requests], BLOCK_SIZE)) is None
 
 
+def test_buffers_hold_one_rotary_position_per_sequence(model: CausalLM) -> None:
+    """Three rows of a prompt's last token may differ; behind the prompt they are equal."""
+    with torch.inference_mode():
+        world = World(model, 8)
+        for rows, is_graph in (((3, 4, 5), False), ((4, 4, 4), True), ((4,), True)):
+            own = RopePositions(tuple((row,) for row in rows), 7)
+            request = Request("r", Order([9], Sampling(), rope_positions=own), block_table=[0])
+            assert (world.graphs.compute(step_input([(request, 1)], BLOCK_SIZE)) is not None) == is_graph
+            request.num_computed_tokens = 1
+            request.output_token_ids.append(5)
+            step = step_input([(request, 1)], BLOCK_SIZE)
+            assert world.graphs.compute(step) is not None
+            assert next(iter(world.graphs._graphs.values())).batch.rope_positions.tolist() == [[8]]
+
+
 def test_a_device_that_holds_few_graphs_gets_no_more(model: CausalLM, caplog: pytest.LogCaptureFixture) -> None:
     world = World(model, 7)
     graphs = DecodeGraphs(model, world.pool, MOST, 5000, world.capture, max_graphs=2, is_for_any_context=True)
-    requests = [Request(str(i), [1, 2], SamplingParams(), block_table=[i]) for i in range(4)]
+    requests = [Request(str(i), Order([1, 2], Sampling()), block_table=[i]) for i in range(4)]
     for request in requests:
         request.num_computed_tokens = 1
     done = []
@@ -162,13 +185,13 @@ def test_a_device_that_holds_few_graphs_gets_no_more(model: CausalLM, caplog: py
 
 def test_a_block_that_the_pool_does_not_have_is_refused(model: CausalLM) -> None:
     world = World(model, 8)
-    request = Request("0", [1], SamplingParams(), block_table=[NUM_BLOCKS + 1])
+    request = Request("0", Order([1], Sampling()), block_table=[NUM_BLOCKS + 1])
     with pytest.raises(ValueError, match="block tables hold"):
         world.graphs.compute(step_input([(request, 1)], BLOCK_SIZE))
 
 
 def test_kernels_are_told_on_the_host_before_each_replay(model: CausalLM) -> None:
-    """Of the contexts of the step, with 0 for padding, when the batch is captured and whenever it comes again."""
+    """They learn the contexts of the step, with 0 for padding, at capture and before each replay."""
     world = World(model, 9)
     told: list[list[int]] = []
 
@@ -187,7 +210,9 @@ def test_kernels_are_told_on_the_host_before_each_replay(model: CausalLM) -> Non
         return run
 
     graphs = DecodeGraphs(Telling(), world.pool, MOST, MAX_LEN, capture)
-    requests = [Request(str(i), [1] * 9, SamplingParams(), block_table=[3 * i, 3 * i + 1, 3 * i + 2]) for i in range(3)]
+    requests = [
+        Request(str(i), Order([1] * 9, Sampling()), block_table=[3 * i, 3 * i + 1, 3 * i + 2]) for i in range(3)
+    ]
     with torch.inference_mode():
         for done in (3, 4):
             for i, request in enumerate(requests):
@@ -203,7 +228,9 @@ def test_longer_contexts_than_asked_for_run_eagerly(model: CausalLM) -> None:
     """`--max-seq-len-to-capture`: a step with one such context is left to the runner, whatever else is in it."""
     world = World(model, 10)
     graphs = DecodeGraphs(model, world.pool, MOST, 8, world.capture)
-    requests = [Request(str(i), [1] * 9, SamplingParams(), block_table=[3 * i, 3 * i + 1, 3 * i + 2]) for i in range(3)]
+    requests = [
+        Request(str(i), Order([1] * 9, Sampling()), block_table=[3 * i, 3 * i + 1, 3 * i + 2]) for i in range(3)
+    ]
     done = []
     with torch.inference_mode():
         for num_computed, chosen in ((7, [0, 1]), (8, [2]), (8, [0, 2]), (7, [1])):
@@ -212,3 +239,104 @@ def test_longer_contexts_than_asked_for_run_eagerly(model: CausalLM) -> None:
                 requests[at].prompt_token_ids = [1] * (num_computed + 1)
             done.append(graphs.compute(step_input([(requests[at], 1) for at in chosen], BLOCK_SIZE)) is not None)
     assert done == [True, False, False, True]
+
+
+def one_token(num_seqs: int) -> list[Request]:
+    return [Request(str(i), Order([1], Sampling()), block_table=[i]) for i in range(num_seqs)]
+
+
+def test_all_graphs_keep_their_logits_in_one_buffer(model: CausalLM) -> None:
+    world = World(model, 11)
+    found = []
+    with torch.inference_mode():
+        for num_seqs in (3, 1, 12, 2):
+            logits = world.graphs.compute(step_input([(r, 1) for r in one_token(num_seqs)], BLOCK_SIZE))
+            assert logits is not None
+            assert logits.shape == (num_seqs, VOCAB_SIZE)
+            found.append(logits.untyped_storage())
+    assert world.graphs.num_captured == 4
+    assert len({storage.data_ptr() for storage in found}) == 1
+    assert found[0].nbytes() == MOST * VOCAB_SIZE * 4
+
+
+def test_only_the_given_sizes_are_captured(model: CausalLM) -> None:
+    """`--graph-sizes 3 6`: two sequences are padded to three, and seven run eagerly."""
+    world = World(model, 12)
+    graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, world.capture, sizes=(6, 3))
+    with torch.inference_mode():
+        done = [
+            graphs.compute(step_input([(r, 1) for r in one_token(num)], BLOCK_SIZE)) is not None for num in (2, 6, 7)
+        ]
+    assert done == [True, True, False]
+    assert {size for size, _ in graphs._graphs} == {3, 6}
+
+
+def test_sizes_are_captured_at_the_start_while_there_is_time(model: CausalLM) -> None:
+    """Short contexts first, and of each the large sizes first; the others follow when they are wanted."""
+    world = World(model, 13)
+    graphs = DecodeGraphs(model, world.pool, 8, 1500, world.capture)
+    time_left = iter([True] * 6 + [False])
+    with torch.inference_mode():
+        graphs.prepare(lambda: next(time_left))
+        assert list(graphs._graphs) == [(8, 512), (4, 512), (2, 512), (1, 512), (8, 2048), (4, 2048)]
+        world.eager.data.copy_(world.pool.data)
+        num_captured = len(world.runs)
+        world.graphs = graphs
+        world.start(8)
+        for _ in range(4):
+            world.decode()
+        assert len(world.runs) == num_captured, "every size that is wanted was there"
+        graphs.prepare(lambda: True)
+    assert graphs.num_captured == 8
+
+
+def test_a_device_with_too_few_graphs_prepares_none(model: CausalLM) -> None:
+    world = World(model, 14)
+    graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, world.capture, max_graphs=2)
+    graphs.prepare(lambda: True)
+    assert graphs.num_captured == 0
+
+
+def hidden(error: Exception) -> Exception:
+    """Returns the error of a capture that could not end, as torch raises it."""
+    other = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    other.__context__ = error
+    return other
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("no"), RuntimeError("CUDA error: out of memory"), hidden(torch.OutOfMemoryError("no"))],
+    ids=str,
+)
+def test_without_memory_for_a_graph_steps_run_eagerly(
+    model: CausalLM, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs that are there go on; ranks that share a model cannot decide that alone."""
+    world = World(model, 15)
+    num_asked = 0
+
+    def capture(run: module.Run) -> module.Run:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            raise error
+        return world.capture(run)
+
+    graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, capture)
+    with torch.inference_mode():
+        steps = [step_input([(r, 1) for r in one_token(num_seqs)], BLOCK_SIZE) for num_seqs in (1, 2, 4, 1)]
+        assert [graphs.compute(step) is not None for step in steps] == [True, False, False, True]
+        assert [record.getMessage() for record in caplog.records].count(FULL) == 1
+        shared = DecodeGraphs(model, world.pool, MOST, MAX_LEN, capture, is_alone=False)
+        with pytest.raises(type(error)):
+            shared.compute(step_input([(r, 1) for r in one_token(1)], BLOCK_SIZE))
+
+
+def test_other_errors_of_a_capture_end_the_step(model: CausalLM) -> None:
+    def capture(run: module.Run) -> module.Run:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    graphs = DecodeGraphs(model, World(model, 16).pool, MOST, MAX_LEN, capture)
+    with pytest.raises(RuntimeError, match="illegal"), torch.inference_mode():
+        graphs.compute(step_input([(r, 1) for r in one_token(1)], BLOCK_SIZE))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.errors import ModelError
-from pd_cluster.types import SamplingParams
+from pd_cluster.types import Sampling
 from tests.support.checkpoints import CONFIGS, make_checkpoint, margins, reference_greedy, reference_greedy_together
 from tests.support.engines import DEVICE, assert_all_same, assert_same, generate, make_core, random_prompt
 
 BLOCK_SIZE = 16
-GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
-FEW = SamplingParams(max_tokens=8, temperature=0.0)  # into the next block, from some of the lengths below
+GREEDY = Sampling(max_tokens=24, temperature=0.0)
+FEW = Sampling(max_tokens=8, temperature=0.0)  # into the next block, from some of the lengths below
 
 Checkpoints = Callable[[str], Path]
 

@@ -11,9 +11,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pd_cluster.engine.core import EngineCore
-from pd_cluster.text import Tokenizer
-from pd_cluster.types import Guide, Request, SamplingParams
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.text.tokenizer import Tokenizer
+from pd_cluster.types import Guide, Order, Request, Sampling
 from tests.support.checkpoints import EOS_ID
 from tests.support.engines import make_core, run
 from tests.support.schemas import random_schema
@@ -68,13 +68,13 @@ def outputs(core: EngineCore, requests: list[Request]) -> list[list[int]]:
 def requests_of(guides: list[Guide | None], **fields: Any) -> list[Request]:
     found = []
     for at, guide in enumerate(guides):
-        sampling = SamplingParams(guide=guide, seed=at, **{"max_tokens": 60, **fields})
-        found.append(Request(f"r{at}", list(b"prompt %d" % at), sampling, arrival_s=at))
+        sampling = Sampling(guide=guide, seed=at, **{"max_tokens": 60, **fields})
+        found.append(Request(f"r{at}", Order(list(b"prompt %d" % at), sampling), arrival_s=at))
     return found
 
 
 def mixed_requests(temperature: float) -> list[Request]:
-    """Of every kind but the last two, which seldom end; with an unguided one between each two."""
+    """Makes requests of every kind but the last two, which seldom end, with an unguided one between each two."""
     guides = [each for guide, _ in GUIDES[:4] for each in (guide, None)]
     return requests_of(guides, temperature=temperature, ignore_eos=True)
 
@@ -139,7 +139,7 @@ def test_guided_rows_leave_the_others_alone(core: EngineCore) -> None:
 
 
 def test_logprobs_are_the_models_own(core: EngineCore) -> None:
-    """A guide changes which token is chosen, not what is told of it."""
+    """A guide changes the choice of a token, not its reported logprob."""
     (request,) = requests_of([Guide("choice", '["zzz"]')], temperature=0.0, logprobs=2)
     tokens = run(core, [request])["r0"][0]
     assert tokens[0].logprobs is not None

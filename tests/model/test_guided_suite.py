@@ -20,9 +20,9 @@ import jsonschema
 import pytest
 
 from pd_cluster.errors import GuideError
-from pd_cluster.grammar import Compiler
-from pd_cluster.text import Tokenizer
-from pd_cluster.types import Guide, Request, SamplingParams
+from pd_cluster.text.grammar import Compiler
+from pd_cluster.text.tokenizer import Tokenizer
+from pd_cluster.types import Guide, Order, Request, Sampling
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.support.engines import make_core, run
 
@@ -52,7 +52,7 @@ def suite() -> Iterator[Any]:
 
 
 def test_a_hundred_schemas_of_the_suite(checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """What is taken is kept to: every output that comes to an end is valid."""
+    """Accepted schemas are followed: every output that comes to an end is valid."""
     model = checkpoint("llama")
     compiler = Compiler(model / "tokenizer.json", VOCAB_SIZE, {EOS_ID})
     found = [schema for schema in suite() if isinstance(schema, dict)]
@@ -69,10 +69,10 @@ def test_a_hundred_schemas_of_the_suite(checkpoint: Callable[..., Path], capsys:
     core, tokenizer = make_core(model, num_blocks=4000, max_num_seqs=128), Tokenizer(model)
     requests = []
     for at, schema in enumerate(chosen):
-        sampling = SamplingParams(
+        sampling = Sampling(
             guide=Guide("json", json.dumps(schema)), seed=at, max_tokens=300, logit_bias=((EOS_ID, 20.0),)
         )
-        requests.append(Request(f"r{at}", list(b"prompt %d" % at), sampling, arrival_s=at))
+        requests.append(Request(f"r{at}", Order(list(b"prompt %d" % at), sampling), arrival_s=at))
     run(core, requests)
     num_ended = 0
     for schema, request in zip(chosen, requests, strict=True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.offline.lmdeploy.messages import GenerationConfig
 from pd_cluster.offline.lmdeploy.pipeline import pipeline
 from tests.model.test_rope_lengths import assert_by_length, greedy, requests_of
@@ -53,7 +53,7 @@ def as_internlm2(llama: Path, to: Path, **config: Any) -> Path:
 
 
 def as_internlm(llama: Path, to: Path, **config: Any) -> Path:
-    """InternLM's files have Llama's names, and tables of frequencies that nobody needs."""
+    """Writes InternLM's files, which have Llama's names, and unused tables of frequencies."""
     weights = load_file(llama / "model.safetensors")
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(HEAD_DIM // 2)
     return written(llama, to, weights, model_type="internlm", bias=True, num_key_value_heads=None, **config)
@@ -126,7 +126,7 @@ def test_dynamic_positions_of_both(tmp_path: Path) -> None:
 
 
 def test_an_internlm2_in_a_pipeline_of_two_ranks_each(llama2: Path, internlm2: Path) -> None:
-    """As the documents' examples have it, across the split."""
+    """It runs as in the documents' examples, across the split."""
     from pd_cluster import TurbomindEngineConfig
 
     with pipeline(str(internlm2), backend_config=TurbomindEngineConfig(tp=2, cache_block_seq_len=16)) as pipe:
@@ -136,7 +136,7 @@ def test_an_internlm2_in_a_pipeline_of_two_ranks_each(llama2: Path, internlm2: P
 
 
 def test_another_s_identity(llama2: Path, internlm2: Path) -> None:
-    """Their files differ, so their caches are not exchanged; what they say of themselves is a Llama's."""
+    """Their files differ, so their caches are not exchanged, although both describe a Llama."""
     one, other = Checkpoint.open(str(llama2)), Checkpoint.open(str(internlm2))
     assert one.identity != other.identity
     assert other.model_type == "llama"

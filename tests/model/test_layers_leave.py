@@ -1,4 +1,4 @@
-"""While a step computes, the layers that it says are done are done: what leaves then is what is there in the end."""
+"""Layers reported as done during a step are final: KV cache sent early equals that at the end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.config import EngineConfig
 from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.runner import ModelRunner
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import CONFIGS, FUSED
 from tests.support.engines import random_prompt
 
@@ -30,7 +30,7 @@ def test_layers_that_are_done_do_not_change(
         monkeypatch.setattr("pd_cluster.model.loader.can_fuse", lambda *_: False)
     runner = ModelRunner(EngineConfig(model=str(checkpoint(architecture)), block_size=BLOCK_SIZE, num_blocks=128))
     assert fused or isinstance(runner.model, PlainCausalLM)
-    request = Request("r", random_prompt(random.Random(1), 21), SamplingParams(max_tokens=2))
+    request = Request("r", Order(random_prompt(random.Random(1), 21), Sampling(max_tokens=2)))
     request.block_table = random.Random(2).sample(range(128), 6)
     seen: list[torch.Tensor] = []
 

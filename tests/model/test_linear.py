@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from pd_cluster.model import linear
-from pd_cluster.model.linear import PackedLinear, PlainLinear, make_linear, packs, padded
+from pd_cluster.model.layers import linear
+from pd_cluster.model.layers.linear import PackedLinear, PlainLinear, make_linear, packs, padded
 
 SIZES = range(1, 4097)
 packable = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -53,7 +53,7 @@ def test_a_product_that_costs_more_than_another_kernel_is_not_padded(monkeypatch
 @packable
 @pytest.mark.parametrize("shape", [(512, 192), (192, 576), (48, 32), (1024, 384), (1000, 33)])
 def test_a_row_is_the_same_in_any_company(shape: tuple[int, int]) -> None:
-    """To the bit: what a sequence is answered depends on no other that is computed with it."""
+    """The results are equal to the bit: a sequence's answer does not depend on others computed with it."""
     torch.manual_seed(3)
     layer, rows = PackedLinear(torch.randn(shape), None), torch.randn(300, shape[1])
     expected = layer(rows)
@@ -63,7 +63,7 @@ def test_a_row_is_the_same_in_any_company(shape: tuple[int, int]) -> None:
 
 WIDE = """
 import sys, torch
-from pd_cluster.model.linear import PackedLinear
+from pd_cluster.model.layers.linear import PackedLinear
 torch.manual_seed(3)
 torch.set_num_threads(1)
 for width in map(int, sys.argv[1:]):
@@ -79,7 +79,7 @@ for width in map(int, sys.argv[1:]):
 @packable
 @pytest.mark.parametrize("isa", ["", "AVX2"])
 def test_a_row_of_any_width_is_the_same_in_any_company(isa: str) -> None:
-    """Also one row alone, and on a processor that is older than this one."""
+    """This holds for one row alone, too, and on an older processor than this one."""
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa} if isa else None
     widths = map(str, (512, 1000, 1024, 1025, 1536, 2048, 4096, 5120, 8192, 11008, 16384))
     done = subprocess.run([sys.executable, "-c", WIDE, *widths], env=env, capture_output=True, text=True, timeout=110)

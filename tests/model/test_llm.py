@@ -1,6 +1,6 @@
-"""`LLM` with a real engine: the documents' examples with another model, and what the engine must have a hand in.
+"""`LLM` with a real engine: the documents' examples with another model, and options that involve the engine.
 
-Of each example only the import and the model's path are changed.
+In each example only the import and the model's path are changed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from pd_cluster import LLM, SamplingParams
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.device import Device, DeviceKind
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.model.loader import resolve_dtype
 from tests.support.checkpoints import reference_greedy
@@ -244,7 +245,7 @@ def test_other_precisions_are_honoured(path: Path, dtype: str) -> None:
 
 
 def test_no_code_of_a_model_folder_is_run(path: Path, tmp_path: Path) -> None:
-    """Not even of one whose config asks for it."""
+    """This holds even if its config asks for it."""
     folder = copied(path, tmp_path, auto_map={"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"})
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')")
     for trusts in (False, True):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.device import CPU, Device
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError
 from pd_cluster.model import loader
 

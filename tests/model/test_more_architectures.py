@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from pd_cluster.checkpoint import SUPPORTED_MODEL_TYPES
+from pd_cluster.checkpoints.checkpoint import SUPPORTED_MODEL_TYPES
 from pd_cluster.errors import ModelError
-from pd_cluster.model.parallel.plan import REFUSED, Plan
-from pd_cluster.types import SamplingParams
+from pd_cluster.model.parallel.plan import REFUSED, ParallelPlan
+from pd_cluster.types import Sampling
 from tests.support.checkpoints import CONFIGS, make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
 from tests.support.more_checkpoints import MORE
 from tests.support.ranks import ranks
 
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
+GREEDY = Sampling(max_tokens=20, temperature=0.0)
 NOT_SHARED = (*REFUSED, "gpt_bigcode", "granite_swa", "hunyuan_v1_dense")
 QUICK = ("phi", "olmoe")  # each that has something that no other quick test has would be a slow set, too
 LENGTHS = (1, 2, 16, 17, 40, 41, 100, 70)
@@ -50,7 +50,7 @@ def test_two_ranks_or_a_refusal(tmp_path: Path, architecture: str) -> None:
     prompts = [random_prompt(random.Random(2), length) for length in (1, 16, 41)]
     if architecture in NOT_SHARED:
         with pytest.raises(ModelError, match=rf"--tensor-parallel-size 2: .*{architecture}.*; use 1"):
-            Plan(AutoConfig.from_pretrained(folder), 2)
+            ParallelPlan(AutoConfig.from_pretrained(folder), 2)
         return
     with ranks(folder, 2, max_num_batched_tokens=40, num_blocks=64) as core:
         assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)

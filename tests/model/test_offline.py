@@ -1,4 +1,4 @@
-"""An engine in this process: what it says, what it refuses, and how it ends."""
+"""An engine in this process: its answers, its refusals, and its end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.api.protocol import CompletionRequest
-from pd_cluster.api.sequence import Piece
-from pd_cluster.config import EngineConfig
+from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.errors import Closed, ConfigError, GenerationError, ModelError, PdClusterError, RequestError
+from pd_cluster.offline import session
 from pd_cluster.offline.session import Offline, OfflineConfig
+from pd_cluster.offline.split import SplitCluster
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.sequence import Piece
+from pd_cluster.settings.config import ApiConfig
+from pd_cluster.settings.engine import EngineConfig
 from tests.support.checkpoints import reference_greedy
 
 SCRIPT = Path(__file__).parents[1] / "support" / "offline_script.py"
@@ -142,7 +146,7 @@ def test_forgotten_it_ends(model: Path) -> None:
 
 
 def test_a_fork_does_not_have_it(offline: Offline) -> None:
-    """Nor does its end touch what belongs to the process that made it."""
+    """Its end does not affect the parent's resources, either."""
     pid = os.fork()
     if not pid:  # in the child: nothing may get out of here
         code = 1
@@ -167,8 +171,8 @@ def test_a_script_that_does_not_close_it_ends_without_a_word(model: Path) -> Non
 
 
 def test_an_engine_that_fails_ends_what_it_had(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pd_cluster.engine.core import EngineCore
-    from pd_cluster.engine.plan import StepPlan
+    from pd_cluster.engine.step.core import EngineCore
+    from pd_cluster.engine.step.plan import StepPlan
 
     with Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64))) as made:
         made.run(pieces_of(made, PROMPTS))
@@ -185,6 +189,22 @@ def test_an_engine_that_fails_ends_what_it_had(model: Path, monkeypatch: pytest.
             made.run(pieces_of(made, PROMPTS[:1]))
         with pytest.raises(PdClusterError, match="out of luck"):
             made.run(pieces_of(made, PROMPTS[:1]))
+
+
+def test_many_prompts_wait_at_workers_for_as_long_as_they_take(
+    offline: Offline, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ApiConfig] = []
+
+    def found(api: ApiConfig, launch: Launch) -> SplitCluster:
+        asked.append(api)
+        raise ConfigError("enough is known")
+
+    monkeypatch.setattr(session, "SplitCluster", found)
+    with pytest.raises(ConfigError, match="enough is known"):
+        Offline(OfflineConfig(engine=EngineConfig(model=str(model)), prefill=1, decode=1))
+    assert asked[0].routing.max_queue_s is None
+    assert offline.service.router.entrance.waiting is None
 
 
 def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:

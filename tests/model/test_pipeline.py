@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import pd_cluster.offline.lmdeploy.pipeline as lmdeploy
-from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.errors import ConfigError
 from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
 from pd_cluster.offline.lmdeploy.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 from pd_cluster.offline.lmdeploy.messages import GenerationConfig, GenOut
 from pd_cluster.offline.lmdeploy.pipeline import pipeline
+from pd_cluster.settings.engine import SHIPPED_MODEL
 
 MODEL = str(SHIPPED_MODEL)
 GREETING = "Hello! How can I help you?"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.errors import ModelError
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import ForwardBatch
@@ -45,7 +45,7 @@ def test_an_architecture_outside_the_list(tmp_path: Path, architecture: str, mon
     folder = checkpoints.make_checkpoint(tmp_path, architecture)
     with pytest.raises(ModelError, match=f"model_type '{architecture}' is not supported"):
         make_core(folder)
-    monkeypatch.setattr("pd_cluster.checkpoint.SUPPORTED_MODEL_TYPES", (architecture,))
+    monkeypatch.setattr("pd_cluster.checkpoints.checkpoint.SUPPORTED_MODEL_TYPES", (architecture,))
     with pytest.raises(ModelError, match=reason):
         make_core(folder, num_blocks=512)
 
@@ -69,6 +69,7 @@ def test_what_the_attention_ignores_is_noticed(
         return attend(*arguments[:-1], dataclasses.replace(arguments[-1], **{ignored: None}))
 
     monkeypatch.setattr(sdpa, "write_and_attend", careless)
+    monkeypatch.setattr("pd_cluster.model.loader.can_fuse", lambda *_: False)  # fused layers are compared otherwise
     with pytest.raises(ModelError, match=f"{architecture}: with paged attention the logits differ"):
         make_core(checkpoint(architecture))
 
@@ -79,7 +80,8 @@ def test_16_bits_pass(checkpoint: Checkpoints, dtype: str) -> None:
         make_core(checkpoint(architecture), dtype=dtype)
 
 
-def test_windows_and_attention_are_as_before(checkpoint: Checkpoints) -> None:
+def test_windows_and_attention_are_as_before(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cluster.model.loader.can_fuse", lambda *_: False)
     model = make_core(checkpoint("exaone4")).runner.model.model  # type: ignore[attr-defined]
     assert model.config.sliding_window == 24
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [24, 24, 24]
@@ -134,7 +136,7 @@ class Writes:
 
 @pytest.mark.parametrize("layers", [(), (0, 1), (0, 1, 1), (0, 0, 2), (1, 0, 2), (0, 1, 2, 3), (0, 1, 2, 0)])
 def test_layers_that_do_not_write_once_and_in_order(layers: tuple[int, ...]) -> None:
-    pool = KVPool(KVLayout(3, 1, 16, 16, 4, "float32"), num_blocks=1)
+    pool = KVPool(KVLayout(3, 1, keys_and_values(16), 4, "float32"), num_blocks=1)
     prove_every_layer_writes(Writes(0, 1, 2), pool)
     with pytest.raises(ModelError, match=r"strange: layers .* wrote the KV pool instead of each of 3 once, in order"):
         prove_every_layer_writes(Writes(*layers), pool)
@@ -143,7 +145,7 @@ def test_layers_that_do_not_write_once_and_in_order(layers: tuple[int, ...]) -> 
 @pytest.mark.parametrize("architecture", ["llama", "olmo2"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_named(tmp_path: Path, architecture: str, value: float) -> None:
-    """In fused layers and in transformers' own."""
+    """They may be in fused layers or in transformers' own."""
     folder = checkpoints.make_checkpoint(tmp_path, architecture)
     file = folder / "model.safetensors"
     weights = load_file(file)

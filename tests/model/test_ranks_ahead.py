@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 from tests.support.ranks import ranks
 
 Checkpoints = Callable[..., Path]
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
-ASKING = SamplingParams(
-    max_tokens=12, temperature=0.8, top_k=20, seed=5, ignore_eos=True, frequency_penalty=0.4, logprobs=2
-)
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+ASKING = Sampling(max_tokens=12, temperature=0.8, top_k=20, seed=5, ignore_eos=True, frequency_penalty=0.4, logprobs=2)
 LENS = (1, 9, 20, 33, 5)
 SETTINGS = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "max_model_len": 64, "num_blocks": 64}
 
@@ -76,7 +74,7 @@ def test_what_is_asked_of_the_logits_is_what_one_rank_gives(checkpoint: Checkpoi
     prompts = [random_prompt(rng, length) for length in LENS]
 
     def requests() -> list[Request]:
-        return [Request(f"r{i}", prompt, ASKING, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+        return [Request(f"r{i}", Order(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
 
     expected = run(make_core(folder, **SETTINGS), requests())
     with ranks(folder, 2, **SETTINGS) as core:
@@ -101,7 +99,7 @@ def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
     told: list[int] = []
     with ranks(folder, 2, **SETTINGS) as core:
         for i, prompt in enumerate(prompts):
-            core.scheduler.add(Request(f"r{i}", prompt, GREEDY, arrival_s=float(i)))
+            core.scheduler.add(Request(f"r{i}", Order(prompt, GREEDY), arrival_s=float(i)))
         found = drive(core, lambda at: told.append if at % 3 == 1 else None)
     for i, prompt in enumerate(prompts):
         assert_same(folder, prompt, found[f"r{i}"], GREEDY.max_tokens)
@@ -114,7 +112,7 @@ def drive(core: EngineCore, on_layer_of: Callable[[int], Callable[[int], None] |
     for at in range(200):
         if not core.scheduler.requests:
             return found
-        # as the engine does it: what hands over is never launched ahead
+        # as in the engine: requests to hand over are never launched ahead
         plan = core.plan()
         for _, token in core.run(plan, None if plan is core.ahead._plan else on_layer_of(at)).sampled:
             found.setdefault(token.request_id, []).append(token.token_id)
@@ -126,15 +124,15 @@ def test_an_abort_while_a_step_is_under_way(checkpoint: Checkpoints) -> None:
     folder = checkpoint("llama")
     rng = random.Random(4)
     prompts = [random_prompt(rng, length) for length in (6, 11, 3)]
-    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    sampling = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
     with ranks(folder, 2, **SETTINGS) as core:
-        requests = [Request(f"r{i}", prompt, sampling, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+        requests = [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
         for request in requests:
             core.scheduler.add(request)
         while not core.ahead.num_ahead:
             core.step()
         core.scheduler.finish(requests[1])
-        late = Request("late", prompts[1], GREEDY, arrival_s=9.0)  # takes the blocks that came home
+        late = Request("late", Order(prompts[1], GREEDY), arrival_s=9.0)  # takes the blocks that came home
         core.scheduler.add(late)
         for _ in range(100):
             if not core.scheduler.requests:

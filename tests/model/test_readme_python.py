@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands there, with the shipped model in place of the path."""
+"""The README's Python runs unchanged, except that the shipped model replaces the path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.checkpoint import SHIPPED_MODEL
+from pd_cluster.settings.engine import SHIPPED_MODEL
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)

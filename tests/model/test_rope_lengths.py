@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import generate, make_core, random_prompt, run
 
@@ -45,6 +46,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
+ONE_AT_A_TIME = threading.Lock()  # the reference keeps the angles of its longest pass
+
+
 @cache
 def reference_model(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -52,7 +56,7 @@ def reference_model(folder: Path) -> Any:
 
 def whole_pass(model: Any, token_ids: list[int], length: int) -> torch.Tensor:
     """Logits [num_tokens, vocab_size] of these tokens within a sequence of `length`."""
-    with torch.inference_mode():
+    with ONE_AT_A_TIME, torch.inference_mode():
         model(input_ids=torch.zeros(1, 1, dtype=torch.long))  # a short one: dynamic NTK begins anew
         padded = token_ids + [0] * (length - len(token_ids))
         logits: torch.Tensor = model(input_ids=torch.tensor([padded]), use_cache=False).logits[0, : len(token_ids)]
@@ -73,13 +77,13 @@ def assert_by_length(folder: Path, prompt: list[int], output: list[int], max_tok
 def requests_of(shapes: list[tuple[int, int]]) -> list[Request]:
     rng = random.Random(5)
     return [
-        Request(f"r{at}", random_prompt(rng, length), greedy(max_tokens), arrival_s=float(at))
+        Request(f"r{at}", Order(random_prompt(rng, length), greedy(max_tokens)), arrival_s=float(at))
         for at, (length, max_tokens) in enumerate(shapes)
     ]
 
 
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+def greedy(max_tokens: int) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 @pytest.mark.parametrize("num_blocks", [256, 21], ids=["room for all", "constant preemption"])
@@ -92,7 +96,7 @@ def test_requests_of_all_lengths_together(folder: Path, num_blocks: int) -> None
 
 
 def test_the_length_decides_what_is_answered(folder: Path) -> None:
-    """The reference itself says so; else the tests here would prove nothing."""
+    """The reference itself shows it; otherwise the tests here would prove nothing."""
     prompt = random_prompt(random.Random(1), 30)
     short, long = (whole_pass(reference_model(folder), prompt, length) for length in (TRAINED, MAX_LEN))
     assert float((short - long).abs().max()) > 1e-2
@@ -104,7 +108,7 @@ def test_prefixes_are_shared_by_requests_of_one_length_alone(folder: Path) -> No
     prompt = random_prompt(random.Random(2), 40)
     cached = []
     for at, max_tokens in enumerate((8, 8, 40, 40, 100)):
-        request = Request(f"r{at}", prompt, greedy(max_tokens))
+        request = Request(f"r{at}", Order(prompt, greedy(max_tokens)))
         run(core, [request])
         cached.append(request.num_cached_tokens)
         assert_by_length(folder, prompt, request.output_token_ids, max_tokens)

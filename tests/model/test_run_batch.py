@@ -19,16 +19,16 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from pd_cluster.api.error_answers import install_error_handlers
-from pd_cluster.api.openai import openai_routes
-from pd_cluster.cli import main
-from pd_cluster.config import EngineConfig
+from pd_cluster.api.gate.error_answers import install_error_handlers
+from pd_cluster.api.openai.openai import openai_routes
+from pd_cluster.commands.cli import main
 from pd_cluster.errors import InstanceLost, Unavailable
 from pd_cluster.offline import batch as batch_module
 from pd_cluster.offline.batch import Batch
-from pd_cluster.offline.batch_job import Job
-from pd_cluster.offline.batch_lines import CHAT_URL, COMPLETIONS_URL, Entry, Output, OutputFailed, entry_of
+from pd_cluster.offline.batch_job import BatchJob
+from pd_cluster.offline.batch_lines import CHAT_URL, COMPLETIONS_URL, BatchEntry, Output, OutputFailed, entry_of
 from pd_cluster.offline.session import Offline, OfflineConfig
+from pd_cluster.settings.engine import EngineConfig
 
 DEADLINE_S = 60.0
 NAME = "tiny"
@@ -47,7 +47,7 @@ def request(custom_id: str, url: str, body: Any, **changes: Any) -> bytes:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body} | changes).encode() + b"\n"
 
 
-def answers(offline: Offline, entries: list[Entry], concurrency: int = 8) -> dict[str | None, Any]:
+def answers(offline: Offline, entries: list[BatchEntry], concurrency: int = 8) -> dict[str | None, Any]:
     """custom_id -> its line."""
     written: list[bytes] = []
     offline.run(Batch(offline.service, written.append, concurrency).run(iter(entries)))
@@ -89,7 +89,7 @@ def test_an_answer_is_the_http_apis(offline: Offline, url: str, body: Any) -> No
     for each in (mine, its):
         each.pop("created", None)
         each.pop("id", None)
-        each.get("usage", {}).pop("prompt_tokens_details", None)  # of the second time, the cache knows more
+        each.get("usage", {}).pop("prompt_tokens_details", None)  # the cache has more the second time
     assert mine == its
     assert line["error"] == its.get("error")
 
@@ -115,11 +115,11 @@ def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
 
 
 def test_no_more_requests_are_read_than_are_worked_at(offline: Offline) -> None:
-    """However long the input is: of 40 lines, at most 3 have no answer yet whenever another one is read."""
+    """For an input of any length: of 40 lines, at most 3 have no answer yet whenever another one is read."""
     written: list[bytes] = []
     most = 0
 
-    def lines() -> Iterator[Entry]:
+    def lines() -> Iterator[BatchEntry]:
         nonlocal most
         for at in range(40):
             most = max(most, at - len(written))
@@ -135,7 +135,7 @@ def test_huge_requests_come_one_after_the_other(offline: Offline, monkeypatch: p
     written: list[bytes] = []
     begun: list[int] = []
 
-    def lines() -> Iterator[Entry]:
+    def lines() -> Iterator[BatchEntry]:
         for at in range(5):
             begun.append(len(written))
             yield entry_of(at + 1, request(str(at), COMPLETIONS_URL, TEXT))
@@ -211,7 +211,7 @@ def test_a_full_disk_ends_the_batch_and_what_runs(offline: Offline) -> None:
 def test_what_a_run_counts_at_its_end_is_on_the_disk(
     offline: Offline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether it ends or is stopped: when it says how many answers there are, a power cut takes none back."""
+    """This holds whether it ends or is stopped: after it reports the number of answers, a power cut loses none."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_input(source, 6, num_tokens=4)
     on_disk, fsync = [b""], os.fsync
@@ -222,7 +222,7 @@ def test_what_a_run_counts_at_its_end_is_on_the_disk(
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr("pd_cluster.offline.batch_job.Offline", lambda config: contextlib.nullcontext(offline))
-    job = Job(str(source), str(target), OfflineConfig(engine=EngineConfig(model="")), concurrency=2)
+    job = BatchJob(str(source), str(target), OfflineConfig(engine=EngineConfig(model="")), concurrency=2)
     write, num_written = Output.write, itertools.count(1)
 
     def interrupted(self: Output, line: bytes) -> None:
@@ -246,7 +246,7 @@ def test_what_a_run_counts_at_its_end_is_on_the_disk(
 
 def command(model: Path, source: Path | str, target: Path | str, *more: str) -> list[str]:
     flags = [f"--model={model}", f"--served-model-name={NAME}", "--num-blocks=256", "--concurrency=4", *more]
-    return [sys.executable, "-m", "pd_cluster.cli", "run-batch", "-i", str(source), "-o", str(target), *flags]
+    return [sys.executable, "-m", "pd_cluster", "run-batch", "-i", str(source), "-o", str(target), *flags]
 
 
 def run(arguments: list[str], stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
@@ -314,7 +314,7 @@ def test_a_killed_run_is_gone_on_with(checkpoint: Callable[..., Path], tmp_path:
 
 @pytest.mark.slow
 def test_pipes_and_worker_processes(checkpoint: Callable[..., Path]) -> None:
-    """Over standard input and output, split into prefill and decode; nothing else is on stdout."""
+    """The batch runs over standard input and output, split into prefill and decode; stdout has nothing else."""
     lines = [request(str(at), CHAT_URL, CHAT | {"model": NAME}) for at in range(3)]
     done = run(command(checkpoint(), "-", "-", "--prefill=1", "--decode=1"), b"".join([*lines, b"wrong\n"]))
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from pd_cluster.types import SamplingParams
+from pd_cluster.types import Sampling
 from tests.support.checkpoints import EOS_ID
 from tests.support.engines import generate, make_core
 from tests.support.scripted_model import MAX_POSITIONS, make_scripted, pad_to
@@ -80,7 +80,7 @@ def test_transformers_says_the_scripts(made: Callable[[str], Path], name: str) -
 def test_the_engine_says_the_scripts(made: Callable[[str], Path], name: str) -> None:
     tokenizer, prompts = prompts_of(made(name), name)
     core = make_core(made(name), max_model_len=MAX_POSITIONS, num_blocks=1200)
-    outputs = generate(core, prompts, SamplingParams(max_tokens=255, temperature=1.0, seed=7))
+    outputs = generate(core, prompts, Sampling(max_tokens=255, temperature=1.0, seed=7))
     said = [tokenizer.decode(output, skip_special_tokens=False) for output in outputs]
     assert said == [f"{answer}<eos>" for answer in FAMILIES[name].answers.values()]
 

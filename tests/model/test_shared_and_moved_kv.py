@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.plan import Move
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.plan import Move
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import CONFIGS, reference_model
 from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 
 Checkpoints = Callable[..., Path]
-GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
+GREEDY = Sampling(max_tokens=16, temperature=0.0)
 BLOCK_SIZE = 8
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_a_cached_prefix_gives_the_same_tokens(checkpoint: Checkpoints, architecture: str) -> None:
-    """The same prompt again, one that goes on where it ended, and one that leaves it in the middle."""
+    """The prompts are the same one again, one that extends it, and one that leaves it in the middle."""
     folder = checkpoint(architecture)
     core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=40, num_blocks=64)
     prompt = random_prompt(random.Random(7), 70)
@@ -31,10 +31,10 @@ def test_a_cached_prefix_gives_the_same_tokens(checkpoint: Checkpoints, architec
     for again, num_cached in (
         (prompt, 64),
         (prompt[:64], 56),  # the last token is always computed
-        ([*prompt, *answer, 5, 6], 80),  # what was generated is cached too, as far as blocks are full
+        ([*prompt, *answer, 5, 6], 80),  # generated tokens are cached, too, as far as blocks are full
         ([*prompt[:30], 1, 2, 3, *prompt[30:]], 24),
     ):
-        request = Request("again", again, GREEDY)
+        request = Request("again", Order(again, GREEDY))
         tokens = run(core, [request])["again"][0]
         assert request.num_cached_tokens == num_cached
         prompts.append(again)
@@ -47,12 +47,12 @@ def test_salts_and_a_cache_that_is_off_share_nothing(checkpoint: Checkpoints) ->
     prompt = random_prompt(random.Random(8), 40)
     core = make_core(folder, block_size=BLOCK_SIZE, num_blocks=64, max_model_len=128)
     for salt, num_cached in (("", 0), ("a", 0), ("b", 0), ("a", 32), ("", 32)):
-        request = Request("r", prompt, GREEDY, cache_salt=salt)
+        request = Request("r", Order(prompt, GREEDY, cache_salt=salt))
         run(core, [request])
         assert request.num_cached_tokens == num_cached, salt
     off = make_core(folder, block_size=BLOCK_SIZE, num_blocks=64, max_model_len=128, enable_prefix_caching=False)
     for _ in range(2):
-        request = Request("r", prompt, GREEDY)
+        request = Request("r", Order(prompt, GREEDY))
         run(off, [request])
         assert request.num_cached_tokens == 0
     assert off.scheduler.blocks.num_cached == 0
@@ -87,7 +87,7 @@ def test_constant_preemption(checkpoint: Checkpoints, architecture: str, setting
     core.runner.move = count  # type: ignore[method-assign]
     rng = random.Random(3)
     prompts = [random_prompt(rng, rng.randrange(1, 40)) for _ in range(16)]
-    long = SamplingParams(max_tokens=48, temperature=0.0)
+    long = Sampling(max_tokens=48, temperature=0.0)
     assert_all_same(folder, prompts, generate(core, prompts, long), long.max_tokens)
     assert core.scheduler.num_preemptions > 2
     kinds = {each.kind for each in moves}
@@ -98,13 +98,15 @@ def test_n_sequences_are_the_same_alone_in_a_batch_and_after_preemption(checkpoi
     folder = checkpoint("qwen3")
     rng = random.Random(4)
     prompt = random_prompt(rng, 37)
-    sampling = SamplingParams(n=3, max_tokens=20, temperature=1.0, seed=11, frequency_penalty=0.5)
+    sampling = Sampling(n=3, max_tokens=20, temperature=1.0, seed=11, frequency_penalty=0.5)
 
     def outputs(core: EngineCore, others: int) -> list[list[int]]:
-        request = Request("n", prompt, sampling, arrival_s=2.0)
+        request = Request("n", Order(prompt, sampling), arrival_s=2.0)
         beside = [
             Request(
-                f"o{i}", random_prompt(rng, rng.randrange(1, 60)), SamplingParams(max_tokens=16, seed=i), arrival_s=i
+                f"o{i}",
+                Order(random_prompt(rng, rng.randrange(1, 60)), Sampling(max_tokens=16, seed=i)),
+                arrival_s=i,
             )
             for i in range(others)
         ]
@@ -122,8 +124,8 @@ def test_n_sequences_are_the_same_alone_in_a_batch_and_after_preemption(checkpoi
 
 def test_n_sequences_share_the_blocks_of_the_prompt(checkpoint: Checkpoints) -> None:
     core = make_core(checkpoint("llama"), block_size=4, num_blocks=60, max_model_len=96)
-    sampling = SamplingParams(n=4, max_tokens=8, temperature=1.0, ignore_eos=True)
-    core.scheduler.add(Request("n", random_prompt(random.Random(1), 42), sampling))
+    sampling = Sampling(n=4, max_tokens=8, temperature=1.0, ignore_eos=True)
+    core.scheduler.add(Request("n", Order(random_prompt(random.Random(1), 42), sampling)))
     core.step()
     core.step()
     # 10 full blocks of the prompt once, and for each sequence its own block with the rest of it
@@ -133,13 +135,13 @@ def test_n_sequences_share_the_blocks_of_the_prompt(checkpoint: Checkpoints) -> 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 @pytest.mark.parametrize("budget", [7, 512])
 def test_logprobs_are_those_of_the_model(checkpoint: Checkpoints, architecture: str, budget: int) -> None:
-    """Of the prompt, also when it is chunked, cached or long, and of the tokens that were chosen."""
+    """They cover the prompt, even if it is chunked, cached or long, and the chosen tokens."""
     folder = checkpoint(architecture)
     core = make_core(folder, block_size=BLOCK_SIZE, max_num_batched_tokens=budget, num_blocks=64)
     prompt = random_prompt(random.Random(5), 33)
-    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    sampling = Sampling(max_tokens=6, temperature=0.0, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     for _ in range(2):
-        request = Request("r", prompt, sampling)
+        request = Request("r", Order(prompt, sampling))
         tokens = run(core, [request])["r"][0]
         ids = [*prompt, *(token.token_id for token in tokens)]
         with torch.inference_mode():
@@ -160,13 +162,13 @@ def test_logprobs_are_those_of_the_model(checkpoint: Checkpoints, architecture: 
 
 @pytest.mark.parametrize("architecture", ["mistral", "starcoder2"])
 def test_a_window_bounds_what_a_request_holds(checkpoint: Checkpoints, architecture: str) -> None:
-    """Where every layer has the same window: blocks before it come home, the tokens stay, so does the prefix cache."""
+    """Every layer has the same window: blocks before it are released, tokens and prefix cache stay right."""
     folder = checkpoint(architecture)
     core = make_core(folder, block_size=4, max_num_batched_tokens=40, num_blocks=160)
     assert core.runner.window == 24  # type: ignore[attr-defined]
     prompt = random_prompt(random.Random(12), 90)
-    long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    request = Request("r", prompt, long)
+    long = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
+    request = Request("r", Order(prompt, long))
     core.scheduler.add(request)
     while core.scheduler.requests:
         core.step()

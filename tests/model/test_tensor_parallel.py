@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import CONFIGS
 from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 from tests.support.ranks import ranks
 
 Checkpoints = Callable[..., Path]
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
 WITHOUT_PLAN = ("gpt2", "opt", "stablelm", "gpt_oss")
 REFUSED = (*WITHOUT_PLAN, "gpt_neox")
 
@@ -80,8 +80,8 @@ def test_preemption_and_forks_move_blocks_on_every_rank(checkpoint: Checkpoints,
     prompts = [random_prompt(rng, rng.randrange(4, 40)) for _ in range(6)]
 
     def requests() -> list[Request]:
-        sampling = SamplingParams(n=3, max_tokens=20, temperature=0.8, seed=7)
-        return [Request(f"r{i}", prompt, sampling, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+        sampling = Sampling(n=3, max_tokens=20, temperature=0.8, seed=7)
+        return [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
 
     expected = run(make_core(folder, num_blocks=512, block_size=4, max_model_len=96), requests())
     with ranks(folder, 2, **settings) as core:
@@ -106,7 +106,7 @@ def test_no_step_ends_before_all_ranks_have_written(
             return summed
 
         monkeypatch.setattr(group, "sum", counted)
-        core.scheduler.add(Request("r", random_prompt(random.Random(5), 40), GREEDY))
+        core.scheduler.add(Request("r", Order(random_prompt(random.Random(5), 40), GREEDY)))
         core.run(core.plan(), lambda num_layers: events.append(f"layer {num_layers}"))
         assert events.index("layer 3") < len(events) - 1
         assert events[-1] == "sum"

@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pd_cluster import LLM, SamplingParams
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.config import EngineConfig
+from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ModelError, RequestError
-from pd_cluster.types import SamplingParams as Sampling
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Sampling as Sampling
 from tests.support.engines import generate, make_core, random_prompt
 from tests.support.multimodal import MODELS, change_config, make_multimodal, reference_greedy, rewrite_weights
 from tests.support.ranks import ranks
@@ -54,7 +54,7 @@ def test_what_is_not_of_the_text_model_is_never_read(tmp_path: Path) -> None:
     [("model.language_model.", "language_model.model."), ("model.language_model.", "language_model.")],
 )
 def test_other_names_of_the_same_weights(tmp_path: Path, old: str, new: str) -> None:
-    """As transformers 4 wrote them, and as a model without a head does."""
+    """One form is transformers 4's, the other that of a model without a head."""
     folder = make_multimodal(tmp_path, "llava")
     expected = reference_greedy(folder, prompts(), 20)
     for written in ("model.language_model.", "language_model.model."):
@@ -65,7 +65,7 @@ def test_other_names_of_the_same_weights(tmp_path: Path, old: str, new: str) -> 
 
 
 def test_a_config_that_leaves_out_what_transformers_knows(tmp_path: Path) -> None:
-    """As google/gemma-3 has it: without vocab_size, positions and heads."""
+    """google/gemma-3 is such a config: it lacks vocab_size, positions and heads."""
     changes = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
     folder = make_multimodal(tmp_path, "gemma3", hidden_size=64, num_hidden_layers=1, layer_types=None, **changes)
     text = json.loads((folder / "config.json").read_text())["text_config"]
@@ -79,7 +79,7 @@ def test_a_config_that_leaves_out_what_transformers_knows(tmp_path: Path) -> Non
 
 
 def test_a_config_whose_text_fields_are_among_all_others(tmp_path: Path) -> None:
-    """As Qwen/Qwen2.5-VL has it."""
+    """Qwen/Qwen2.5-VL is such a config."""
     folder = make_multimodal(tmp_path, "qwen2_5_vl")
     expected = reference_greedy(folder, prompts(), 20)
     config = json.loads((folder / "config.json").read_text())

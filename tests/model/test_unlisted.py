@@ -13,15 +13,15 @@ import torch
 
 from pd_cluster import LLM
 from pd_cluster.errors import ModelError
-from pd_cluster.model import packing
 from pd_cluster.model.attention import sdpa
+from pd_cluster.model.layers import packing
 from pd_cluster.model.trial import Lengths
-from pd_cluster.numerics import Rope
-from pd_cluster.types import SamplingParams
+from pd_cluster.numerics import RopeScaling
+from pd_cluster.types import Sampling
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
 from tests.support.unlisted import FAILED, SERVED, make
 
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
+GREEDY = Sampling(max_tokens=20, temperature=0.0)
 LENGTHS = (1, 2, 16, 17, 40, 41, 100, 70)
 QUICK = ("helium", "mellum")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
@@ -119,7 +119,7 @@ def test_the_log_says_what_was_proven(
 def test_positions_by_length(
     tmp_path: Path, rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where --max-model-len asks for more than the model was trained with, the proof is there."""
+    """With --max-model-len beyond the trained length, the proof runs there, too."""
     folder = make(tmp_path, "helium", monkeypatch, rope_parameters=rope, max_position_embeddings=128)
     length = 128 if rope["rope_type"] == "dynamic" else 64
     with caplog.at_level(logging.WARNING, "pd_cluster"):
@@ -127,7 +127,7 @@ def test_positions_by_length(
         make_core(folder, num_blocks=64, try_unlisted=("helium",), max_model_len=2 * length)
     proven = [message for message in caplog.messages if "proven at load" in message]
     assert [str(length) in message for message in proven] == [False, True]
-    monkeypatch.setattr(Rope, "length", lambda self, num_tokens: 0)
+    monkeypatch.setattr(RopeScaling, "length", lambda self, num_tokens: 0)
     with pytest.raises(ModelError, match=f"helium: beyond .* {length} the logits differ from transformers' own"):
         make_core(folder, num_blocks=64, try_unlisted=("helium",), max_model_len=2 * length)
 
@@ -143,12 +143,12 @@ class Settings:
 
 
 def test_lengths_within_the_work_that_a_load_may_cost() -> None:
-    small = Lengths.of(Settings(), 1_000_000, 32768, "cpu", Rope())
+    small = Lengths.of(Settings(), 1_000_000, 32768, "cpu", RopeScaling())
     assert (list(small.proven), list(small.skipped)) == ([64, 4096], [16384])  # its scores are too large
-    large = Lengths.of(Settings(), 8_000_000_000, 32768, "cpu", Rope())
+    large = Lengths.of(Settings(), 8_000_000_000, 32768, "cpu", RopeScaling())
     assert (list(large.proven), list(large.skipped)) == ([64], [4096, 16384])
-    assert list(Lengths.of(Settings(), 8_000_000_000, 32768, "cuda", Rope()).proven) == [64, 4096]
-    short = Lengths.of(Settings(), 1_000_000, 4096, "cpu", Rope())
+    assert list(Lengths.of(Settings(), 8_000_000_000, 32768, "cuda", RopeScaling()).proven) == [64, 4096]
+    short = Lengths.of(Settings(), 1_000_000, 4096, "cpu", RopeScaling())
     assert (list(short.proven), list(short.skipped)) == ([64], [])
 
 

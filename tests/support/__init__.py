@@ -1,1 +1,1 @@
-"""What tests share: tiny checkpoints, the cluster harness, engines in one process."""
+"""Shared test tools: tiny checkpoints, the cluster harness, engines in one process."""

@@ -1,4 +1,4 @@
-"""What another user of this machine can do: a function's answer from a child process with another user's rights."""
+"""Runs functions with another user's rights, in a child process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-OTHER_ID = 65534  # of a user and of a group
+OTHER_ID = 65534  # used as both user id and group id
 
 
 def answer_of_another_user(work: Callable[[], Any]) -> Any:
-    """What `work` returns, as JSON has it, in a child that is not root but, where it may choose, another user.
+    """Returns the result of `work`, converted by JSON, from a child that is not root and, if possible, another user.
 
-    What it raises is told as the string `Type: message`.
+    An exception is returned as the string `Type: message`.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -36,7 +36,7 @@ def answer_of_another_user(work: Callable[[], Any]) -> Any:
 
 
 def as_another_user(work: Callable[[], object]) -> str:
-    """What `work` raises there."""
+    """Returns the exception that `work` raises there."""
 
     def told() -> str:
         work()

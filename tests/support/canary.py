@@ -1,4 +1,4 @@
-"""A greedy stream that runs again and again while a test does something else to the cluster, and must not notice.
+"""A greedy stream that is repeated while a test disturbs the cluster, and must stay unchanged.
 
 Knows nothing of what the test does.
 """
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 
 class Canary:
-    """`with Canary(cluster).singing() as canary:`; each song must be, token for token, what it was in silence."""
+    """`with Canary(cluster).singing() as canary:`; each song must equal, token for token, the first one."""
 
     def __init__(self, cluster: LiveCluster) -> None:
         self._url = f"{cluster.url}/v1/completions"

@@ -1,4 +1,4 @@
-"""Certificates that sign themselves, made by the openssl command."""
+"""Self-signed certificates, made by the openssl command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.config import Tls
+from pd_cluster.settings.http import Tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Certificate:
         return Tls(str(self.certfile), str(self.keyfile), ca_certs, cert_reqs)
 
     def trusted(self, own: Certificate | None = None) -> ssl.SSLContext:
-        """What a client has that trusts this one alone, and shows its own where it has one."""
+        """Returns a client's context that trusts only this certificate, and shows its own if it has one."""
         context = ssl.create_default_context(cafile=str(self.certfile))
         if own is not None:
             context.load_cert_chain(own.certfile, own.keyfile)
         return context
 
     def becomes(self, other: Certificate) -> None:
-        """As certificates are renewed: one file after the other."""
+        """Replaces the files one after the other, as a renewal does."""
         for old, new in ((self.keyfile, other.keyfile), (self.certfile, other.certfile)):
             copy = old.with_suffix(".new")
             shutil.copy(new, copy)
@@ -38,7 +38,7 @@ class Certificate:
 
 
 def make_certificate(folder: Path, name: str) -> Certificate:
-    """For 127.0.0.1 and localhost."""
+    """Makes a certificate for 127.0.0.1 and localhost."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl command")
     made = Certificate(folder / f"{name}.pem", folder / f"{name}.key")

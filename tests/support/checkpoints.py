@@ -1,6 +1,6 @@
 """Tiny random checkpoints, one for each supported architecture, with a byte-level tokenizer and a chat template.
 
-Weights are seeded and large, so that the best two tokens are far apart and floating point noise decides nothing.
+Weights are seeded and large, so that the best two tokens are far apart and floating-point noise decides nothing.
 """
 
 from __future__ import annotations
@@ -145,7 +145,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-FUSED = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2")  # the others run as transformers' modules
+# These run as transformers' modules.
+NOT_FUSED = ("gpt_neox", "gpt2", "opt", "starcoder2", "stablelm", "cohere2")
+FUSED_OF_MORE = ("glm", "olmo3", "ministral", "cwm")  # of tests/support/more_checkpoints.py
+FUSED = (*(name for name in CONFIGS if name not in NOT_FUSED), *FUSED_OF_MORE)
 
 
 def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **changes: Any) -> Path:
@@ -177,9 +180,9 @@ def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **
 
 
 def shake(model: Any) -> None:
-    """Biases, norms and sinks are made as zeros and ones, and so would not be noticed when they are missing.
+    """Changes biases, norms and sinks from zeros and ones, so that a missing one is noticed.
 
-    With tied embeddings, what Gemma's layers add is made larger: else each token's successor is itself.
+    With tied embeddings, additions of Gemma's layers are enlarged; otherwise each token's successor is itself.
     """
     tied = model.config.tie_word_embeddings
     with torch.no_grad():
@@ -191,7 +194,7 @@ def shake(model: Any) -> None:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Every byte is a token (0-255); 256 <pad>, 257 <bos>, 258 <eos>; the rest are words."""
+    """Makes every byte a token (0-255); 256 <pad>, 257 <bos>, 258 <eos>; the rest are words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -204,11 +207,17 @@ def make_tokenizer() -> Tokenizer:
 
 @cache
 def reference_model(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """transformers' model, shared by the tests of a process: copy it before you change or move it.
+
+    If attention logits are capped, it runs eagerly: SDPA, which transformers may choose by default, ignores the cap.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
 
 
 def reference_greedy(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
-    """transformers' generate(), greedy: the tokens that everybody else must produce."""
+    """Returns the tokens of transformers' generate(), greedy: the reference for all engines."""
     return list(_greedy(reference_model(folder), tuple(prompt), max_tokens))
 
 
@@ -218,10 +227,10 @@ def _greedy(model: Any, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, 
 
 
 def reference_greedy_together(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """The same for all prompts in one generate(), padded on the left: a tenth of the time of one after the other.
+    """Returns the same for all prompts in one generate(), padded on the left: ten times as fast.
 
-    Padding may change the last bits, so a token that is not this one may still be `reference_greedy`'s.
-    test_the_reference_says_something holds the two against each other for every architecture.
+    Padding may change the last bits, so a different token may still be `reference_greedy`'s.
+    test_the_reference_says_something compares the two for every architecture.
     """
     return _generate(reference_model(folder), prompts, max_tokens)
 
@@ -236,7 +245,7 @@ def _generate(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> 
 
 
 def padded_left(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """What generate() takes of several prompts: input_ids and attention_mask, each [num_prompts, longest]."""
+    """Returns generate()'s arguments for several prompts: input_ids and attention_mask, each [num_prompts, longest]."""
     longest = max(len(prompt) for prompt in prompts)
     input_ids = torch.full((len(prompts), longest), PAD_ID)
     attention_mask = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -247,18 +256,18 @@ def padded_left(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 
 
 def until_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
-    """Up to and with the first token that ends the sequence."""
+    """Returns the tokens up to and including the first one that ends the sequence."""
     at = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
     return list(tokens[: at + 1])
 
 
 def margin(folder: Path, prompt: list[int], output: list[int]) -> float:
-    """The distance between the reference's two best logits after prompt + output."""
+    """Returns the distance between the reference's two best logits after prompt + output."""
     return margins(folder, prompt, output)[-1]
 
 
 def margins(folder: Path, prompt: list[int], output: list[int]) -> list[float]:
-    """The same after the prompt, and after each further token of the output: one more than it has tokens."""
+    """Returns the same after the prompt, and after each token of the output: one more than it has tokens."""
     with torch.inference_mode():
         logits = reference_model(folder)(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 :]
     best = logits.topk(2).values  # [1 + num_outputs, 2]

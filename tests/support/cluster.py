@@ -1,7 +1,7 @@
-"""A cluster of real processes for tests: started, awaited, asked, killed, and proven empty.
+"""A cluster of real processes for tests: started, awaited, queried, killed, and proven empty.
 
-Starts what `pd-cluster up` starts (the same plan), without restarting what dies unless a test says so. Every wait has a
-deadline and fails with the processes' last words.
+Starts what `pd-cluster up` starts (the same plan), and restarts nothing that dies unless a test says so. Every wait has
+a deadline and fails with the processes' last words.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from typing import Any
 
 import httpx
 
-from pd_cluster.cluster.launch_preloader import LaunchPreloader
-from pd_cluster.cluster.launcher import Launch, Member, plan_cluster
-from pd_cluster.cluster.ports import free_port_pair
-from pd_cluster.cluster.rank_process import environment
-from pd_cluster.engine.preloader import Preloader, essential, surroundings
+from pd_cluster.client.instances import links_of
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
+from pd_cluster.cluster.processes.launcher import Member, plan_cluster
+from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.cluster.processes.rank_process import environment
+from pd_cluster.engine.start.preloader import Preloader, essential, surroundings
+from pd_cluster.transport.table import same_host_choice
 
 START_TIMEOUT_S = 90.0
 SETTLE_TIMEOUT_S = 40.0
 POLL_S = 0.05
-DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "")  # of --device, for every worker
-SAME_HOST = "ipc" if DEVICE == "cuda" else "shm"  # how two instances of one host exchange KV cache
+DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "")  # --device of every worker
+SAME_HOST = same_host_choice(DEVICE or "cpu")  # how two instances of one host exchange KV cache
 
 
 def shared_preloader() -> Preloader:
-    """One for all clusters of this test process, and for ranks that have a core each.
+    """Returns one preloader for all clusters of this test process, and for ranks that have a core each.
 
-    Another one where something has changed that a fork inherits: a namespace, a limit, a test's variable.
+    Returns another one if something that a fork inherits has changed: a namespace, a limit, a test's variable.
     """
     num_threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or 1
     env = environment(num_threads, os.environ)
@@ -47,7 +50,7 @@ _preloaders: dict[str, Preloader] = {}
 
 
 class LiveCluster:
-    """`with LiveCluster(folder, model, …) as cluster:`; ready inside, gone after, whatever happened."""
+    """`with LiveCluster(folder, model, …) as cluster:`; ready inside, removed afterwards, whatever happens."""
 
     def __init__(
         self,
@@ -119,12 +122,12 @@ class LiveCluster:
         self.processes[name].send_signal(number)
 
     def kill_rank(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Only the processes that compute, not their parent."""
+        """Kills only the rank processes, not their parent."""
         for pid in self.rank_pids(name):
             os.kill(pid, number)
 
     def rank_pids(self, name: str) -> list[int]:
-        """In the order of the ranks; the worker's parent must answer."""
+        """Returns the pids in the order of the ranks; the worker's parent must answer."""
         answer = self.client.get(f"http://127.0.0.1:{self.members[name].port}/instance")
         found: list[int] = answer.json()["rank_pids"]
         assert found
@@ -152,17 +155,17 @@ class LiveCluster:
         return self.folder / f"{name}.log"
 
     def logs(self) -> str:
-        """The last lines of every process."""
+        """Returns the last lines of every process."""
         parts = []
         for name in self.members:
             lines = self.log_file(name).read_text(errors="replace").splitlines()[-25:]
             parts.append(f"---- {name}\n" + "\n".join(lines))
         return "\n".join(parts)
 
-    # ---- what it says
+    # ---- queries
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """(status, body); (0, {}) while nobody answers."""
+        """Returns (status, body); (0, {}) while nobody answers."""
         try:
             answer = self.client.get(f"{self.url}/health")
         except httpx.HTTPError:
@@ -184,7 +187,7 @@ class LiveCluster:
             time.sleep(POLL_S)
 
     def await_ready(self) -> None:
-        """All instances ready and every link up."""
+        """Waits until all instances are ready and every link is up."""
 
         def ready() -> bool:
             for name, process in self.processes.items():
@@ -201,11 +204,11 @@ class LiveCluster:
     def _all_linked(self) -> bool:
         found = self.instances()
         num_decode = sum(1 for i in found if i["role"] == "decode")
-        linked = [sum(1 for s in i["links"].values() if s.startswith("up")) for i in found if i["role"] == "prefill"]
+        linked = [sum(state.is_up for state in links_of(i).values()) for i in found if i["role"] == "prefill"]
         return all(number == num_decode for number in linked)
 
     def assert_home(self) -> None:
-        """Nothing is held, waiting or outstanding anywhere, and every block is accounted for."""
+        """Asserts that nothing is held, waiting or outstanding anywhere, and every block is accounted for."""
 
         def home() -> bool:
             return all(
@@ -231,11 +234,11 @@ class LiveCluster:
     # ---- requests
 
     def complete(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[int]:
-        """The output tokens of one completion, greedy unless the fields say otherwise."""
+        """Returns the output tokens of one completion, greedy unless the fields say otherwise."""
         return self.complete_choices(prompt, max_tokens, **fields)[0]
 
     def complete_choices(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[list[int]]:
-        """The output tokens of each choice."""
+        """Returns the output tokens of each choice."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **fields}
         answer = self.client.post(f"{self.url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -245,13 +248,13 @@ class LiveCluster:
 
 
 def children_of(pid: int) -> list[int]:
-    """Of all of its threads."""
+    """Returns the children of all of its threads."""
     lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
     return [int(child) for children in lists for child in children.split()]
 
 
 def in_parallel(jobs: Sequence[Callable[[], None]], concurrency: int, timeout_s: float = 240.0) -> list[BaseException]:
-    """Runs the jobs on threads; returns what they raised. Fails when they do not end in time."""
+    """Runs the jobs on threads; returns their exceptions. Fails if they do not end in time."""
     waiting = list(reversed(jobs))
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Compiles what CudaOps, the experts and the argmax launch, for GPUs that are not there: JSON lines on stdout.
+"""Compiles the kernels of CudaOps, the experts, the argmax and the draw for absent GPUs: JSON lines on stdout.
 
 `python -m tests.support.compile_cuda_ops ARCH…`, in a process of its own and without TRITON_INTERPRET. The launches are
 those of the real functions on tensors of the meta device, specialised as Triton itself would.
@@ -22,11 +22,16 @@ from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from pd_cluster.model.cuda.argmax import argmax_rows
-from pd_cluster.model.cuda.experts import GroupedExperts, Routing
+from pd_cluster.model.cuda.draw import draw_rows
+from pd_cluster.model.cuda.experts import TritonGroupedExperts
+from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps, prepare
-from pd_cluster.model.ops import Heads, Norm, Rope
+from pd_cluster.model.layers.gated import Routing
+from pd_cluster.model.layers.ops import Heads, Norm, Rope
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT64 = torch.int64
+KNOBS = ("inverse_temperature", "top_p", "log_min_p", "uniform")
 OPS = CudaOps(lambda *_: torch.empty(0))
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -44,26 +49,45 @@ def gate(num_rows: int, num_features: int, dtype: torch.dtype) -> None:
     OPS.gate(empty(num_rows, 2 * num_features, dtype=dtype), "gelu_tanh" if dtype == FP32 else "silu")
 
 
-def heads(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, has_norm: bool) -> None:
+def heads(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, has_norm: bool, wide: bool = False
+) -> None:
     weight = Norm(empty(head_dim, dtype=dtype), 1e-6) if has_norm else None
     pool = empty(4000, 32, 2, 16, num_kv_heads, head_dim, dtype=dtype)
     prepare(
         Heads(3, num_heads, num_kv_heads, head_dim, 1.0, q_norm=weight, k_norm=weight),
         empty(8, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
-        Rope(empty(8, head_dim, dtype=dtype), empty(8, head_dim, dtype=dtype)),
+        Rope(*(empty(8, head_dim, dtype=FP32 if wide else dtype) for _ in range(2))),
         pool[:, 3, 0],
         pool[:, 3, 1],
         empty(8, dtype=torch.int64),
     )
 
 
-def sparse(num_rows: int, hidden_size: int, num_features: int, num_experts: int, top_k: int, dtype: Any) -> None:
-    GroupedExperts(
+def linear(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
+    layer = TritonLinear(empty(num_outputs, num_inputs, dtype=dtype), empty(num_outputs, dtype=dtype))
+    layer(empty(8, num_inputs, dtype=dtype))
+
+
+def sparse(
+    num_rows: int,
+    hidden_size: int,
+    num_features: int,
+    num_experts: int,
+    top_k: int,
+    dtype: Any,
+    gpt_oss: bool = False,
+    is_deterministic: bool = False,
+) -> None:
+    biases = [(num_experts,), (num_experts, 2 * num_features), (num_experts, hidden_size)] if gpt_oss else []
+    TritonGroupedExperts(
         empty(num_experts, hidden_size, dtype=dtype),
         empty(num_experts, 2 * num_features, hidden_size, dtype=dtype),
         empty(num_experts, hidden_size, num_features, dtype=dtype),
         Routing(top_k, round_weights=num_experts > 8),
-        "silu",
+        "swigluoai" if gpt_oss else "silu",
+        *(empty(*size, dtype=dtype) for size in biases),
+        is_deterministic=is_deterministic,
     )(empty(num_rows, hidden_size, dtype=dtype))
 
 
@@ -71,7 +95,13 @@ def argmax(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     argmax_rows(empty(num_rows, vocab_size, dtype=dtype))
 
 
-# Llama 3.1 8B, Qwen3 0.6B, Gemma 2 and Mixtral, at the sizes that the tables of launch sizes tell apart.
+def draw(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
+    knobs = {name: empty(num_rows, dtype=torch.float64) for name in KNOBS} | {"top_k": empty(num_rows, dtype=INT64)}
+    best, ids = empty(num_rows, dtype=FP32), empty(num_rows, dtype=INT64)
+    draw_rows(empty(num_rows, vocab_size, dtype=dtype), ids, best, ids, knobs)
+
+
+# Llama 3.1 8B, Qwen3 0.6B, Gemma 2 and Mixtral, at the sizes that the tables of launch sizes distinguish.
 FEW: dict[str, Callable[[], None]] = {
     "norm": lambda: norm(4096, BF16),
     "gate, few rows": lambda: gate(32, 14336, BF16),
@@ -82,13 +112,19 @@ FEW: dict[str, Callable[[], None]] = {
     "experts, 100 rows": lambda: sparse(100, 4096, 14336, 8, 2, BF16),
     "experts, 192 rows": lambda: sparse(192, 4096, 14336, 8, 2, BF16),
     "experts, 2048 rows": lambda: sparse(2048, 4096, 14336, 8, 2, BF16),
+    "experts of gpt-oss": lambda: sparse(64, 2880, 2880, 32, 4, BF16, gpt_oss=True),
+    "linear": lambda: linear(4096, 4096, BF16),
+    "wide linear": lambda: linear(4096, 28672, BF16),
+    "deterministic experts": lambda: sparse(100, 4096, 14336, 8, 2, BF16, gpt_oss=True, is_deterministic=True),
     "argmax, one row": lambda: argmax(1, 151936, BF16),
     "argmax, 128 rows": lambda: argmax(128, 151936, FP32),
+    "draw, 128 rows": lambda: draw(128, 151936, BF16),
 }
 OTHERS: dict[str, Callable[[], None]] = {
     **{f"norm of {n} {dtype}": lambda n=n, dtype=dtype: norm(n, dtype) for n in (64, 896, 5120, 16384)
        for dtype in (FP16, FP32)},
     "norm, wide weight": lambda: norm(2304, BF16, is_wide=True),
+    "heads by wide tables": lambda: heads(40, 8, 128, BF16, has_norm=False, wide=True),  # OLMo 2
     "norm of 32768": lambda: norm(32768, BF16),
     "gate, float32": lambda: gate(4, 4864, FP32),
     "gate, float16": lambda: gate(4, 4864, FP16),
@@ -97,7 +133,12 @@ OTHERS: dict[str, Callable[[], None]] = {
     **{f"experts of {shape} {dtype}": lambda shape=shape, dtype=dtype: sparse(*shape, dtype)
        for shape in ((4, 2048, 768, 128, 8), (700, 2048, 768, 128, 8), (3, 90, 70, 5, 2), (2000, 90, 70, 5, 2))
        for dtype in (FP16, FP32)},
+    **{f"linear of {shape} {dtype}": lambda shape=shape, dtype=dtype: linear(*shape, dtype)
+       for shape in ((896, 1152), (90, 70), (4096, 128256)) for dtype in (FP16, FP32)},
+    "deterministic experts, float32": lambda: sparse(3, 96, 64, 8, 2, FP32, is_deterministic=True),
     "argmax, float16": lambda: argmax(1, 32000, FP16),
+    "draw, float32": lambda: draw(256, 262144, FP32),
+    "draw, few tokens": lambda: draw(1, 1000, FP16),
 }  # fmt: skip
 
 
@@ -147,12 +188,13 @@ def facts(name: str, launch: Launch, arch: int) -> dict[str, Any]:
         "narrowest_store_nbytes": min(_widths("st", ptx), default=0),
         "copies_16_bytes": "cp.async.cg" in ptx,
         "is_16_bits": any(isinstance(arg, torch.Tensor) and arg.dtype in (BF16, FP16) for arg in launch[1]),
+        "fuses_doubles": "fma.rn.f64" in ptx,
         "tensor_cores": len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
     }
 
 
 def _widths(instruction: str, ptx: str) -> list[int]:
-    """Bytes of each of these instructions on global memory, by one thread."""
+    """Returns the bytes per thread of each of these instructions on global memory."""
     found = re.findall(rf"\b{instruction}\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)\b", ptx)
     return [int(count or 1) * int(bits) // 8 for count, bits in found]
 

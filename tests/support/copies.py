@@ -1,4 +1,4 @@
-"""Copies checkpoints and changes what their JSON files say."""
+"""Copies checkpoints and changes their JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def copy_of(folder: Path, to: Path, changes: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Returns a copy within the folder `to`. `changes` are by file; None takes a field out."""
+    """Returns a copy within the folder `to`. `changes` are by file; None removes a field."""
     made = to / "model"
     shutil.copytree(folder, made)
     for name, fields in changes.items():

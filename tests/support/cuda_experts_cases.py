@@ -1,21 +1,26 @@
-"""What Triton's interpreter makes of the grouped experts, against `fuse.Experts` and transformers' sparse blocks."""
+"""The grouped experts under Triton's interpreter, against `fuse.Experts` and transformers' sparse blocks."""
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from pd_cluster.model.cuda import experts as module
-from pd_cluster.model.cuda.experts import GroupedExperts, Routing, num_row_tiles, route, routing_of, sort_pairs, tiling
-from pd_cluster.model.fuse import Experts
-from pd_cluster.model.ops import Activation, TorchOps
+from pd_cluster.model.cuda.experts import TritonGroupedExperts, num_row_tiles, route, sort_pairs, tiling
+from pd_cluster.model.fuse import _experts
+from pd_cluster.model.layers.expert_weight import experts_of
+from pd_cluster.model.layers.gated import Activation, Experts, Routing, routing_of
+from pd_cluster.model.layers.ops import TorchOps
+from pd_cluster.model.quirks import ARCHITECTURES
 from tests.support.interpreted import DTYPES, choose_device
 
 choose_device()
@@ -32,6 +37,10 @@ def mixtral(hidden_size: int, num_features: int, num_experts: int, top_k: int, a
     return filled(MixtralSparseMoeBlock(config))
 
 
+def grouped_of(block: Any, activation: Activation) -> TritonGroupedExperts:
+    return TritonGroupedExperts.of(block.gate, experts_of(block.experts), activation)
+
+
 def filled(block: Any) -> Any:
     for parameter in block.parameters():
         parameter.data.normal_(std=0.2)
@@ -39,7 +48,7 @@ def filled(block: Any) -> Any:
 
 
 def expected_of(block: Any, x: torch.Tensor) -> torch.Tensor:
-    """transformers' own block in float64 arithmetic, but for the choice of experts, which is the dtype's."""
+    """Computes transformers' own block in float64, except for the choice of experts, which follows the dtype."""
     with torch.no_grad():
         _, weights, chosen = block.gate(x)
         experts = block.experts.double()
@@ -71,21 +80,19 @@ def test_experts_are_those_of_transformers(
     x = torch.randn(num_rows, hidden_size).to(dtype)
     gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
     expected = expected_of(block, x)
-    grouped = GroupedExperts(block.gate.weight.detach(), gate_up, down, routing_of(block.gate), "silu")
+    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, routing_of(block.gate), "silu")
     assert_near(grouped(x), expected, dtype)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_experts_are_those_of_the_fused_model(activation: Activation) -> None:
-    """And take the block apart as they do."""
     torch.manual_seed(1)
     name = "silu" if activation == "silu" else "gelu_pytorch_tanh"
     block, other = (mixtral(64, 96, 8, 2, name) for _ in range(2))
     other.load_state_dict(block.state_dict())
     x = torch.randn(20, 64)
-    expected = Experts(other, TorchOps(), activation)(x)
-    grouped = GroupedExperts.of_block(block, activation)
-    assert not hasattr(block, "experts")
+    expected = Experts(other.gate, experts_of(other.experts), TorchOps(), activation)(x)
+    grouped = grouped_of(block, activation)
     assert_near(grouped(x), expected.double(), torch.float32)
 
 
@@ -107,7 +114,25 @@ def test_other_architectures_route_in_their_own_way(dtype: torch.dtype, renormal
         assert torch.equal(actual_weights.to(dtype).float(), actual_weights)
         expected = expected_of(block, x)
         block.to(dtype)
-        assert_near(GroupedExperts.of_block(block, "silu")(x), expected, dtype)
+        assert_near(grouped_of(block, "silu")(x), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_with_biases_and_limited_gates_are_those_of_gpt_oss(dtype: torch.dtype) -> None:
+    """Also the fused model's. transformers' weights over the chosen experts alone are softmax's, scaled."""
+    torch.manual_seed(6)
+    config = GptOssConfig(hidden_size=48, intermediate_size=40, num_local_experts=6, num_experts_per_tok=3)
+    block: Any = filled(GptOssMLP(config))
+    for parameter in block.parameters():
+        parameter.data.mul_(5)  # beyond the limits
+    block = block.to(dtype)
+    x = torch.randn(9, 48).to(dtype)
+    _, weights, chosen = block.router(x)
+    expected = copy.deepcopy(block.experts).double()(x.double(), chosen, weights.double()).detach()
+    experts = _experts(block, ARCHITECTURES["GptOssForCausalLM"])
+    if dtype == torch.float32:
+        assert_near(Experts(block.router, experts, TorchOps(), "swigluoai")(x), expected, dtype)
+    assert_near(TritonGroupedExperts.of(block.router, experts, "swigluoai")(x), expected, dtype)
 
 
 def test_equal_logits_choose_the_lowest_experts() -> None:
@@ -117,7 +142,7 @@ def test_equal_logits_choose_the_lowest_experts() -> None:
 
 
 def test_experts_without_any_weight_are_chosen_once() -> None:
-    """Weights of exactly 0, which are as many as needed to fill the choice."""
+    """As many weights of exactly 0 as the choice needs are included."""
     chosen, weights = route(torch.tensor([[-500.0, 500.0, -500.0, -500.0]]), Routing(3))
     assert chosen.tolist() == [[1, 0, 2]]
     assert weights.tolist() == [[1.0, 0.0, 0.0]]
@@ -126,7 +151,7 @@ def test_experts_without_any_weight_are_chosen_once() -> None:
 def test_a_row_of_nan_hurts_only_itself() -> None:
     torch.manual_seed(3)
     block = mixtral(32, 32, 4, 2)
-    grouped = GroupedExperts.of_block(block, "silu")
+    grouped = grouped_of(block, "silu")
     x = torch.randn(6, 32)
     expected = grouped(x)
     x[2] = float("nan")
@@ -175,14 +200,14 @@ def test_tiles_suffice_however_pairs_are_spread() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tiling_computes_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough rows for several tiles of some experts, and row tiles in more than one group."""
+    """Some experts have enough rows for several tiles, and row tiles form more than one group."""
     torch.manual_seed(5)
     monkeypatch.setattr(module, "ROW_TILES_TOGETHER", 2)
     block = mixtral(48, 72, 3, 2).to(dtype)
     x = torch.randn(75, 48).to(dtype)
     gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
     expected = expected_of(block, x)
-    grouped = GroupedExperts(block.gate.weight.detach(), gate_up, down, routing_of(block.gate), "silu")
+    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, routing_of(block.gate), "silu")
     tilings = module.TILINGS_32_BITS if dtype == torch.float32 else module.TILINGS_16_BITS
     for tile in tilings:
         monkeypatch.setattr(module, "tiling", lambda *_, tile=tile: tile)
@@ -198,12 +223,12 @@ def test_tilings_grow_with_the_rows_of_an_expert() -> None:
 
 def test_no_rows_at_all() -> None:
     block = mixtral(32, 16, 4, 2)
-    assert GroupedExperts.of_block(block, "silu")(torch.empty(0, 32)).shape == (0, 32)
+    assert grouped_of(block, "silu")(torch.empty(0, 32)).shape == (0, 32)
 
 
 def test_rows_may_be_strided() -> None:
     torch.manual_seed(7)
-    grouped = GroupedExperts.of_block(mixtral(32, 16, 4, 2), "silu")
+    grouped = grouped_of(mixtral(32, 16, 4, 2), "silu")
     wide = torch.randn(5, 96)
     assert torch.equal(grouped(wide[:, 32:64]), grouped(wide[:, 32:64].contiguous()))
 
@@ -221,11 +246,11 @@ def test_random_shapes(seed: int) -> None:
     gate_up, down = block.experts.gate_up_proj.detach().clone(), block.experts.down_proj.detach().clone()
     routing = routing_of(block.gate)
     logits, _, chosen = block.gate(x)
-    if route(logits.detach(), routing)[0].tolist() != chosen.tolist():  # only ties may be broken otherwise
+    if route(logits.detach(), routing)[0].tolist() != chosen.tolist():  # only ties may be broken differently
         chosen = route(logits.detach(), routing)[0].long()
         picked = logits.detach().gather(1, chosen)
         assert torch.equal(picked, logits.detach().topk(routing.top_k).values)
         return
     expected = expected_of(block, x)
-    grouped = GroupedExperts(block.gate.weight.detach(), gate_up, down, routing, "silu")
+    grouped = TritonGroupedExperts(block.gate.weight.detach(), gate_up, down, routing, "silu")
     assert_near(grouped(x), expected, dtype)

@@ -1,4 +1,4 @@
-"""What Triton's interpreter makes of queries, keys and values, against transformers' modules and TorchOps."""
+"""Queries, keys and values under Triton's interpreter, against transformers' modules and TorchOps."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.block_major import DeviceBlocks
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.cuda.ops import CudaOps, prepare
-from pd_cluster.model.ops import Heads, Norm, Rope, TorchOps
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.interpreted import DTYPES, assert_like, choose_device, strided, whole_numbers
 
 choose_device()
 
-ANY = SamplingParams(max_tokens=1, temperature=0.0)
+ANY = Sampling(max_tokens=1, temperature=0.0)
 
 
 def attend_by_reference(
     query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, batch: ForwardBatch, scoring: sdpa.Scoring
 ) -> torch.Tensor:
-    """A sequence at a time, all of it read from the pool."""
+    """Attends one sequence at a time, reading all of it from the pool."""
     result = torch.empty_like(query)
     starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
     for i, context_len in enumerate(batch.context_lens.tolist()):
@@ -40,10 +41,10 @@ def attend_by_reference(
 
 def make_pool(heads: Heads, block_size: int, num_blocks: int, dtype: torch.dtype) -> KVPool:
     name = str(dtype).removeprefix("torch.")
-    layout = KVLayout(2, heads.num_kv_heads, heads.head_dim, heads.head_dim, block_size, name)
+    layout = KVLayout(2, heads.num_kv_heads, keys_and_values(heads.head_dim), block_size, name)
     with torch.device("cpu"):
         pool = KVPool(layout, num_blocks)
-    pool.memory = pool.data.to(torch.get_default_device())
+    pool.memory = DeviceBlocks(layout, [pool.data.to(torch.get_default_device())])
     return pool
 
 
@@ -54,7 +55,7 @@ def make_rope(num_tokens: int, head_dim: int, dtype: torch.dtype) -> Rope:
 
 
 def expected_heads(heads: Heads, qkv: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As transformers' attention modules compute them, [num_tokens, num_heads or num_kv_heads, head_dim]."""
+    """Computes them like transformers' attention modules, [num_tokens, num_heads or num_kv_heads, head_dim]."""
     num_kv = heads.num_kv_heads
     parts = qkv.unflatten(1, (-1, heads.head_dim)).split([heads.num_heads, num_kv, num_kv], dim=1)
     query, key, value = parts
@@ -78,7 +79,7 @@ SHAPES = [(1, 1, 2), (4, 2, 16), (7, 1, 80), (14, 2, 64), (3, 3, 96), (8, 8, 256
 def test_prepare_rotates_and_writes_bit_for_bit(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
-    """Nothing but the slots of these tokens changes; several padding tokens share one slot of the padding block."""
+    """Only the slots of these tokens change; several padding tokens share one slot of the padding block."""
     torch.manual_seed(head_dim)
     heads = Heads(1, num_heads, num_kv_heads, head_dim, 1.0)
     block_size, num_blocks, num_tokens = 5, 3, 4
@@ -103,7 +104,7 @@ def test_prepare_rotates_and_writes_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prepare_norms_each_head(dtype: torch.dtype) -> None:
-    """Qwen3's order: norm, then rotation. Bit for bit where the sums of squares are exact and the dtype short."""
+    """Qwen3's order is norm, then rotation. Exact where the sums of squares are exact and the dtype short."""
     torch.manual_seed(4)
     q_norm, k_norm = (Norm((torch.rand(128) + 0.5).to(dtype), eps) for eps in (1e-6, 1e-2))
     heads = Heads(0, 6, 2, 128, 1.0, q_norm=q_norm, k_norm=k_norm)
@@ -139,7 +140,7 @@ def test_prepare_writes_in_the_dtype_of_the_pool(dtype: torch.dtype, pool_dtype:
 
 
 def make_batch(heads: Heads, rng: random.Random) -> ForwardBatch:
-    """Prompts, prompts behind prefixes and single tokens, in shuffled blocks."""
+    """Makes prompts, prompts after prefixes and single tokens, in shuffled blocks."""
     block_size = rng.choice([3, 16])
     lens = [(1, 0), (rng.randint(2, 9), 0), (1, rng.randint(1, 40)), (rng.randint(2, 9), rng.randint(1, 40))]
     pool = make_pool(heads, block_size, sum(-(-(n + prefix) // block_size) for n, prefix in lens), torch.float32)
@@ -150,7 +151,7 @@ def make_batch(heads: Heads, rng: random.Random) -> ForwardBatch:
         count = -(-(n + prefix) // block_size)
         table, blocks = blocks[:count], blocks[count:]
         request = Request(
-            str(i), [0] * (n + prefix), ANY, num_computed_tokens=prefix, block_table=table, arrival_s=float(i)
+            str(i), Order([0] * (n + prefix), ANY), num_computed_tokens=prefix, block_table=table, arrival_s=float(i)
         )
         chunks.append((request, n))
     with torch.device("cpu"):
@@ -162,7 +163,7 @@ def make_batch(heads: Heads, rng: random.Random) -> ForwardBatch:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_attend_is_that_of_torch(seed: int) -> None:
-    """Pool and output alike; the layer is told as written once the pool has it, before anybody attends."""
+    """Pool and output agree; the layer is reported as written once the pool has it, before attention runs."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     num_kv_heads = rng.choice([1, 2])

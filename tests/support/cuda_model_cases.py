@@ -1,6 +1,6 @@
 """Whole models through the CUDA path's kernels, graphs and steps ahead, against transformers' `generate()`.
 
-Interpreted on CPU, where graphs are calls that are made again. Run by tests/model/test_cuda_model.py.
+Interpreted on CPU, where replaying a graph repeats its calls. Run by tests/model/test_cuda_model.py.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.config import EngineConfig
-from pd_cluster.device import CPU
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU
 from pd_cluster.engine.build import build_core
-from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model import loader
-from pd_cluster.model.attention.choice import Attention, triton_attention
+from pd_cluster.model.attention_choice import Attention, cuda_ops, triton_attention
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import DecodeGraphs
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling
 from tests.support import fake_flashinfer
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, random_prompt, run
@@ -30,8 +30,8 @@ from tests.support.interpreted import choose_device
 
 choose_device()
 
-GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-ASKING = SamplingParams(
+GREEDY = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+ASKING = Sampling(
     max_tokens=5,
     min_tokens=3,
     temperature=0.0,
@@ -42,11 +42,12 @@ ASKING = SamplingParams(
     logprobs=2,
 )
 LENS = (1, 5, 18)
-ALWAYS, SOMETIMES = ("llama",), ("mixtral", "qwen3", "gemma2")
+ALWAYS = ("llama",)
+SOMETIMES = ("mixtral", "qwen3", "gemma2", "gpt_oss", "gemma3_text", "phi3", "qwen2_moe", "olmo2", "smollm3", "glm4")
 
 
 def as_cuda(monkeypatch: pytest.MonkeyPatch, attention: Attention | None = None) -> None:
-    """The loader chooses on CPU what it would choose on CUDA."""
+    """Makes the loader choose on CPU as it would on CUDA."""
     monkeypatch.setattr(loader, "choose_attention", lambda *given: attention or triton_attention())
 
 
@@ -60,16 +61,16 @@ def test_fused_layers_graphs_and_steps_ahead(
 
 @pytest.mark.slow
 def test_fused_layers_around_flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake of it, which computes what it is told."""
+    """A fake FlashInfer computes the calls it receives."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer.as_module())
     kernels = importlib.import_module("pd_cluster.model.cuda.flashinfer").FlashInfer(CPU)
-    as_cuda(monkeypatch, Attention("FlashInfer", kernels.write_and_attend, kernels.attend_batch))
+    as_cuda(monkeypatch, Attention("FlashInfer", kernels.write_and_attend, kernels.attend_batch, cuda_ops))
     assert check_fused_layers("gemma2", tmp_path) == "fused layers, Triton kernels, attention by FlashInfer"
     assert any(wrapper.is_graph for wrapper in fake_flashinfer.calls.planned)
 
 
 def check_fused_layers(architecture: str, tmp_path: Path) -> str:
-    """Greedy tokens against transformers'; returns which kernels computed them."""
+    """Compares greedy tokens with transformers'; returns which kernels computed them."""
     folder = make_checkpoint(tmp_path, architecture)
     core, runner = build_core(
         EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, max_num_batched_tokens=16, device="cpu")
@@ -92,8 +93,8 @@ def check_fused_layers(architecture: str, tmp_path: Path) -> str:
 
 
 def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, int, list[int]]]]:
-    """Each token with its rank and the most likely ones, where something is asked of the logits."""
-    requests = [Request(f"r{i}", prompt, ASKING, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    """Returns each token with its rank and the most likely ones, if the request asks for logprobs."""
+    requests = [Request(f"r{i}", Order(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     found = []
     for tokens in run(core, requests).values():
         told = [(token.token_id, token.logprobs) for token in tokens[0]]

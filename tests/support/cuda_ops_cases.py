@@ -1,4 +1,4 @@
-"""What Triton's interpreter makes of the kernels that work on rows, against TorchOps and transformers' modules.
+"""The kernels that work on rows under Triton's interpreter, against TorchOps and transformers' modules.
 
 On a GPU, if there is one: `python -m pytest tests/support/cuda_*_cases.py`.
 """
@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import math
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from transformers import GptOssConfig
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pd_cluster.model.cuda.argmax import argmax_rows
-from pd_cluster.model.cuda.ops import CudaOps
-from pd_cluster.model.ops import Activation, Norm, TorchOps
-from pd_cluster.model.passes import peaks
+from pd_cluster.model.cuda.ops import CudaOps, prepare
+from pd_cluster.model.layers.gated import Activation
+from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
+from pd_cluster.model.sampling.passes import peaks
 from tests.support.interpreted import DTYPES, assert_like, choose_device, strided, whole_numbers
 
 choose_device()
 
 EPS = 1e-6
-ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+GATED: tuple[Activation, ...] = ("silu", "gelu_tanh")  # torch has a function for them
 
 
 OPS = CudaOps(lambda *_: torch.empty(0))  # without attention
@@ -33,7 +38,7 @@ OPS = CudaOps(lambda *_: torch.empty(0))  # without attention
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_features", [1, 64, 896, 5120])
 def test_norm_rounds_as_llama_does(dtype: torch.dtype, num_features: int) -> None:
-    """Bit for bit where the sum of squares has no rounding of its own."""
+    """The result is exact where the sum of squares has no rounding of its own."""
     torch.manual_seed(num_features)
     module = LlamaRMSNorm(num_features, EPS).to(dtype)
     module.weight.data = (torch.rand(num_features) + 0.5).to(dtype)
@@ -81,13 +86,40 @@ def test_add_norm_adds_in_place_in_the_own_dtype(dtype: torch.dtype, num_rows: i
     assert around.isnan().sum() == 32 * num_rows
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_limited_gate_is_that_of_gpt_oss(dtype: torch.dtype) -> None:
+    """Values lie on both sides of each limit; transformers rounds once more, before its first product."""
+    torch.manual_seed(4)
+    config = GptOssConfig(hidden_size=8, intermediate_size=200, num_local_experts=1, num_experts_per_tok=1)
+    gate, up = ((torch.randn(4, 200) * 8).to(dtype) for _ in range(2))
+    exact = GptOssExperts(config)._apply_gate(torch.stack((gate, up), dim=-1).flatten(1).double())
+    actual = OPS.gate(torch.cat((gate, up), dim=-1), "swigluoai")
+    tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    assert (actual.double() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rotations_by_wide_tables_are_rounded_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    angles = torch.rand(3, 8) * 6
+    angles = torch.cat((angles, angles), dim=-1)
+    rope, qkv = Rope(angles.cos(), angles.sin()), torch.randn(3, 4 * 16).to(dtype)
+    keys, values = (torch.zeros(1, 4, 1, 16, dtype=dtype) for _ in range(2))
+    query = prepare(Heads(0, 2, 1, 16, 1.0), qkv, rope, keys, values, torch.arange(3))
+    heads = qkv.double().view(3, 4, 16)[:, :3]
+    left, right = heads.chunk(2, dim=-1)
+    turned = heads * rope.cos[:, None] + torch.cat((-right, left), dim=-1) * rope.sin[:, None]
+    expected = turned.to(dtype)
+    assert ((query != expected[:, :2]).sum() + (keys[0, :3] != expected[:, 2:]).sum()) <= 2, "float32's own rounding"
+
+
+@pytest.mark.parametrize("activation", GATED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "num_features"), [(1, 1), (1, 4864), (4, 200)])
 def test_gate_rounds_before_the_product(
     activation: Activation, dtype: torch.dtype, num_rows: int, num_features: int
 ) -> None:
-    """torch's GELU loses all digits where 1 + tanh is nearly 0; there the kernel is held against float64 alone."""
+    """torch's GELU loses all digits where 1 + tanh is nearly 0; there the kernel is compared with float64 alone."""
     torch.manual_seed(3)
     x = strided((torch.randn(num_rows, 2 * num_features) * 3).to(dtype))
     function = ACT2FN["silu" if activation == "silu" else "gelu_pytorch_tanh"]
@@ -118,7 +150,7 @@ def test_no_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 7), (2, 5000), (9, 9001), (17, 1024)])
 def test_argmax_finds_the_lowest_of_equals(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
-    """Few values, so that most rows have several best tokens, in several parts."""
+    """There are few values, so that most rows have several best tokens, in several parts."""
     torch.manual_seed(num_rows)
     logits = strided(torch.randint(-90, -85, (num_rows, vocab_size)).to(dtype))
     logits[0] = torch.randn(vocab_size).to(dtype)

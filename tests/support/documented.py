@@ -1,4 +1,4 @@
-"""JSON schema validators out of an OpenAPI document, for requests and for real answers."""
+"""Builds JSON schema validators from an OpenAPI document, for requests and for real answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def validator_of(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema
 
 
 def answer_validator(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
-    """Refuses fields that the document does not have, too."""
+    """Returns a validator that also refuses fields missing from the document."""
     closed = copy.deepcopy(document)
     for each in closed["components"]["schemas"].values():
         if "properties" in each:

@@ -1,35 +1,39 @@
-"""Commands of an operator over a real membership and router, with a mailbox that only remembers and no files."""
+"""An operator's commands over a real membership and router, with a mailbox that only records and no files."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.cluster.elastic import Elastic, Tables
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.membership import Membership, instances_of
-from pd_cluster.cluster.place import Place
-from pd_cluster.cluster.policy import least_loaded
-from pd_cluster.cluster.router import Router
-from pd_cluster.config import Credentials, Timeouts
-from pd_cluster.mailbox import Mailbox
+from pd_cluster.cluster.members.elastic import Elastic, Tables
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.membership import Membership, instances_of
+from pd_cluster.cluster.members.place import Place
+from pd_cluster.cluster.routing.policy import least_loaded
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.settings.config import Credentials
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import LinkState
 from ranktable_tools import generate
 from tests.support.router_world import FakeMailbox
 
 
 class Wires(FakeMailbox):
+    table = b""
+
     def __init__(self) -> None:
         super().__init__()
         self.closed: list[str] = []
+
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
+        raise AssertionError("every instance is connected already")
 
     def disconnect(self, conn: str) -> None:
         self.closed.append(conn)
 
 
 def place_of(num_prefill: int = 2, num_decode: int = 2) -> Place:
-    """The scheduler's place in a table of so many instances of one device each, without any file."""
+    """Returns the scheduler's place in a table of this many instances of one device each, without any file."""
     slots = [[10 + at] for at in range(num_prefill)], [[20 + at] for at in range(num_decode)]
     generated = generate(
         prefill=slots[0], decode=slots[1], api_server=True, server_ip="127.0.0.1", device_kind="cpu", device_ips=None
@@ -40,17 +44,15 @@ def place_of(num_prefill: int = 2, num_decode: int = 2) -> Place:
 
 
 class ElasticWorld:
-    """A real membership and a router over ready instances, and the commands for them; the clock stands."""
+    """A real membership and a router over ready instances, and the commands for them; the clock stands still."""
 
     def __init__(self, num_prefill: int = 2, num_decode: int = 2) -> None:
         self.now_s = 0.0
         self.mailbox = Wires()
-        mailbox = cast(Mailbox, self.mailbox)
-        self.router = Router(mailbox, least_loaded, 0.0)
         place = place_of(num_prefill, num_decode)
         instances = instances_of(place, list(range(1, num_prefill + num_decode + 1)))
-        self.membership = Membership(place, instances, mailbox, Timeouts(), "model", self.router.on_lost)
-        self.router.membership = self.membership
+        self.membership = Membership(place, instances, self.mailbox, Timeouts(), "model")
+        self.router = Router(self.mailbox.send, self.membership, least_loaded, 0.0)
         self.place, self.ports = place, list[int]()
         self.credentials = credentials = Credentials(b"s" * 32)
         tables = Tables(lambda: self.place, lambda place: self.ports or None, lambda place: self.credentials)
@@ -71,14 +73,14 @@ class ElasticWorld:
         self.membership._by_conn[instance.conn] = instance
 
     def link(self) -> None:
-        """Every prefill instance to every decode instance, as their roles are now."""
+        """Links every prefill instance to every decode instance, by their current roles."""
         instances = self.membership.instances
-        links = {each.key: "up (shm)" for each in instances if each.role == "decode"}
+        links = {each.key: LinkState("up", ("shm",)) for each in instances if each.role == "decode"}
         for each in instances:
             each.load = msgspec.structs.replace(each.load, links=links if each.role == "prefill" else {})
 
     def told(self) -> dict[str, dict[str, str]]:
-        """The last `Peers` that each instance got: name -> role."""
+        """The last `Peers` that each instance received: name -> role."""
         return {
             conn.removeprefix("to-"): {p.name: p.role for p in body.peers} for conn, body in self.mailbox.of(wire.Peers)
         }

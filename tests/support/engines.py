@@ -6,10 +6,10 @@ import os
 import random
 from pathlib import Path
 
-from pd_cluster.config import EngineConfig
 from pd_cluster.engine.build import build_core
-from pd_cluster.engine.core import EngineCore
-from pd_cluster.types import Request, SamplingParams, TokenOutput
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import margin, reference_greedy, reference_greedy_together
 
 MAX_STEPS = 5000
@@ -17,7 +17,7 @@ DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "auto")
 
 
 def make_core(folder: Path, **settings: object) -> EngineCore:
-    """On the device that PD_CLUSTER_TEST_DEVICE names, as of --device; a GPU is not filled by a tiny model's pool."""
+    """Makes an engine on the device that PD_CLUSTER_TEST_DEVICE names; a tiny model's pool does not fill a GPU."""
     settings.setdefault("device", DEVICE)
     if DEVICE == "cuda" and "num_blocks" not in settings:
         settings.setdefault("kv_cache_memory_gib", 0.25)
@@ -28,9 +28,9 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
 
-def generate(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
-    """All prompts at once; outputs in order. Asserts that every block comes home."""
-    requests = [Request(f"r{i}", prompt, sampling, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+def generate(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    """Generates for all prompts at once; outputs in order. Asserts that every block is released."""
+    requests = [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     for request in requests:
         core.scheduler.add(request)
     for _ in range(MAX_STEPS):
@@ -44,7 +44,7 @@ def generate(core: EngineCore, prompts: list[list[int]], sampling: SamplingParam
 
 
 def run(core: EngineCore, requests: list[Request]) -> dict[str, dict[int, list[TokenOutput]]]:
-    """All at once; each request's tokens by sequence. Asserts that every block comes home."""
+    """Runs all at once; returns each request's tokens by sequence. Asserts that every block is released."""
     tokens: dict[str, dict[int, list[TokenOutput]]] = {request.request_id: {} for request in requests}
     for request in requests:
         core.scheduler.add(request)
@@ -60,7 +60,7 @@ def run(core: EngineCore, requests: list[Request]) -> dict[str, dict[int, list[T
 
 
 def assert_same(folder: Path, prompt: list[int], output: list[int], max_tokens: int) -> None:
-    """Token for token as the reference, except where its two best tokens are closer than 1e-4 (invariant 1)."""
+    """Asserts the reference's tokens, except where its two best tokens are closer than 1e-4 (invariant 1)."""
     expected = reference_greedy(folder, prompt, max_tokens)
     if output == expected:
         return
@@ -75,9 +75,9 @@ def assert_same(folder: Path, prompt: list[int], output: list[int], max_tokens: 
 def assert_all_same(
     folder: Path, prompts: list[list[int]], outputs: list[list[int]], max_tokens: int | list[int]
 ) -> None:
-    """`assert_same` of many: what the reference says otherwise with all of them in a batch, it is asked for alone.
+    """Asserts `assert_same` for many: if the batched reference differs, each prompt is computed alone.
 
-    `max_tokens`: of all, or of each.
+    `max_tokens`: for all, or for each.
     """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     together = reference_greedy_together(folder, prompts, max(limits))

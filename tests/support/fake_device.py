@@ -1,8 +1,8 @@
-"""A device that does nothing before somebody waits for it: streams and events over CPU tensors.
+"""A device that computes only when somebody waits for it: streams and events over CPU tensors.
 
-What is launched on a stream is written down and done when an event behind it is waited for (or asked again and again),
-never earlier. So whoever reads or tells too early is found out, whatever the machine's speed. Stands where device.py
-expects torch's module of a device, CUDA's or NPUs'; the memory of another process is a memfd.
+Work launched on a stream is recorded, and done when an event after it is waited for (or queried repeatedly), never
+earlier. Code that reads or reports too early is therefore found out, whatever the machine's speed. It takes the place
+of torch's module of a device in device.py, CUDA's or NPUs'; another process's memory is a memfd.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pd_cluster import device as devices
-from pd_cluster import streams
-from pd_cluster.device import Device, DeviceKind
-from pd_cluster.kv.layered import LayerMajor
+from pd_cluster.devices import device as devices
+from pd_cluster.devices import streams
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.kv.block_major import DeviceBlocks
+from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport import pair
-from pd_cluster.wire import MemoryPart
+from pd_cluster.transport.device_memory import MemoryPart
 
 ANSWERS_HOST = {"aten::equal", "aten::_local_scalar_dense", "aten::item"}
 
@@ -67,7 +69,7 @@ class Event:
         self._at[0].run(self._at[1])
 
     def query(self) -> bool:
-        """Every question gives the device time for one more job."""
+        """Every query gives the device time for one more job."""
         assert self._at is not None
         stream, place = self._at
         is_reached = stream.num_done >= place
@@ -76,7 +78,7 @@ class Event:
 
 
 class _Launches(TorchDispatchMode):
-    """What is called inside is launched instead."""
+    """Launches the calls made inside, instead of running them."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -101,7 +103,7 @@ class _Launches(TorchDispatchMode):
 
     @staticmethod
     def _again(func: Any, args: Any, kwargs: Any, outs: Any) -> None:
-        """With what its inputs hold now."""
+        """Repeats a call with the current content of its inputs."""
         fresh = func(*args, **kwargs)
         for to, of in zip(outs, fresh if isinstance(fresh, (tuple, list)) else [fresh], strict=True):
             to.copy_(of)
@@ -110,7 +112,7 @@ class _Launches(TorchDispatchMode):
 class FakeModule:
     """torch.cuda or torch.npu, as far as device.py uses it.
 
-    `compute[i]` is every thread's current stream on device i, unless it says otherwise.
+    `compute[i]` is every thread's current stream on device i by default.
     """
 
     Event = Event
@@ -150,11 +152,11 @@ class FakeModule:
         return self.peers_can_read
 
     def launch(self, index: int, job: Callable[[], object]) -> None:
-        """A kernel of the model on that device."""
+        """Launches a kernel of the model on that device."""
         self.compute[index].launch(job)
 
     def finish(self) -> None:
-        """Everything is over."""
+        """Finishes all work."""
         for stream in list(self.streams):
             stream.run(stream.num_launched)
 
@@ -164,7 +166,7 @@ class FakeModule:
 
 
 def install(patch: Any) -> FakeModule:
-    """The devices, and NCCL or HCCL between them. `patch`: pytest's MonkeyPatch."""
+    """Installs the devices, and NCCL or HCCL between them. `patch`: pytest's MonkeyPatch."""
     fake = FakeModule()
     patch.setattr(FakeGroup, "device", fake, raising=False)
     patch.setattr(FakeGroup, "made", [])
@@ -183,32 +185,34 @@ def install(patch: Any) -> FakeModule:
 
 
 def put_on(pool: KVPool, index: int = 0, kind: DeviceKind = "cuda") -> KVPool:
-    """As if it were on that device, and lay there as pools do; its memory stays the host's."""
+    """Makes the pool claim to be on that device, with the layout used there; its memory stays the host's."""
     pool.device = Device(kind, index)
     if kind == "npu":
-        pool.memory = LayerMajor([_in_memfd(pool.data[:, i].transpose(0, 1)) for i in range(pool.layout.num_layers)])
+        layers = [_in_memfd(pool.data[:, i].transpose(0, 1)) for i in range(pool.layout.num_layers)]
+        pool.memory = LayerMajor(pool.layout, layers)
     else:
-        _fds[pool.data.data_ptr()] = pool.fd
+        _fds[pool.memory.parts[0].data_ptr()] = pool.fd
+        pool.memory = DeviceBlocks(pool.layout, pool.memory.parts)
     return pool
 
 
 def content(pool: KVPool) -> torch.Tensor:
-    """What it holds now, as block-major pools lie; of those no copy."""
+    """Returns its current content in block-major layout; without a copy if it is block-major."""
     if not isinstance(pool.memory, LayerMajor):
-        return pool.memory
+        return pool.data
     return torch.stack([layer.transpose(0, 1) for layer in pool.memory.layers], dim=1)
 
 
 def fill(pool: KVPool, blocks: slice, value: float, layers: slice = slice(None)) -> None:
-    """At once, whatever the device has still to do."""
+    """Fills blocks at once, ahead of the device's pending work."""
     if not isinstance(pool.memory, LayerMajor):
-        pool.memory[blocks, layers] = value
+        pool.data[blocks, layers] = value
         return
     for layer in pool.memory.layers[layers]:
         layer[:, blocks] = value
 
 
-_fds: dict[int, int] = {}  # descriptors of memory, by where it begins
+_fds: dict[int, int] = {}  # descriptors of memory, by start address
 
 
 def _in_memfd(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,7 +226,7 @@ def _in_memfd(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MemfdMemory:
-    """Memory of a device as another process gets it: here the handle names a descriptor."""
+    """A device's memory as another process receives it: here the handle names a descriptor."""
 
     def export(self, tensor: torch.Tensor) -> MemoryPart:
         path = f"/proc/{os.getpid()}/fd/{_fds[tensor.data_ptr()]}".encode()
@@ -242,9 +246,9 @@ class MemfdMemory:
 
 
 class FakeGroup:
-    """ProcessGroupNCCL between two ends in one process: calls go on by themselves, behind what was launched before."""
+    """ProcessGroupNCCL between two ends in one process: calls progress by themselves, after earlier launches."""
 
-    keeps_errors = False  # what has failed only says so when it is asked
+    keeps_errors = False  # an error is raised only when the call is queried
 
     class Options:
         _timeout: object = None
@@ -265,7 +269,7 @@ class FakeGroup:
             FakeGroup.meetings[name] = threading.Barrier(2)
             store.set("wire", name)
         self.rank, self.options = rank, options
-        self.calls: list[tuple[str, int]] = []  # and how many bytes
+        self.calls: list[tuple[str, int]] = []  # and their bytes
         name = store.get("wire").decode()
         self._wire, self._meeting = FakeGroup.wires[name], FakeGroup.meetings[name]
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -319,9 +323,16 @@ class FakeGroup:
 
 
 class FakeHccl(FakeGroup):
-    """Whoever has called it must wait for the other end, however long that takes."""
+    """Its calls block until the other end joins, however long that takes."""
 
     keeps_errors = True
+
+    def abort(self) -> None:
+        """Does nothing, as torch-npu's class inherits it."""
+
+    def abort_hccl_comm(self, reason: str | None) -> None:
+        self.abort_reason = reason
+        self.aborted.set()
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> FakeWork:
         with contextlib.suppress(threading.BrokenBarrierError):

@@ -1,8 +1,8 @@
 """FlashInfer's two paged wrappers as far as they are used here, on CPU tensors and in plain torch.
 
-Signatures are those of flashinfer-python 0.6.18.post1, and so is what plan() and run() refuse. Stricter than that: what
-plan() reads on the host must be there, nothing may be planned while `forbidden`, and a plan that another one has
-overwritten in the same workspace is an error in run().
+Signatures are those of flashinfer-python 0.6.18.post1, and so are the arguments that plan() and run() refuse. The fake
+is stricter: inputs of plan() on the host must be ready, nothing may be planned while `forbidden`, and a plan that
+another one has overwritten in the same workspace is an error in run().
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 VERSION = "0.6.18.post1"
-# Keywords of decode's plan(); prefill's has them in its signature.
+# Keywords of decode's plan(); prefill's are in its signature.
 PLAN_OPTIONS = """
     pos_encoding_mode window_left window_right logits_soft_cap q_data_type kv_data_type o_data_type data_type sm_scale
     rope_scale rope_theta non_blocking block_tables seq_lens fixed_split_size disable_split_kv q_len_per_req
@@ -24,7 +24,7 @@ PLAN_OPTIONS = """
 
 
 class Calls:
-    """What was done with the fake since it was installed."""
+    """Calls to the fake since it was installed."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -37,7 +37,7 @@ calls = Calls()
 
 
 class _Wrapper:
-    """What both have in common: who plans, and attention over pages."""
+    """The common part of both: planning, and attention over pages."""
 
     _shape: tuple[int, int, int, int]
 
@@ -54,7 +54,7 @@ class _Wrapper:
         self.float_workspace, self.int_workspace = float_workspace_buffer, int_workspace_buffer
 
     def _store(self, given: list[torch.Tensor], buffers: list[Any]) -> list[torch.Tensor]:
-        """The wrapper's own copies; in graph mode in its fixed buffers, whose sizes bind."""
+        """Returns the wrapper's own copies; in graph mode in its fixed buffers, whose sizes are binding."""
         assert not calls.forbidden, "planned while a graph is captured or replayed"
         for tensor in given:
             assert tensor.dtype == torch.int32
@@ -96,13 +96,13 @@ class _Wrapper:
         return out
 
     def _sequence(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-        """q [query_len, num_heads, head_dim], k and v [seen, num_kv_heads, head_dim]."""
+        """Attends with q [query_len, num_heads, head_dim], k and v [seen, num_kv_heads, head_dim]."""
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * self.options["sm_scale"]
         if cap := self.options.get("logits_soft_cap"):
             scores = torch.tanh(scores / cap) * cap
-        at = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))[None]  # how far back a key is
+        at = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))[None]  # a key's distance back
         hidden = at < 0 if causal else torch.zeros_like(at, dtype=torch.bool)
         if (left := self.options.get("window_left", -1)) >= 0:
             hidden |= at > left
@@ -262,10 +262,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 def as_module() -> ModuleType:
-    """To be found by `import flashinfer`; with nothing done yet."""
+    """Returns a module for `import flashinfer`, with no calls recorded yet."""
     calls.__init__()  # type: ignore[misc]
     fake = ModuleType("flashinfer")
     fake.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)
+    vars(fake)["__version__"] = "0.6.18"
     for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
         setattr(fake, wrapper.__name__, wrapper)
     sys.modules.pop("pd_cluster.model.cuda.flashinfer", None)

@@ -1,4 +1,4 @@
-"""A server of this project's kind without a cluster behind it, and raw clients: each byte is theirs to choose."""
+"""A server of this project's kind without a cluster, and raw clients that choose each byte."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from pd_cluster.api import server
-from pd_cluster.config import ConnectionLimits, Tls
+from pd_cluster.api.front import server
+from pd_cluster.settings.http import Tls
+from pd_cluster.settings.routing import ConnectionLimits
 
 WAIT_S = 30.0
 KIB = 1 << 10
@@ -23,7 +24,7 @@ HELD = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class App:
-    """Says what it has heard of each request. /held answers when it is let go, /early without reading the body."""
+    """Reports its view of each request. /held answers when it is released, /early without reading the body."""
 
     def __init__(self) -> None:
         self.num_heard = 0
@@ -61,7 +62,7 @@ class Serving:
         return Client(reader, writer)
 
     async def ask(self, *pieces: bytes, source: str = "127.0.0.1") -> bytes:
-        """Everything that is answered until the server closes, or to the first answer's end."""
+        """Returns everything that is answered until the server closes, or to the first answer's end."""
         client = await self.connect(source)
         for piece in pieces:
             await client.send(piece)
@@ -70,7 +71,7 @@ class Serving:
         return answer
 
     async def until(self, what: str, condition: Callable[[], bool]) -> None:
-        """Fails when the test's own deadline is over first, and says what it waited for."""
+        """Waits for a condition. Fails at the test's own deadline with the condition's name."""
         try:
             while not condition():
                 await asyncio.sleep(0.01)
@@ -89,7 +90,7 @@ class Client:
             await self.writer.drain()
 
     async def answer(self) -> bytes:
-        """One, head and body; what there is of it when the connection ends."""
+        """Returns one answer, head and body; what there is of it if the connection ends."""
         head = b""
         try:
             head = await self.reader.readuntil(b"\r\n\r\n")

@@ -1,7 +1,7 @@
 """An engine without torch for the explorer: the real scheduler, and memory that knows what every slot stands for.
 
-A slot's content, in each layer, is the hash of all tokens up to the one that was written there: so a block that is
-reused too early, shared wrongly, or committed although it was, is noticed.
+A slot's content, in each layer, is the hash of all tokens up to the one written there. Blocks reused too early, shared
+wrongly, or committed in spite of that, are therefore noticed.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pd_cluster import wire
-from pd_cluster.engine import beam_groups
-from pd_cluster.engine.beams import BeamSearch, candidates_of, first_tokens_of
-from pd_cluster.engine.plan import StepPlan
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step import beam_groups
+from pd_cluster.engine.step.beams import BeamSearch, candidates_of, first_tokens_of
+from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Candidate, Request, SamplingParams, Status, TokenOutput
+from pd_cluster.types import Candidate, Order, Request, Sampling, Status, TokenOutput
 
 NUM_LAYERS = 3
 
 
 class Memory:
-    """`slots[layer][block * block_size + offset]`; 0 before anything was written."""
+    """`slots[layer][block * block_size + offset]`; 0 before the first write."""
 
     def __init__(self, blocks: BlockPool, block_size: int) -> None:
         self.block_size = block_size
@@ -34,13 +34,13 @@ class Memory:
         return block_table[position // self.block_size] * self.block_size + position % self.block_size
 
     def read(self, piece: wire.KVPiece) -> list[list[int]]:
-        """[num_layers][num_tokens]"""
+        """Returns [num_layers][num_tokens]."""
         offset = piece.first_token // self.block_size * self.block_size
         at = [self.slot(piece.block_ids, p - offset) for p in range(piece.first_token, piece.stop_token)]
         return [[self.slots[layer][i] for i in at] for layer in range(piece.first_layer, piece.stop_layer)]
 
     def write(self, piece: wire.KVPiece, into: Sequence[int], content: list[list[int]]) -> None:
-        """What lands, in blocks that must still be held for it."""
+        """Writes a received piece into blocks that must still be held for it."""
         assert all(self._blocks._holders[block] for block in into), f"{into} were released and are written"
         offset = piece.first_token // self.block_size * self.block_size
         for layer, values in zip(range(piece.first_layer, piece.stop_layer), content, strict=True):
@@ -54,7 +54,7 @@ class Memory:
 
 
 def contents(request: Request, start: int, stop: int) -> list[int]:
-    """What the slots of its tokens [start, stop) must hold."""
+    """Returns the expected content of the slots of its tokens [start, stop)."""
     found, value = [], 0
     for position, token in enumerate(request.token_ids(0, stop)):
         value = hash((value, token)) or 1
@@ -68,11 +68,11 @@ class Engine:
 
     def __init__(self, num_blocks: int, block_size: int, budget: int, caches: bool) -> None:
         prefix = PrefixScope("model", Numerics()) if caches else None
-        blocks = BlockPool(num_blocks, rests=False)  # the worst case for whoever still reads or writes one
-        self.scheduler = Scheduler(blocks, block_size, 6, budget, prefix)
+        blocks = BlockPool(num_blocks, rests=False)  # the worst case for late readers and writers
+        self.scheduler = StepScheduler(blocks, block_size, 6, budget, prefix)
         self.memory = Memory(blocks, block_size)
         self.legs: dict[str, list[Request]] = {}
-        self.plan: StepPlan | None = None  # the step that runs now
+        self.plan: StepPlan | None = None  # the step in progress
         self.num_layers_done = 0
 
     def begin(self, plan: StepPlan) -> None:
@@ -82,7 +82,7 @@ class Engine:
         self.plan, self.num_layers_done = plan, 0
 
     def compute_layer(self) -> None:
-        """One layer of the step: every chunk reads what is before it and writes its own."""
+        """Computes one layer of the step: every chunk reads its prefix and writes its own slots."""
         assert self.plan is not None
         layer = self.memory.slots[self.num_layers_done]
         for request, num_tokens in self.plan.chunks:
@@ -94,13 +94,13 @@ class Engine:
         self.num_layers_done += 1
 
     def end_step(self) -> tuple[StepPlan, list[Request]]:
-        """The plan that was computed, and who caught up."""
+        """Returns the plan that was computed, and the requests that caught up."""
         assert self.plan is not None
         plan, self.plan = self.plan, None
         return plan, self.scheduler.computed(plan)
 
     def check_memory(self, request: Request, num_tokens: int) -> None:
-        """The slots of its first tokens hold what these tokens stand for, and nothing newer of anybody."""
+        """Asserts that the slots of its first tokens hold these tokens' content, and nothing newer."""
         for layer in range(NUM_LAYERS):
             self.check_layer(request, num_tokens, layer)
 
@@ -123,10 +123,10 @@ class Ends:
 
 
 def first_tokens(request: Request) -> list[TokenOutput]:
-    """What P samples, one a sequence; of several sequences one ends with it, and all do when max_tokens is 1."""
+    """Returns P's samples, one per sequence; of several sequences one ends with it, and all do if max_tokens is 1."""
     sampling = request.sampling
     if sampling.beam_width:
-        return first_tokens_of(request, candidates(Request("", request.prompt_token_ids, sampling)))
+        return first_tokens_of(request, candidates(Request("", Order(request.prompt_token_ids, sampling))))
     tokens = []
     for index in range(sampling.n):
         ends = sampling.max_tokens == 1 or (sampling.n > 1 and index == len(request.prompt_token_ids) % sampling.n)
@@ -136,7 +136,7 @@ def first_tokens(request: Request) -> list[TokenOutput]:
 
 
 def candidates(beam: Request) -> list[Candidate]:
-    """How a beam may go on: a function of its tokens."""
+    """Returns a beam's continuations, a function of its tokens."""
     start = hash(tuple(beam.token_ids(0, beam.num_tokens))) % 97
     width = beam.sampling.beam_width
     row = [Candidate(100 + start + at, -float((start + 31 * at) % 97 + 1), at == width) for at in range(width + 1)]
@@ -144,7 +144,7 @@ def candidates(beam: Request) -> list[Candidate]:
 
 
 def ends_at_once(request: Request, tokens: Sequence[TokenOutput]) -> bool:
-    """Whether there is nothing left for D."""
+    """Returns whether nothing is left for D."""
     if not request.sampling.beam_width:
         return all(token.finish_reason is not None for token in tokens)
     search = BeamSearch(request.sampling)
@@ -153,7 +153,7 @@ def ends_at_once(request: Request, tokens: Sequence[TokenOutput]) -> bool:
 
 
 def decode_step(engine: Engine) -> list[Request]:
-    """A whole step on D; returns the sequences that ended."""
+    """Runs a whole step on D; returns the sequences that ended."""
     engine.begin(engine.scheduler.plan())
     for _ in range(NUM_LAYERS):
         engine.compute_layer()
@@ -172,14 +172,14 @@ def decode_step(engine: Engine) -> list[Request]:
 
 
 def abort(engine: Engine, sequences: list[Request], tell: object) -> None:
-    """As a worker drops a leg."""
+    """Drops a leg as a worker does."""
     for request in sequences:
         tell.abort(request)  # type: ignore[attr-defined]
         if request.key in engine.scheduler.requests and request.status is not Status.LANDING:
             engine.scheduler.finish(request)
 
 
-def make_sampling(max_tokens: int, n: int, beam_width: int) -> SamplingParams:
+def make_sampling(max_tokens: int, n: int, beam_width: int) -> Sampling:
     if beam_width:
-        return SamplingParams(max_tokens=max_tokens, n=min(n, beam_width), beam_width=beam_width, temperature=0.0)
-    return SamplingParams(max_tokens=max_tokens, n=n)
+        return Sampling(max_tokens=max_tokens, n=min(n, beam_width), beam_width=beam_width, temperature=0.0)
+    return Sampling(max_tokens=max_tokens, n=n)

@@ -1,6 +1,6 @@
 """One prefill and one decode engine without torch or sockets, driven through random orders of events.
 
-Real are the schedulers, Exports, Imports, the link's Sealer, Opener and Lander. A seeded random number decides what
+The schedulers, Exports, Imports, the link's Sealer, Opener and Lander are real. A seeded random number decides what
 happens next: a layer of a step, a message that arrives, a chunk that is sent or lands, an abort, a link that breaks, a
 frame that comes twice or out of order, a process that dies and is started again, time that passes.
 """
@@ -15,17 +15,17 @@ from functools import partial
 from itertools import accumulate
 
 from pd_cluster import wire
-from pd_cluster.config import Timeouts
-from pd_cluster.device import CPU
-from pd_cluster.engine.exports import Exports, ShipLimits
-from pd_cluster.engine.imports import Imports
-from pd_cluster.engine.patience import Patience
+from pd_cluster.devices.device import CPU
+from pd_cluster.engine.handover.exports import Exports, ShipLimits
+from pd_cluster.engine.handover.imports import Imports
+from pd_cluster.engine.step.patience import Patience
 from pd_cluster.errors import LinkError
+from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Drained, Landed, LandFault
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.landing import Geometry, Lander
-from pd_cluster.types import Request, Status, TokenOutput
+from pd_cluster.types import Order, Request, Status, TokenOutput
 from tests.support.handoff_engine import (
     NUM_LAYERS,
     Ends,
@@ -44,7 +44,7 @@ TIMES = Timeouts(credit_timeout_s=10, transfer_timeout_s=30)
 
 
 class LateCopies(Copies):
-    """As on a device: copies are made when they are waited for, and not before."""
+    """Copies that are made when they are waited for, and not before, as on a device."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -61,7 +61,7 @@ class LateCopies(Copies):
 
 
 class Link:
-    """One link's life: P's send thread, what is on the wire, D's receive thread. Keeps both pools mapped."""
+    """One link's life: P's send thread, frames in transit, D's receive thread. Keeps both pools mapped."""
 
     def __init__(self, conn: str, source: Memory, target: Memory, one_sided: bool, is_late: bool) -> None:
         key = LinkKey.derive(b"secret", conn, "p", "d")
@@ -73,11 +73,11 @@ class Link:
         self.frames: deque[wire.KVFrame | str] = deque()  # at D's thread
         self.seen: list[wire.KVFrame] = []
         self.opened: set[int] = set()
-        self.copied: list[str] = []  # transfers, once for each of their copies that are not made yet
-        self.payloads: dict[int, list[list[int]]] = {}  # two-sided: what was in the blocks when it was sent
+        self.copied: list[str] = []  # transfers, once for each pending copy
+        self.payloads: dict[int, list[list[int]]] = {}  # two-sided: the blocks' content when it was sent
         self.works = True
         self.copies = LateCopies()
-        self._is_late = is_late  # the pools are on devices
+        self._is_late = is_late  # whether the pools are on devices
         self.lander = Lander(self, Geometry(NUM_LAYERS, source.block_size, target.block_size))
 
     name: wire.TransportName = "local"
@@ -88,7 +88,7 @@ class Link:
     def close(self) -> None: ...
 
     def send(self) -> wire.KVFrame | None:
-        """P's thread does its next job."""
+        """Runs the next job of P's thread."""
         header = self.jobs.popleft()()
         if header is None:
             return None
@@ -111,7 +111,7 @@ class Link:
         self.target.write(chunk.piece, into, self.source.read(chunk.piece) if payload is None else payload)
 
     def land(self) -> Landed | LandFault | Drained | str | None:
-        """D's thread takes its next item; a string says why the link fails."""
+        """Takes the next item of D's thread; a string is the reason for a link failure."""
         item = self.frames.popleft()
         if isinstance(item, str):
             drained = self.lander.forget(item)
@@ -146,7 +146,7 @@ class World:
         self.max_payload_nbytes = rng.choice([1, 4, 100])
         self.batch_share = random.Random(f"{seed} batch").choice([0.0, 0.8, 1.0, 1.0])
         self.p_ends, self.d_ends = Ends(), Ends()
-        self.taken: set[str] = set()  # transfers that P's mailbox has told D it may go on with
+        self.taken: set[str] = set()  # transfers for which P's mailbox has confirmed that D may continue
         self.p_life = self.d_life = 0
         self.links: list[Link] = []
         self.start_p()
@@ -176,10 +176,10 @@ class World:
             self._notice,
             *self.troubles,
         ]
-        # Each seed has its own slow and fast parts: that is what makes rare orders common.
+        # Each seed has its own slow and fast parts, which makes rare orders common.
         weights: list[float] = [rng.choice([0.4, 2.0, 8.0]) for _ in self.events[: -len(self.troubles)]]
         rates = [rng.choice([0.02, 0.1, 0.4]) for _ in self.troubles[:5]] + [rng.choice([0.004, 0.015])] * 2
-        self.num_quiet = len(weights)  # the events that are no trouble come first
+        self.num_quiet = len(weights)  # harmless events come first
         weights += [rate if rng.random() < 0.4 else 0.0 for rate in rates]
         self.weights = list(accumulate(weights))
 
@@ -189,7 +189,7 @@ class World:
     def start_p(self) -> None:
         self.p_life += 1
         self.p = Engine(*self.p_shape)
-        block_nbytes = NUM_LAYERS  # a byte a layer
+        block_nbytes = NUM_LAYERS  # one byte per layer
         self.exports = Exports(
             self.p.scheduler,
             self,
@@ -200,8 +200,8 @@ class World:
             block_nbytes,
             self.group_nbytes,
         )
-        self.p_conn: str | None = None  # as its mailbox knows
-        self.p_link: str | None = None  # as its engine knows
+        self.p_conn: str | None = None  # as its mailbox knows it
+        self.p_link: str | None = None  # as its engine knows it
         self.to_p: deque[tuple[str, wire.Body]] = deque()
         self.p_inbox: deque[tuple[str, wire.Body | None]] = deque()  # None: the connection is down
         self.credits: deque[tuple[str, wire.Credit]] = deque()
@@ -227,10 +227,10 @@ class World:
     def link(self, conn: str) -> Link:
         return self.links[int(conn.removeprefix("link-"))]
 
-    # ---- what may happen
+    # ---- events
 
     def run(self, num_events: int = 1500) -> None:
-        """Random events, then quiet ones until everybody has ended."""
+        """Runs random events, then quiet ones until all requests have ended."""
         for at in range(num_events + 20_000):
             self.trouble = at < num_events
             if not (self.unsubmitted or self.p.scheduler.requests or self.d.scheduler.requests or len(self.imports)):
@@ -243,7 +243,7 @@ class World:
         raise AssertionError(f"not ended: P {self._standing(self.p)}, D {self._standing(self.d)}")
 
     def check(self) -> None:
-        """Everything ended once, nothing is held."""
+        """Asserts that everything ended once and nothing is held."""
         while self.p.plan is not None or self.p_inbox or self.replies:
             self._p_mailbox_replies()
             self._p_step() if self.p.plan is not None else self._p_reads_inbox()
@@ -259,10 +259,10 @@ class World:
         assert not len(self.exports.held), "a transfer is held that is none"
 
     def _one_event(self) -> None:
-        """Drawn from the sums of weights up to each event."""
+        """Draws an event from the cumulative weights."""
         num_kinds = len(self.events) if self.trouble else self.num_quiet
         drawn = self.rng.random()
-        if self.num_events > HURRY_EVENTS:  # nobody is slow for ever
+        if self.num_events > HURRY_EVENTS:  # nothing stays slow forever
             at = int(drawn * num_kinds)
         else:
             at = bisect(self.weights, drawn * self.weights[num_kinds - 1], 0, num_kinds - 1)
@@ -274,7 +274,7 @@ class World:
             self.d.scheduler.check()
 
     def _submit(self) -> None:
-        """One leg of a request arrives; the other has come before or comes later."""
+        """Submits one leg of a request; the other one comes earlier or later."""
         if not self.unsubmitted:
             return
         side, name = self.unsubmitted.pop()
@@ -282,13 +282,17 @@ class World:
         rng = random.Random(f"{self.seed} {name}")  # both legs have the same prompt
         request = Request(
             name,
-            [1] * rng.choice([0, 4, 9]) + [rng.randrange(50) for _ in range(rng.randrange(1, 13))],
-            make_sampling(rng.choice([1, 2, 6, 14]), rng.choice([1, 1, 1, 2, 3]), rng.choice([0, 0, 0, 0, 0, 2, 4])),
+            Order(
+                [1] * rng.choice([0, 4, 9]) + [rng.randrange(50) for _ in range(rng.randrange(1, 13))],
+                make_sampling(
+                    rng.choice([1, 2, 6, 14]), rng.choice([1, 1, 1, 2, 3]), rng.choice([0, 0, 0, 0, 0, 2, 4])
+                ),
+                batch="b" if rng.random() < self.batch_share else "",
+            ),
             arrival_s=self.now_s,
             leg="prefill" if side == "p" else "decode",
             transfer_id=f"t{name}",
             peer="decode" if side == "p" else "prefill",
-            batch="b" if rng.random() < self.batch_share else "",
         )
         if side == "p":
             self.p.legs[name] = [request]
@@ -298,14 +302,14 @@ class World:
             self.imports.submit(request)
 
     def _tell_the_other_leg(self) -> None:
-        """The scheduler has heard how one leg ended and aborts the other, unless the KV cache was handed over."""
+        """Aborts the other leg after the scheduler learned of one leg's end, unless the KV cache was handed over."""
         for ends, other in ((self.p_ends, self.d), (self.d_ends, self.p)):
             for name in [n for n in other.legs if ends.outcome.get(n, "handed over") != "handed over"]:
                 self._order_abort(other, name)
                 return
 
     def _p_step(self) -> None:
-        """The next part of a step of P: it begins, computes a layer, or ends. Only credits are read meanwhile."""
+        """Runs the next part of a step of P: it begins, computes a layer, or ends. Only credits are read meanwhile."""
         p = self.p
         if p.plan is None:
             while self.p_inbox:
@@ -364,7 +368,7 @@ class World:
             self.d_inbox.append((conn, body))
 
     def _deliver_to_p(self) -> None:
-        """P's mailbox, while its engine does whatever it does: `Confirm` is answered at once."""
+        """Runs P's mailbox, whatever its engine does: `Confirm` is answered at once."""
         if not self.to_p:
             return
         conn, body = self.to_p.popleft()
@@ -380,7 +384,7 @@ class World:
         self.p_inbox.append((conn, body))
 
     def _p_mailbox_replies(self) -> None:
-        """The engine's thread may have done anything since the transfer was taken out."""
+        """Replies late: the engine's thread may have done anything since the transfer was taken out."""
         if not self.replies:
             return
         conn, answer = self.replies.popleft()
@@ -398,7 +402,7 @@ class World:
             self.to_d.append((conn, frame))
 
     def _thread_step(self) -> None:
-        """Threads of links that are down go on for as long as something is queued for them."""
+        """Runs a link's thread; those of closed links continue while their queues hold jobs."""
         busy = [link for link in self.links if link.frames]
         if not busy:
             return
@@ -452,7 +456,7 @@ class World:
     # ---- trouble
 
     def _abort(self) -> None:
-        """The client leaves: one leg of its request is aborted, the other as soon as the scheduler gets to it."""
+        """Aborts one leg of a request whose client left, and the other once the scheduler reaches it."""
         engine = self.rng.choice([self.p, self.d])
         if engine.legs:
             self._order_abort(engine, self.rng.choice(list(engine.legs)))
@@ -469,12 +473,12 @@ class World:
         abort(engine, sequences, self.exports if engine is self.p else self.imports)
 
     def _break_link(self) -> None:
-        """One side sees it first; `_notice` is the other's turn."""
+        """Breaks the link: one side notices first, the other in `_notice`."""
         if self.p_conn is not None and self.d_conn is not None:
             self._p_loses_link() if self.rng.random() < 0.5 else self._d_loses_link("cut")
 
     def _notice(self) -> None:
-        """Whoever still believes in a link that the other side has lost; when both know, a new one stands."""
+        """Lets the other side notice a lost link; when both know, a new one is made."""
         if self.p_conn is None and self.d_conn is None:
             if self.p_link is None:
                 self.connect()
@@ -484,7 +488,7 @@ class World:
             self._d_loses_link("cut")
 
     def _p_loses_link(self) -> None:
-        """Its mailbox does, at once; its engine hears of it after the step that runs."""
+        """Loses the link for P's mailbox at once; its engine learns of it after the current step."""
         assert self.p_conn is not None
         self.p_inbox.append((self.p_conn, None))
         self.p_conn = None
@@ -495,7 +499,7 @@ class World:
         self.imports.on_link_down(conn, reason)
 
     def _repeat_frame(self) -> None:
-        """An old frame comes once more: from this link or from one before."""
+        """Repeats an old frame of this link or an earlier one."""
         frames = [frame for link in self.links[-2:] for frame in link.seen[-10:]]
         if frames and self.d_conn is not None:
             self.link(self.d_conn).frames.append(self.rng.choice(frames))
@@ -507,7 +511,7 @@ class World:
             self.to_d[i], self.to_d[j] = self.to_d[j], self.to_d[i]
 
     def _p_dies(self) -> None:
-        """Whatever it held is gone; D notices at its own time. What had not arrived goes to its successor."""
+        """Kills P with all that it held; D notices later. Messages still in transit go to P's successor."""
         for name in [n for n in sorted(self.half_submitted) if n not in self.p.legs]:
             self._never_submit("p", name, self.p_ends)
         for name in list(self.p.legs):
@@ -522,7 +526,7 @@ class World:
         self.start_d()
 
     def _never_submit(self, side: str, name: str, ends: Ends) -> None:
-        """It was addressed to the life that has just ended."""
+        """Drops a Submit addressed to the life that has just ended."""
         if (side, name) in self.unsubmitted:
             self.unsubmitted.remove((side, name))
             self.half_submitted.discard(name)
@@ -553,7 +557,7 @@ class World:
         link.jobs.append(lambda: chunk if transfer_id in link.live else None)
 
     def _check_shipped(self, transfer_id: str, piece: wire.KVPiece) -> None:
-        """It has been computed."""
+        """Asserts that it has been computed."""
         request = self.p.legs[transfer_id.removeprefix("t")][0]
         expected = contents(request, piece.first_token, piece.stop_token)
         assert all(layer == expected for layer in self.p.memory.read(piece)), f"{request.key} is shipped too early"
@@ -584,7 +588,7 @@ class World:
         self._end(self.d, request, error or "dropped")
 
     def _joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
-        """The heart of it: what D commits is this request's prompt, whole, and P's tokens."""
+        """Asserts the central invariant: D commits this request's whole prompt, and P's tokens."""
         assert request.transfer_id in self.taken, f"{request.key} goes on without P's word"
         assert tokens == first_tokens(request)
         self.patience.landed()
@@ -601,7 +605,7 @@ class World:
 
 
 class DecodeSide:
-    """ImportPorts of one life of D."""
+    """The ImportPorts of one life of D."""
 
     def __init__(self, world: World) -> None:
         self.world = world

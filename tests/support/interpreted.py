@@ -1,10 +1,10 @@
-"""Triton's interpreter in a child process: whether kernels are interpreted is decided when triton is imported.
+"""Triton's interpreter in a child process: triton decides at import whether kernels are interpreted.
 
 Cases are test functions in files whose names pytest does not collect by itself; `run_cases` runs them in the child.
-The interpreter of Triton 3.6 cuts bfloat16 off where a GPU rounds to nearest even, multiplies its bits as if they were
-integers, and counts loops in a way that numpy 2.4 no longer allows: `mend` mends all three. It also looks through the
-whole language at each call of each function for what to put its own in place of, and takes a third of the time for it:
-here that is done once.
+The interpreter of Triton 3.6 truncates bfloat16 where a GPU rounds to nearest even, multiplies its bits as if they were
+integers, and counts loops in a way that numpy 2.4 no longer allows: `mend` fixes all three. It also searches the whole
+language for functions to replace at each call of each function, which takes a third of the time: here that is done
+once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def run_cases(files: Sequence[str], *arguments: str, timeout_s: float = 110) -> str:
-    """pytest on `files` of tests/support, interpreted. Returns what it printed; AssertionError when a case failed."""
+    """Runs pytest on `files` of tests/support, interpreted.
+
+    Returns its output; raises AssertionError if a case failed.
+    """
     paths = [str(ROOT / "tests" / "support" / file) for file in files]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *paths, *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
@@ -36,17 +39,22 @@ def run_cases(files: Sequence[str], *arguments: str, timeout_s: float = 110) -> 
     return done.stdout
 
 
-def choose_device() -> None:
-    """For the rest of this process: CPU, interpreted; a GPU where somebody runs the cases without TRITON_INTERPRET."""
+def choose_device(in_order: bool = False) -> None:
+    """Chooses the device for this process: CPU, interpreted; a GPU if the cases run without TRITON_INTERPRET.
+
+    `in_order`: products add up their inputs one by one, as below.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         mend()
+        if in_order:
+            multiply_in_order()
     else:
         torch.set_default_device("cuda")
 
 
 def mend() -> None:
-    """For the rest of this process."""
-    import triton.language as tl  # only where kernels are about to run
+    """Fixes the interpreter for this process."""
+    import triton.language as tl  # only in processes that run kernels
     from triton.runtime import interpreter
 
     original_convert = interpreter._convert_float
@@ -76,22 +84,48 @@ def mend() -> None:
     interpreter._patch_lang_tensor = patch
     interpreter.InterpreterBuilder.create_dot = dot
 
-    # Sums are made again in 64 bits for an assertion that is not made without `debug`.
+    # Sums are computed again in 64 bits for an assertion that runs only with `debug`.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    # Of the modules that kernels see as their language, and of those that the language's own functions do.
+    # Applies to the modules that kernels see as their language, and to those that the language's own functions see.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda kernel: interpreter._LangPatchScope()  # which restores nothing
+    interpreter._patch_lang = lambda kernel: interpreter._LangPatchScope()  # restores nothing
+
+
+def multiply_in_order() -> None:
+    """Makes an element of a product the accumulator plus one term after the other, wherever it is in its tile.
+
+    A GPU's instruction treats all rows of a tile alike. numpy's BLAS does not: the rows of one product have different
+    orders of summation.
+    """
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *others: Any) -> Any:
+        left, right = (_as_float32(each) for each in (a, b))
+        total = d.data.astype(np.float32)
+        for k in range(left.shape[1]):
+            total += left[:, k, None] * right[None, k, :]
+        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = dot
+
+
+def _as_float32(handle: Any) -> Any:
+    import triton.language as tl
+
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data.astype(np.float32)
 
 
 def to_bfloat16_bits(numbers: Any) -> Any:
-    """float32 to the bits of the nearest bfloat16, even ones at a tie."""
+    """Converts float32 to the bits of the nearest bfloat16, even ones at a tie."""
     bits = np.ascontiguousarray(numbers).view(np.uint32).reshape(numbers.shape)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)
 
 
 def steps_apart(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """How many representable numbers lie between; the dtypes are of 16 bits."""
+    """Returns the number of representable values between the two, which have a 16-bit dtype."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
 
@@ -103,7 +137,7 @@ def steps_apart(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def assert_like(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """float32: to the seventh digit of the largest. 16 bits: one step where the sums before differ in the last bit."""
+    """Compares float32 to the seventh digit of the largest; 16 bits may differ by one step, as sums round."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     if actual.dtype == torch.float32:
@@ -115,12 +149,12 @@ def assert_like(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
-    """So small that their squares add up without rounding, in whatever order."""
+    """Returns numbers so small that their squares add up without rounding, in any order."""
     return torch.randint(-6, 7, shape).float()
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers as the middle columns of a wider tensor."""
+    """Returns the same numbers as the middle columns of a wider tensor."""
     wide = x.new_full((len(x), x.shape[1] + 32), float("nan"))
     wide[:, 16:-16] = x
     return wide[:, 16:-16]

@@ -1,6 +1,6 @@
 """P's end of one lane in a process of its own, with a pool on a device: `-m tests.support.kv_exporter KIND CHOICE`.
 
-Reads commands as lines of JSON, writes lines of JSON: first what it offers, then frames and faults. It ends with its
+Reads commands as lines of JSON, writes lines of JSON: first its offer, then frames and faults. It ends with its
 standard input.
 """
 
@@ -13,18 +13,29 @@ import msgspec
 import torch
 
 from pd_cluster import wire
-from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
-from pd_cluster.device import Device, use
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.devices.device import Device, use
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.settings.config import Credentials, WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.processes import PortRange
+from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey
 from pd_cluster.types import TokenOutput
 
-LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, k_head_dim=64, v_head_dim=64, block_size=16, dtype="bfloat16")
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, planes=keys_and_values(64), block_size=16, dtype="bfloat16")
 NUM_BLOCKS = 512
 KEY = LinkKey.derive(b"secret", "link", "p", "d")
-SLEEP_CYCLES = 100_000_000  # tens of milliseconds of a GPU
+SLEEP_CYCLES = 100_000_000  # tens of milliseconds on a GPU
+
+
+class Value(msgspec.Struct, tag=True):
+    """A wire.LinkValue, from either side."""
+
+    transport: wire.TransportName
+    key: str
+    value: bytes
 
 
 class Open(msgspec.Struct, tag=True):
@@ -32,7 +43,7 @@ class Open(msgspec.Struct, tag=True):
 
 
 class Ship(msgspec.Struct, tag=True):
-    """Blocks, layer by layer or whole; `value`: written there first, late on a device."""
+    """Ships blocks, layer by layer or whole; `value` is written there first, late on a device."""
 
     transfer_id: str
     block_ids: list[int]
@@ -82,7 +93,7 @@ def make_pool(kind: str, seed: int, num_blocks: int = NUM_BLOCKS) -> KVPool:
 
 
 def sleep(device: Device) -> None:
-    """What is launched next on the current stream begins late."""
+    """Delays the next launch on the current stream."""
     if device.is_accelerator:
         torch.cuda._sleep(SLEEP_CYCLES)
 
@@ -95,6 +106,9 @@ def main(kind: str, choice: str) -> None:
             print(msgspec.json.encode(message).decode(), flush=True)
 
     def post(body: wire.Body) -> None:
+        if isinstance(body, wire.LinkValue):
+            tell(Value(body.transport, body.key, body.value))
+            return
         assert isinstance(body, wire.KVFrame)
         tell(Frame(body.sequence, body.header, body.mac))
 
@@ -102,16 +116,19 @@ def main(kind: str, choice: str) -> None:
     transports = Transports(make_config(choice), pool)
     send = transports.send_thread("c", KEY, post, lambda event: tell(Fault(str(event))))
     tell(Offers(send.offers, send.probe_seed))
-    commands = msgspec.json.Decoder(Open | Ship)
+    commands = msgspec.json.Decoder(Open | Ship | Value)
     for line in sys.stdin:
         command = commands.decode(line)
         if isinstance(command, Open):
             send.open(command.transport, LAYOUT, LAYOUT)
             continue
+        if isinstance(command, Value):
+            send.meet(wire.LinkValue(command.transport, command.key, command.value))
+            continue
         ids = command.block_ids
         if command.value is not None:
             sleep(pool.device)
-            pool.data[ids[0] : ids[-1] + 1].fill_(command.value)  # ids in a row: the host must not wait for an index
+            pool.data[ids[0] : ids[-1] + 1].fill_(command.value)  # consecutive ids: the host must not wait for an index
         groups = [(at, 1) for at in range(LAYOUT.num_layers)] if command.by_layer else [(0, LAYOUT.num_layers)]
         for index, (first, count) in enumerate(groups):
             piece = wire.KVPiece(0, len(ids) * LAYOUT.block_size, first, count, ids)

@@ -1,4 +1,4 @@
-"""What /metrics says, read with Prometheus' own parser."""
+"""Reads /metrics with Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LABELS = ("instance_id", "finished_reason", "cause", "reason")  # no metric has 
 
 
 def told(cluster: LiveCluster) -> dict[tuple[str, str], float]:
-    """(name, instance_id or the other label's value) -> number, without buckets; over a new connection."""
+    """Returns (name, instance_id or the other label's value) -> number, without buckets; over a new connection."""
     answer = httpx.get(f"{cluster.url}/metrics", timeout=30, trust_env=False)
     assert answer.status_code == 200, answer.text
     found = {}
@@ -27,7 +27,7 @@ def told(cluster: LiveCluster) -> dict[tuple[str, str], float]:
 
 
 def counts_of(cluster: LiveCluster) -> Counts:
-    """What requests count, by short names: histograms by how many values they have."""
+    """Returns the metrics of requests by short names; a histogram gives its number of values."""
     found = Counts()
     for (name, label), value in told(cluster).items():
         short = name.partition(":")[2]

@@ -1,6 +1,6 @@
-"""Tiny checkpoints of architectures that run as others do: transformers' own modules around the paged attention.
+"""Tiny checkpoints of architectures that run as others do.
 
-Their tests are slow ones; what one of each kind could break is held by those of tests/support/checkpoints.py.
+Their tests are slow; the checkpoints of tests/support/checkpoints.py cover one of each kind in quick tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUTED_EXPERTS: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-# model_type -> what differs from tests/support/checkpoints.COMMON
+# model_type -> differences from tests/support/checkpoints.COMMON
 MORE: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
@@ -56,7 +56,10 @@ MORE: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "nanochat": {},
     "olmo": {"clip_qkv": None},
-    "olmo3": {**MIXED_LAYERS},
+    "olmo3": {
+        **MIXED_LAYERS,
+        "rope_parameters": {"sliding_attention": {**ROPE, "rope_theta": 100.0}, "full_attention": ROPE},
+    },
     "olmoe": EXPERTS,
     "phi": {**NO_GROUPS, **HALF_ROPE},
     "phimoe": {**LOCAL_EXPERTS, "sliding_window": None},

@@ -24,7 +24,7 @@ SIGLIP = {
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 MROPE = {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
 GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
-# model_type -> the config's class, the text model's type, what differs from COMMON there, and further settings
+# model_type -> the config's class, the text model's type, its differences from COMMON, and further settings
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "Gemma3Config",
@@ -64,7 +64,7 @@ TOKENS = {"image_token_id": 300, "video_token_id": 301, "vision_start_token_id":
 def make_multimodal(folder: Path, name: str, is_tied: bool | None = None, **changes: Any) -> Path:
     """Writes config, weights and tokenizer; returns the folder.
 
-    `changes`: to the text model's config; `is_tied`: what the whole one says of tied embeddings, where it is another.
+    `changes` apply to the text model's config; `is_tied`: the whole config's tied embeddings, if they differ.
     """
     make_checkpoint(folder)  # tokenizer and generation_config.json
     (folder / "model.safetensors").unlink()
@@ -99,7 +99,7 @@ def _reference(folder: Path) -> Any:
 
 
 def reference_greedy(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """The whole multimodal model's generate() of texts alone."""
+    """Returns the whole multimodal model's generate() for texts alone."""
     model = _reference(folder)
     found = []
     for prompt in prompts:

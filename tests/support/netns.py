@@ -1,7 +1,7 @@
-"""Hosts that a test makes for itself: network namespaces on a bridge of their own, with cables that can be pulled.
+"""Hosts made by a test: network namespaces on a bridge of their own, with cables that can be pulled.
 
-Nothing of it is seen by the machine's own network, and nothing is named: a namespace lives as long as the process that
-holds it, and that one ends with the test's own process, however that ends.
+They are invisible to the machine's own network, and have no names: a namespace lives as long as the process that holds
+it, which ends with the test's own process in any case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pd_cluster.cluster.launcher import Member
+from pd_cluster.cluster.processes.launcher import Member
 from ranktable_tools import generate, write
 from ranktable_tools.files import write_private
 from ranktable_tools.merge import merge
@@ -28,11 +28,11 @@ CLONE_NEWNET = 0x40000000
 
 
 class CannotMakeNamespaces(Exception):
-    """Why this machine or this user has none."""
+    """Explains why this machine or this user has none."""
 
 
 class Network:
-    """`with Network(names) as network:` the hub, which holds the bridge, and a host for each name."""
+    """`with Network(names) as network:` makes the hub, which holds the bridge, and a host for each name."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.addresses = {name: f"{NETWORK}.{at + 1}" for at, name in enumerate((HUB, *names))}
@@ -77,7 +77,7 @@ class Network:
             self.ip(name, "link set eth0 up")
 
     def _hold(self, name: str) -> None:
-        """Starts the process that the namespace belongs to: it ends at end of file, so with this very process."""
+        """Starts the process that holds the namespace: it ends at end of file, and so with this process."""
         holder = subprocess.Popen(
             ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -88,7 +88,7 @@ class Network:
         with contextlib.suppress(BrokenPipeError):
             holder.stdin.write(b"there\n")
             holder.stdin.flush()
-        if holder.stdout.readline() != b"there\n":  # cat answers as soon as it is where it should be
+        if holder.stdout.readline() != b"there\n":  # cat answers as soon as it runs inside
             raise CannotMakeNamespaces(holder.stderr.read().decode(errors="replace").strip())
 
     @property
@@ -96,7 +96,7 @@ class Network:
         return [name for name in self.addresses if name != HUB]
 
     def inside(self, name: str, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` on that host, in the same process."""
+        """Returns the command that runs `command` on that host, in the same process."""
         return ["nsenter", f"--net=/proc/{self._holders[name].pid}/ns/net", "--", *command]
 
     def ip(self, name: str, arguments: str) -> None:
@@ -106,14 +106,14 @@ class Network:
     # ---- cables
 
     def pull(self, name: str) -> None:
-        """That host hears nobody and nobody hears it."""
+        """Disconnects that host in both directions."""
         self.ip(HUB, f"link set to-{name} down")
 
     def plug(self, name: str) -> None:
         self.ip(HUB, f"link set to-{name} up")
 
     def part(self, *names: str) -> None:
-        """These hosts do not hear each other; the hub hears them all."""
+        """Disconnects these hosts from each other; the hub still reaches all."""
         for name in names:
             self.ip(HUB, f"link set dev to-{name} type bridge_slave isolated on")
 
@@ -121,10 +121,10 @@ class Network:
         for name in names:
             self.ip(HUB, f"link set dev to-{name} type bridge_slave isolated off")
 
-    # ---- where a thread is
+    # ---- a thread's namespace
 
     def enter(self, name: str = HUB) -> None:
-        """The calling thread's new sockets are on that host from now on."""
+        """Puts the calling thread's new sockets on that host from now on."""
         _enter(Path(f"/proc/{self._holders[name].pid}/ns/net"))
 
     @contextlib.contextmanager
@@ -141,7 +141,7 @@ class Network:
 class SpreadCluster(LiveCluster):
     """A cluster over a network's hosts: the scheduler on the hub, each instance on the host that `where` names.
 
-    Whoever asks it must be on the hub (`Network.enter`), where it serves at the loopback address.
+    Its clients must be on the hub (`Network.enter`), where it serves at the loopback address.
     """
 
     def __init__(self, network: Network, where: dict[str, str], folder: Path, model: Path, **settings: Any) -> None:
@@ -151,12 +151,12 @@ class SpreadCluster(LiveCluster):
         self._where = {**where, "scheduler": HUB}
 
     def plan(self) -> list[Member]:
-        """What `pd-cluster up` would start, each on its host and told so by its rank tables."""
+        """Plans what `pd-cluster up` would start, each process on its host according to its rank tables."""
         tables = self._write_tables()
         return [self._moved(member, tables) for member in super().plan()]
 
     def _write_tables(self) -> Path:
-        """A table for each host, as an operator would make it there, and the merged one, which is returned."""
+        """Writes a table for each host, as an operator would there, and the merged one, which is returned."""
         parts = []
         for host, address in self._network.addresses.items():
             prefill, decode = (self._devices(host, role) for role in ("prefill", "decode"))

@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device, bind
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device, bind
 from pd_cluster.engine.build import build_core
-from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layered import LayerMajor
+from pd_cluster.kv.layer_major import LayerMajor
+from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.model import loader
 from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM
 from pd_cluster.model.runner import ModelRunner
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, random_prompt, run
 
 NPU = Device("npu")
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
 LENS = (1, 5, 150, 127, 128)
 SIZES = {"max_position_embeddings": 1024}
 slow = pytest.mark.slow
@@ -32,8 +33,8 @@ slow = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def calls() -> dict[str, int]:
-    """How often each operator was called."""
-    bind("npu", (), 0)  # which imports torch-npu
+    """Returns how often each operator was called."""
+    bind("npu", (), 0)  # imports torch-npu
     from tests.support.npu_simulated import calls
 
     calls.clear()
@@ -54,7 +55,7 @@ def core_of(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner]:
 
 
 def check(folder: Path, core: EngineCore, lens: tuple[int, ...] = LENS) -> None:
-    """Several prompts together, against transformers."""
+    """Compares several prompts together with transformers."""
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in lens]
     assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
@@ -71,6 +72,7 @@ def check(folder: Path, core: EngineCore, lens: tuple[int, ...] = LENS) -> None:
         pytest.param("mixtral", True, marks=slow),
         pytest.param("qwen2", False, marks=slow),
         pytest.param("qwen3", False, marks=slow),
+        *(pytest.param(name, True, marks=slow) for name in ("qwen3_moe", "gemma3_text", "phi3", "olmo2", "granite")),
     ],
 )
 def test_fused_layers_are_exact(architecture: str, eager: bool, tmp_path: Path, calls: dict[str, int]) -> None:
@@ -81,7 +83,7 @@ def test_fused_layers_are_exact(architecture: str, eager: bool, tmp_path: Path, 
     assert runner.pool.layout.block_size == 128
     check(folder, core)
     assert calls["npu_fused_infer_attention_score"] > 0
-    assert ("npu_grouped_matmul" in calls) == (architecture == "mixtral")
+    assert ("npu_grouped_matmul" in calls) == (architecture in ("mixtral", "qwen3_moe"))
     assert (runner._graphs is None) == eager
     if runner._graphs is not None:
         assert runner._graphs.num_captured > 1
@@ -91,9 +93,12 @@ def test_fused_layers_are_exact(architecture: str, eager: bool, tmp_path: Path, 
 def test_sinks_go_to_the_second_operator(tmp_path: Path, calls: dict[str, int]) -> None:
     folder = make_checkpoint(tmp_path, "gpt_oss", head_dim=128, **SIZES)
     core, runner = core_of(folder)
-    assert isinstance(runner.model, PlainCausalLM)
+    assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (TND)"
     check(folder, core)
     assert calls["npu_fused_infer_attention_score_v2"] > 0
+    assert calls["npu_grouped_matmul"] > 0  # experts with biases
+    assert runner._graphs is not None
+    assert runner._graphs.num_captured > 1
     assert "npu_fused_infer_attention_score" not in calls
 
 
@@ -144,14 +149,14 @@ def test_limits_of_heads(heads: int, kv_heads: int, reason: str) -> None:
     from pd_cluster.kv.layout import KVLayout
     from pd_cluster.model.npu.attention import problem
 
-    found = problem(KVLayout(1, kv_heads, 128, 128, 128, "bfloat16"), heads, 8, set())
+    found = problem(KVLayout(1, kv_heads, keys_and_values(128), 128, "bfloat16"), heads, 8, set())
     assert found.startswith(reason) if reason else found == ""
 
 
 def test_float32_is_for_other_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pd_cluster.model.npu import attention
 
-    monkeypatch.setattr(attention, "DTYPES", ("float16", "bfloat16"))  # as it is outside these tests
+    monkeypatch.setattr(attention, "DTYPES", ("float16", "bfloat16"))  # as outside these tests
     folder = make_checkpoint(tmp_path, "llama", head_dim=128)
     with pytest.raises(ConfigError, match="--dtype float32: attention on NPUs takes float16 or bfloat16"):
         core_of(folder)
@@ -167,19 +172,19 @@ def test_sdpa_serves_when_it_is_asked_for(tmp_path: Path, calls: dict[str, int])
 
 def test_drawn_tokens_are_those_of_the_cpu(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", head_dim=128, **SIZES)
-    params = SamplingParams(max_tokens=10, temperature=0.8, top_p=0.9, seed=5, frequency_penalty=0.3)
+    params = Sampling(max_tokens=10, temperature=0.8, top_p=0.9, seed=5, frequency_penalty=0.3)
     outputs = []
     for device, block_size in (("npu", 128), ("cpu", 16)):
         core, _ = core_of(folder, device=device, block_size=block_size, num_blocks=40)
-        request = Request("drawn", [1, 2, 3], params)
+        request = Request("drawn", Order([1, 2, 3], params))
         outputs.append([token.token_id for token in run(core, [request])["drawn"][0]])
     assert outputs[0] == outputs[1]
 
 
 def test_copied_and_swapped_blocks_hold_what_they_held(tmp_path: Path) -> None:
-    """Sequences of one prompt share its blocks, write to copies, and leave for the host when there are too few."""
+    """Sequences of one prompt share its blocks, write to copies, and are swapped out when blocks run short."""
     folder = make_checkpoint(tmp_path, "llama", head_dim=128, **SIZES)
-    params = SamplingParams(n=3, max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
+    params = Sampling(n=3, max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
     prompt, kinds, outputs = random_prompt(random.Random(4), 126), set(), []
     for num_blocks in (24, 4):
         core, runner = core_of(folder, num_blocks=num_blocks, preemption_mode="swap", swap_space_gib=0.1)
@@ -190,19 +195,20 @@ def test_copied_and_swapped_blocks_hold_what_they_held(tmp_path: Path) -> None:
             move(moves)
 
         runner.move = note  # type: ignore[method-assign]
-        found = run(core, [Request("n", prompt, params)])["n"]
+        found = run(core, [Request("n", Order(prompt, params))])["n"]
         outputs.append([[token.token_id for token in found[index]] for index in range(3)])
     assert outputs[0] == outputs[1]
     assert kinds == {"copy", "out", "in"}
 
 
 def test_in_16_bits_rows_go_to_the_experts_that_transformers_choose() -> None:
-    """Where router logits are small, softmax in 16 bits would make them equal."""
+    """With small router logits, softmax in 16 bits would make them equal."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    from pd_cluster.model.npu.experts import GroupedExperts
-    from pd_cluster.model.ops import TorchOps
+    from pd_cluster.model.layers.expert_weight import experts_of
+    from pd_cluster.model.layers.ops import TorchOps
+    from pd_cluster.model.npu.experts import NpuGroupedExperts
 
     torch.manual_seed(2)
     block: Any = MixtralSparseMoeBlock(MixtralConfig(hidden_size=32, intermediate_size=64))
@@ -212,14 +218,14 @@ def test_in_16_bits_rows_go_to_the_experts_that_transformers_choose() -> None:
     x = torch.randn(200, 32).bfloat16()
     expected = block(x[None])
     expected = (expected[0] if isinstance(expected, tuple) else expected)[0].float()
-    found = GroupedExperts(block, TorchOps(), "silu")(x)
+    found = NpuGroupedExperts(block.gate, experts_of(block.experts), TorchOps(), "silu")(x)
     assert found.dtype == torch.bfloat16
     errors = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(errors.max()) < 0.02
 
 
 def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
-    """By torch-npu's operators no further than by transformers' modules."""
+    """Errors of torch-npu's operators must not exceed those of transformers' modules."""
     folder = make_checkpoint(tmp_path, "llama", head_dim=128)
     checkpoint = Checkpoint.open(str(folder))
 
@@ -239,13 +245,14 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
 
 
 def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
-    """By name and form only: their work needs hardware."""
+    """Only names and signatures are checked: real work needs hardware."""
     from datetime import timedelta
 
     import torch_npu
 
-    from pd_cluster import device as devices
-    from pd_cluster.hccl import PAIR_BUFFER_MB
+    from pd_cluster.devices import device as devices
+    from pd_cluster.devices import group as device_group
+    from pd_cluster.devices.hccl import PAIR_BUFFER_MB
 
     group = devices.process_group(NPU)
     assert group is torch_npu._C._distributed_c10d.ProcessGroupHCCL
@@ -255,8 +262,16 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
     options.group_id = "a name"
     options.global_ranks_in_group = [0, 1]
     assert options.hccl_config["hccl_buffer_size"] == PAIR_BUFFER_MB
-    for name in ("send", "recv", "allreduce", "allgather", "abort", "shutdown", "_set_default_timeout"):
+    for name in ("send", "recv", "allreduce", "allgather", "shutdown", "_set_default_timeout"):
         assert callable(getattr(group, name))
+    # It binds no `abort`: the inherited one is empty. Its own method takes a reason, and gives nothing back.
+    called = []
+    recorder = type("Recorder", (), {"__getattr__": lambda self, name: lambda *given: called.append((name, given))})()
+    device_group.abort(recorder, NPU, "the peer is dead")
+    ((name, given),) = called
+    assert name in vars(group)
+    assert vars(group)[name].__doc__.startswith(f"{name}(self: {group.__module__}.ProcessGroupHCCL, arg0: str | None)")
+    assert given == ("the peer is dead",)
     assert hasattr(torch_npu._C._NPUDeviceProperties, "uuid")
     storage = torch.UntypedStorage
     assert storage._release_ipc_counter_npu(b"/none", 0) is None
@@ -268,7 +283,7 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
 def test_torch_npu_writes_the_attention_of_a_graph_down_and_tells_it_new_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By its own handlers, from the very call that models make; streams, events and tasks do nothing."""
+    """Uses its own handlers, from the call that models make; streams, events and tasks do nothing."""
     import contextlib
     from types import SimpleNamespace
 

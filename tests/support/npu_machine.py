@@ -1,4 +1,4 @@
-"""Programs of an Atlas machine that answer from a recorded session (tests/data/npu)."""
+"""Programs of an Atlas machine that replay a recorded session (tests/data/npu)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def recorded(machine: str) -> str:
 
 
 def answer(machine: str, command: str) -> str:
-    """What the command printed there."""
+    """Returns the command's recorded output."""
     parts = ("\n" + recorded(machine)).split(f"\n$ {command}\n")
     assert len(parts) == 2, f"{machine} has {len(parts) - 1} answers to {command}"
     return parts[1].partition("\n$ ")[0] + "\n"
 
 
 def install(folder: Path, session: str, programs: tuple[str, ...] = ("npu-smi", "hccn_tool")) -> Path:
-    """A folder for PATH with those programs."""
+    """Returns a folder for PATH with those programs."""
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     (folder / "session.txt").write_text(session, "utf-8")

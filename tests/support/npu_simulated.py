@@ -1,9 +1,9 @@
-"""What torch-npu's operators compute, in plain torch on CPU, and a torch.npu whose devices are the host's memory.
+"""torch-npu's operators in plain torch on CPU, and a torch.npu whose devices are the host's memory.
 
 Only for processes that have the real torch_npu (npu_wheel.py): schemas are its own, and each call's results must have
-the shapes that its meta kernels give. The operators' meaning and limits are written down here from CANN's descriptions,
-independent of the code that is tested. Hardware takes 16 bits only; here float32 is let through, so that whole models
-can be held against transformers exactly.
+the shapes that its meta kernels give. The operators' meaning and limits follow CANN's descriptions, independently of
+the code under test. Hardware takes 16 bits only; float32 is allowed here, so that whole models can be compared with
+transformers exactly.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pd_cluster import device as devices
-from pd_cluster.device import Device
+from pd_cluster.devices import device as devices
+from pd_cluster.devices.device import Device
 from pd_cluster.model.npu import attention
 
 NUM_DEVICES = 2
-UPDATED = {  # by which names a captured operator is told new lengths
+UPDATED = {  # a captured operator -> names of its arguments that replays update
     "npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
     "npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
 }
-calls: dict[str, int] = {}  # of operators, by name
+calls: dict[str, int] = {}  # calls of operators, by name
 _library = torch.library.Library("npu", "IMPL")
 
 
 def install() -> None:
-    """For the rest of this process."""
+    """Installs the simulation for this process."""
     import torch_npu
 
     for name, compute in REFERENCES.items():
@@ -52,7 +52,7 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _checked(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute`, whose results are as torch_npu's meta kernel says."""
+    """Returns `compute` with results checked against torch_npu's meta kernel."""
     operator = getattr(torch.ops.npu, name)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -77,7 +77,7 @@ def _meta(value: Any) -> Any:
 
 
 def _flat(found: Any) -> list[torch.Tensor]:
-    """The first result is what is used; the others of some operators are made for training only."""
+    """Returns the first result; the others of some operators serve training only."""
     return [found] if isinstance(found, torch.Tensor) else list(found or ())[:1]
 
 
@@ -175,7 +175,7 @@ def _sequences(
 def _mask(
     num_queries: int, seen: int, layout: str, mode: int, before: int, after: int, given: torch.Tensor | None
 ) -> torch.Tensor:
-    """[num_queries, seen] bool: what is seen. Modes 3 and 4 count from the last query and the last key."""
+    """Returns [num_queries, seen] bool: visible keys. Modes 3 and 4 count from the last query and the last key."""
     at = torch.arange(seen - num_queries, seen)[:, None]
     keys = torch.arange(seen)[None]
     if mode == 0:
@@ -191,7 +191,7 @@ def _mask(
 
 @cache
 def _later_keys() -> torch.Tensor:
-    """[2048, 2048] int8: 1 where a key comes after the query. The operators take no other mask in modes 3 and 4."""
+    """Returns [2048, 2048] int8: 1 where a key comes after the query, the only mask allowed in modes 3 and 4."""
     return torch.ones(2048, 2048, dtype=torch.int8).triu(1)
 
 
@@ -203,7 +203,7 @@ def _attended(
     mask: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[num_queries, num_heads, head_dim]"""
+    """Returns [num_queries, num_heads, head_dim]."""
     group = queries.shape[1] // keys.shape[1]
     k, v = (each.repeat_interleave(group, dim=1).float() for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", queries.float(), k) * scale
@@ -298,7 +298,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 
 
 class FakeGraph(TorchDispatchMode):
-    """Makes the calls that were captured once more, with the values that the host gave then, on the same tensors."""
+    """Repeats the captured calls, with the values from the host at capture, on the same tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -315,7 +315,7 @@ class FakeGraph(TorchDispatchMode):
             each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
         }
         if func._schema.is_mutable or not all(each.untyped_storage().data_ptr() in there for each in outs):
-            self._launches.append((func, args, kwargs, list(outs)))  # else a view, which stays true
+            self._launches.append((func, args, kwargs, list(outs)))  # otherwise a view, which stays valid
         return found
 
     def update(self, cpu_update_input: list[dict[str, list[int]]]) -> None:
@@ -352,7 +352,7 @@ class FakeStream:
 
 
 class FakeNpu:
-    """torch.npu as far as it is used, over two devices that are the host's memory."""
+    """torch.npu as far as it is used, over two devices in the host's memory."""
 
     Event, Stream, NPUGraph = FakeEvent, FakeStream, FakeGraph
 
@@ -360,7 +360,7 @@ class FakeNpu:
         self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        """What torch-npu itself asks it for."""
+        """Returns attributes that torch-npu itself reads."""
         return getattr(self._real, name)
 
     def device_count(self) -> int:

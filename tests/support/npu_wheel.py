@@ -1,7 +1,7 @@
 """torch-npu without CANN: the real wheel over libraries whose every function returns 0, for child processes.
 
-Its operators have their true schemas and shapes then; what they compute is registered by npu_simulated.py. Nothing of
-it is imported here.
+Its operators then have their true schemas and shapes; npu_simulated.py registers their results. This module imports
+none of it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ EMPTY = (
     "libascend_ml.so",
     "libatb.so",
 )
-# Of the interpreter, the loader and the compiler, which no library of CANN's brings.
+# Symbols of the interpreter, the loader and the compiler, which no CANN library provides.
 FOREIGN = ("Py", "_Py", "_ITM", "__", "_ZTH")
 DOWNLOAD_TIMEOUT_S = 240
 BUILD_TIMEOUT_S = 120
 
 
 def environment() -> dict[str, str]:
-    """Of a process that finds the simulated NPUs when it asks for NPUs. Skips the test where that cannot be had."""
+    """Returns variables for a process that finds the simulated NPUs. Skips the test if they are unavailable."""
     wheel, libraries = _unpacked(), _libraries()
     paths = [SHIM, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
@@ -54,7 +54,7 @@ def environment() -> dict[str, str]:
 
 
 def run_cases(file: str, *arguments: str, timeout_s: float = 110) -> str:
-    """pytest on a file of tests/support. Returns what it printed; AssertionError when a case failed."""
+    """Runs pytest on a file of tests/support. Returns its output; raises AssertionError if a case failed."""
     path = str(ROOT / "tests" / "support" / file)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", path, *arguments]
     done = _run(command, timeout_s, environment())
@@ -63,7 +63,7 @@ def run_cases(file: str, *arguments: str, timeout_s: float = 110) -> str:
 
 
 def _unpacked() -> Path:
-    """The folder that the wheel of this torch was unpacked into; made once."""
+    """Returns the folder with this torch's unpacked wheel; made once."""
     wanted = version("torch").partition("+")[0]
     folder = CACHE / f"{wanted}-cp{sys.version_info.major}{sys.version_info.minor}"
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def _download(requirement: str, folder: Path) -> None:
 
 
 def _libraries() -> Path:
-    """The folder of the stub libraries."""
+    """Returns the folder of the stub libraries."""
     if not (shutil.which("gcc") and shutil.which("nm")):
         pytest.skip("torch-npu's stub libraries need gcc and nm")
     wheel = _unpacked()
@@ -128,7 +128,7 @@ def _build(package: Path, folder: Path) -> None:
 
 
 def _missing(package: Path) -> set[str]:
-    """Functions that the wheel wants from CANN's libraries."""
+    """Returns the functions that the wheel needs from CANN's libraries."""
     own = [*package.glob("*.so"), *(package / "lib").glob("*.so")]
     linked = _run(["ldd", str(package / "lib" / "libtorch_npu.so")], BUILD_TIMEOUT_S).stdout
     others = [line.split("=>")[1].split()[0] for line in linked.splitlines() if "=> /" in line]

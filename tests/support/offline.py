@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from pd_cluster import LLM
-from pd_cluster.api.service import TextService
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.router import Router
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.routing.router import Router
 from pd_cluster.offline.session import OfflineConfig
+from pd_cluster.service.service import ServiceConfig, TextService
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.support.playback import Playback
 
@@ -22,7 +22,7 @@ LIMIT = 1000
 
 
 class FakeOffline:
-    """Has what `LLM` needs of an Offline; `service.router` is the Playback."""
+    """Has the attributes of an Offline that `LLM` needs; `service.router` is the Playback."""
 
     def __init__(self, config: OfflineConfig, folder: Path, text: str, dtype: str) -> None:
         self.config = config
@@ -39,12 +39,7 @@ class FakeOffline:
         self.service = TextService(
             cast(Router, self.router),
             self.checkpoint,
-            config.engine.model,
-            [],
-            limit,
-            config.engine.seed,
-            config.max_logprobs,
-            chat=config.chat,
+            ServiceConfig(config.engine.model, [], limit, config.engine.seed, config.max_logprobs, chat=config.chat),
         )
         self._runner = asyncio.Runner()
 
@@ -62,7 +57,7 @@ MakeLLM = Callable[..., tuple[LLM, FakeOffline]]
 
 
 def make_fake_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[MakeLLM, list[FakeOffline]]:
-    """`make(text, **arguments)`: an LLM that says that text, and what stands behind it. And all of the latter."""
+    """Returns `make(text, **arguments)`, which makes an LLM that says that text, and the list of their engines."""
     make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     made: list[FakeOffline] = []

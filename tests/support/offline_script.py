@@ -1,6 +1,6 @@
 """A user's script, without `if __name__ == "__main__"`: python offline_script.py MODEL NUM_PREFILL HOW_IT_ENDS.
 
-Says which processes it has, one line, then ends in the way that it is told.
+Prints its processes on one line, then ends in the given way.
 """
 
 import os
@@ -8,9 +8,9 @@ import signal
 import sys
 import time
 
-from pd_cluster.api.protocol import CompletionRequest
-from pd_cluster.config import EngineConfig
 from pd_cluster.offline.session import Offline, OfflineConfig
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.settings.engine import EngineConfig
 from tests.support.cluster import children_of
 
 model, number, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]

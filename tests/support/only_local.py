@@ -1,4 +1,4 @@
-"""Whoever of this process connects to anything but this machine is refused, and found out.
+"""Refuses and reports this process's connections to other machines.
 
 Client libraries like to fetch price lists and to report usage. Knows nothing of child processes.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-ENVIRONMENT = {  # as a careful user would have it, before any of the libraries is imported
+ENVIRONMENT = {  # a careful user's settings, set before any of the libraries is imported
     "NO_PROXY": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -25,7 +25,7 @@ ENVIRONMENT = {  # as a careful user would have it, before any of the libraries 
 
 @contextmanager
 def only_local() -> Iterator[None]:
-    """Sets ENVIRONMENT too. Fails at its end when somebody tried to leave."""
+    """Sets ENVIRONMENT, too. Fails at its end if any code tried to connect elsewhere."""
     attempts: list[str] = []
     connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
 

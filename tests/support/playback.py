@@ -1,4 +1,4 @@
-"""Stands in for the router: a request's answer is known beforehand."""
+"""Replaces the router: a request's answer is known beforehand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-from pd_cluster.cluster.timeline import Timelines
-from pd_cluster.types import FinishReason, Logprobs, PromptOutput, SamplingParams, TokenOutput
+from pd_cluster.cluster.routing.timeline import Timelines
+from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, Sampling, TokenOutput
 
 
 class Playback:
@@ -19,22 +19,21 @@ class Playback:
         self.timelines = Timelines()
         self.num_read = 0
         self.was_closed = False
-        self.logprobs: dict[int, float] = {}  # sequence -> logprob of each of its tokens
+        self.logprobs: dict[int, float] = {}  # sequence -> logprob of each token
         self.told: PromptOutput | None = None
         self.stopped: set[int] = set()
         self.failed: list[Exception] = []
         self.last_reason: FinishReason = "length"
-        self.requests: list[SamplingParams] = []
+        self.requests: list[Sampling] = []
         self.salts: list[str] = []
-        self.gathered: list[bool] = []  # whether each request's reader does
-        self.num_together = 1  # tokens that one who gathers is told together, after the first
+        self.gathered: list[bool] = []  # whether each request's reader gathers
+        self.num_together = 1  # tokens per message for a gathering reader, after the first
 
-    async def serve(
-        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str, **origin: Any
-    ) -> AsyncIterator[TokenOutput]:
+    async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
+        sampling = order.sampling
         self.requests.append(sampling)
-        self.salts.append(cache_salt)
-        self.gathered.append(origin.get("gathers", False))
+        self.salts.append(order.cache_salt)
+        self.gathered.append(order.gathers)
         num_together = self.num_together if self.gathered[-1] else 1
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]
         inbox = SimpleNamespace(put=self.failed.append)

@@ -9,18 +9,19 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
-from pd_cluster.api.service import TextService
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.router import Router
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import InstanceLost
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.session import OfflineConfig
+from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.types import Order
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.support.playback import Playback
 
 
 class PlaybackOffline:
-    """As `Offline`, whatever model it is asked for. `prompts` has the ids of each prompt that was sent."""
+    """Like `Offline`, for any model. `prompts` has the ids of each prompt sent."""
 
     def __init__(self, folder: Path, config: OfflineConfig, says: str, has_template: bool) -> None:
         self.config = config
@@ -36,10 +37,7 @@ class PlaybackOffline:
         self.service = TextService(
             cast(Router, self.router),
             checkpoint,
-            "/models/x",
-            ["x"],
-            config.engine.max_model_len or 4096,
-            chat=config.chat,
+            ServiceConfig("/models/x", ["x"], config.engine.max_model_len or 4096, chat=config.chat),
         )
         self._loop = LoopThread("playback")
 
@@ -61,7 +59,7 @@ class PlaybackOffline:
 
 
 class HeldPlayback(Playback):
-    """One that notes the prompts, fails for those that have `fails_for` in them, and may never come to an end."""
+    """Records the prompts, fails for those that contain `fails_for`, and may never end."""
 
     def __init__(self, token_ids: list[int]) -> None:
         super().__init__(token_ids)
@@ -70,10 +68,11 @@ class HeldPlayback(Playback):
         self.holds = False  # after the first token
         self.sessions: list[str] = []
 
-    async def serve(self, prompt: list[int], *rest: Any, **origin: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+    async def serve(self, order: Order, *rest: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+        prompt = order.prompt_token_ids
         self.prompts.append(prompt)
-        self.sessions.append(origin["session"])
-        async with contextlib.aclosing(super().serve(prompt, *rest, **origin)) as tokens:  # type: ignore[type-var]
+        self.sessions.append(order.session)
+        async with contextlib.aclosing(super().serve(order, *rest)) as tokens:  # type: ignore[type-var]
             async for token in tokens:
                 if self.fails_for in prompt:
                     raise InstanceLost("the engine has failed")

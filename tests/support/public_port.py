@@ -1,4 +1,4 @@
-"""The app at the public port without a cluster behind it, asked as a server would ask it: no client tidies paths up."""
+"""The app at the public port without a cluster, called as a server would call it: no client normalizes paths."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ import msgspec
 from fastapi import FastAPI
 from tokenizers import Tokenizer, processors
 
-from pd_cluster.api.drain import Drain
+from pd_cluster.api.gate.drain import Drain
+from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
-from pd_cluster.api.service import TextService
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.router import Router
-from pd_cluster.cluster.stats import RequestStats
-from pd_cluster.config import HttpConfig
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.routing.entrance import Entrance
+from pd_cluster.cluster.routing.policy import least_loaded
+from pd_cluster.cluster.routing.predict import NO_GOALS
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.stats import RequestStats
+from pd_cluster.errors import Unavailable
+from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.settings.http import HttpConfig
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.router_world import FakeMembership
 
 MAX_MODEL_LEN = 1000
 NAMES = ("tiny", "org/tiny")
@@ -39,36 +45,50 @@ class Answer:
 
 
 def make_special_tokenizer() -> Tokenizer:
-    """One that begins texts with <bos>."""
+    """Makes a tokenizer that begins texts with <bos>."""
     tokenizer = make_tokenizer()
     bos = [("<bos>", tokenizer.token_to_id("<bos>"))]
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=bos)
     return tokenizer
 
 
+def _unavailable(*_: Any, **__: Any) -> None:
+    raise Unavailable("there is no instance")
+
+
 def make_app(
-    folder: Path, http: HttpConfig | None = None, openai: bool = True, served_model_names: Sequence[str] = NAMES
+    folder: Path,
+    http: HttpConfig | None = None,
+    openai: bool = True,
+    served_model_names: Sequence[str] = NAMES,
+    entrance: Entrance | None = None,
+    router: Router | None = None,
+    file_keys: FileKeys | None = None,
 ) -> tuple[FastAPI, Drain]:
-    """A model that nobody serves: what needs no instance works, the rest is 503."""
+    """Makes the app. Without a router nobody serves the model: routes that need no instance work, the rest give 503."""
     make_special_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", folder)
-    nobody = SimpleNamespace(membership=SimpleNamespace(instances=[]), stats=RequestStats(), num_streams=0)
-    router = cast(Router, nobody)
-    service = TextService(router, checkpoint, "/models/tiny", list(served_model_names), MAX_MODEL_LEN)
+    entrance = entrance or Entrance(FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, 0.0, None)
+    membership = SimpleNamespace(instances=[])
+    nobody = SimpleNamespace(
+        membership=membership, stats=RequestStats(), num_streams=0, entrance=entrance, serve=_unavailable
+    )
+    router = router or cast(Router, nobody)
+    service = TextService(router, checkpoint, ServiceConfig("/models/tiny", list(served_model_names), MAX_MODEL_LEN))
     drain = Drain(1.0, lambda: None)
-    return public_app(service, [], openai, drain, http or HttpConfig()), drain
+    return public_app(service, [], openai, drain, http or HttpConfig(), file_keys=file_keys), drain
 
 
 def ask(
     app: Any, method: str, path: str, headers: Sequence[tuple[str, str]] = (), body: bytes | dict[str, Any] = b""
 ) -> Answer:
-    """`path` is what the server has decoded; the query follows a `?`."""
+    """Sends a request; `path` is in the server's decoded form, and the query follows a `?`."""
     return asyncio.run(send(app, method, path, headers, body))
 
 
 def ask_each(app: Any, method: str, paths: Iterable[str]) -> list[tuple[str, Answer]]:
-    """(path, answer) of each, one after another in one event loop, which costs more to make than an answer."""
+    """Returns (path, answer) of each, one after another in one event loop, which costs more to make than an answer."""
 
     async def run() -> list[tuple[str, Answer]]:
         return [(path, await send(app, method, path)) for path in paths]
@@ -84,7 +104,7 @@ async def send(
     body: bytes | dict[str, Any] = b"",
     client: tuple[str, int] = ("127.0.0.1", 1),
 ) -> Answer:
-    """The same from an event loop, by a client of this address."""
+    """Sends a request from an event loop, by a client of this address."""
     path, _, query = path.partition("?")
     content = body if isinstance(body, bytes) else msgspec.json.encode(body)
     scope = {

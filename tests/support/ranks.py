@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pd_cluster.config import EngineConfig
-from pd_cluster.engine import rank_messages as to
 from pd_cluster.engine.build import build_core
-from pd_cluster.engine.channel import Channel
-from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.follower import Follower
+from pd_cluster.engine.ranks import rank_messages as to
+from pd_cluster.engine.ranks.channel import Channel
+from pd_cluster.engine.ranks.follower import Follower
+from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model import loader
 from pd_cluster.model.parallel.group import Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.settings.engine import EngineConfig
 
 WAIT_S = 60.0
 _load_plain = loader.load_plain
@@ -30,7 +30,7 @@ _loading = threading.Lock()
 
 @contextlib.contextmanager
 def ranks(folder: Path, size: int, **settings: object) -> Iterator[EngineCore]:
-    """The engine's core; its followers are gone afterwards. Raises what a rank raises while it loads."""
+    """Yields the engine's core; its followers end afterwards. Raises a rank's error from loading."""
     config = EngineConfig(model=str(folder), tensor_parallel_size=size, **settings)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as store, ThreadPoolExecutor(size) as threads, _one_at_a_time():
         places = [Rendezvous(f"{store}/ranks", rank, size, WAIT_S, WAIT_S) for rank in range(size)]
@@ -58,7 +58,7 @@ def ranks(folder: Path, size: int, **settings: object) -> Iterator[EngineCore]:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """transformers builds models with patches of its own to torch, which several threads cannot do at once."""
+    """Serializes loading: transformers patches torch while it builds models, which threads cannot share."""
 
     def load_plain(*arguments: object) -> object:
         with _loading:

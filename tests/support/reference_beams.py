@@ -1,4 +1,4 @@
-"""Beam search twice more: transformers' own `generate()`, and one that looks at every continuation of every beam."""
+"""Two references for beam search: transformers' own `generate()`, and a search over all continuations of every beam."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 
-from pd_cluster.types import SamplingParams
+from pd_cluster.types import Sampling
 from tests.support.checkpoints import padded_left, reference_model, until_end
 
-TOLERANCE = 1e-4  # of a hypothesis' score: floating point may order two that are closer otherwise
+TOLERANCE = 1e-4  # of a hypothesis' score: rounding may order closer ones differently
 
 
-def generate_beams(folder: Path, prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
-    """The best hypotheses of transformers, each up to and with the token that ends it."""
+def generate_beams(folder: Path, prompt: list[int], sampling: Sampling) -> list[list[int]]:
+    """Returns transformers' best hypotheses, each up to and including the token that ends it."""
     return generate_beams_together(folder, [prompt], sampling)[0]
 
 
-def generate_beams_together(folder: Path, prompts: list[list[int]], sampling: SamplingParams) -> list[list[list[int]]]:
-    """The same of each prompt, in one generate(): they are padded on the left, which may change the last bits."""
+def generate_beams_together(folder: Path, prompts: list[list[int]], sampling: Sampling) -> list[list[list[int]]]:
+    """Returns the same for each prompt, in one generate(): left padding may change the last bits."""
     model, padded = reference_model(folder), padded_left(prompts)
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_of(folder))}
     with one_thread(), torch.inference_mode():
@@ -41,7 +41,7 @@ def generate_beams_together(folder: Path, prompts: list[list[int]], sampling: Sa
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """A tiny model's many small operations wait for each other when threads share a busy core."""
+    """Limits torch to one thread: a tiny model's many small operations wait for each other on a busy core."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -55,8 +55,8 @@ def eos_of(folder: Path) -> set[int]:
     return set(ids) if isinstance(ids, list) else {ids}
 
 
-def assert_same_beams(folder: Path, prompt: list[int], found: list[list[int]], sampling: SamplingParams) -> None:
-    """Hypothesis for hypothesis as the reference, except where scores are too close to tell which is better."""
+def assert_same_beams(folder: Path, prompt: list[int], found: list[list[int]], sampling: Sampling) -> None:
+    """Asserts the reference's hypotheses, except where scores are too close to tell which is better."""
     expected = generate_beams(folder, prompt, sampling)
     assert len(found) == len(expected)
     for at, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -69,9 +69,9 @@ def assert_same_beams(folder: Path, prompt: list[int], found: list[list[int]], s
 
 
 def assert_all_same_beams(
-    folder: Path, prompts: list[list[int]], found: list[list[list[int]]], sampling: SamplingParams
+    folder: Path, prompts: list[list[int]], found: list[list[list[int]]], sampling: Sampling
 ) -> None:
-    """`assert_same_beams` of many: where the reference says otherwise of all together, it is asked for one alone."""
+    """Asserts `assert_same_beams` for many: if the batched reference differs, each prompt is computed alone."""
     together = generate_beams_together(folder, prompts, sampling)
     for prompt, ours, theirs in zip(prompts, found, together, strict=True):
         if ours != theirs:
@@ -86,9 +86,9 @@ def score_of(folder: Path, prompt: list[int], tokens: list[int], length_penalty:
 
 
 def search_everything(
-    logprobs_after: Callable[[tuple[int, ...]], Sequence[float]], params: SamplingParams, ends: set[int]
+    logprobs_after: Callable[[tuple[int, ...]], Sequence[float]], params: Sampling, ends: set[int]
 ) -> list[list[int]]:
-    """The rules once more, over the whole vocabulary and whole sequences; -inf means that a token cannot come."""
+    """Applies the rules over the whole vocabulary and whole sequences; -inf means that a token cannot come."""
     width, penalty = params.beam_width, params.length_penalty
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     done: list[tuple[float, tuple[int, ...]]] = []

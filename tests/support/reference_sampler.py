@@ -1,4 +1,4 @@
-"""The sampler once more, slowly: one row and one step after another. Nothing of it is the sampler's but the number."""
+"""A slow reference for the sampler: one row and one step after another. It shares only the random numbers with it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from pd_cluster.model.sampler import Row, uniform
+from pd_cluster.model.sampling.sampler import SamplingRow, uniform
 
-Line = np.ndarray[Any, Any]  # [vocab_size], of one row
+Line = np.ndarray[Any, Any]  # [vocab_size], one row
 
 
-def adjusted(logits: Line, row: Row, eos: Set[int]) -> Line:
-    """Masks, biases and penalties, in single precision."""
+def adjusted(logits: Line, row: SamplingRow, eos: Set[int]) -> Line:
+    """Applies masks, biases and penalties, in single precision."""
     p = row.request.sampling
     output = row.request.output_token_ids
     tokens = row.request.prompt_token_ids + output
@@ -39,8 +39,8 @@ def adjusted(logits: Line, row: Row, eos: Set[int]) -> Line:
     return x
 
 
-def reference(logits: Line, row: Row, eos: Set[int]) -> int:
-    """The token of one row: plain loops, a full stable sort, double precision after the penalties."""
+def reference(logits: Line, row: SamplingRow, eos: Set[int]) -> int:
+    """Returns the token of one row: plain loops, a full stable sort, double precision after the penalties."""
     p = row.request.sampling
     x: list[float] = adjusted(logits, row, eos).tolist()
     best = max(x)

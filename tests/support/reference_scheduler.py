@@ -1,4 +1,4 @@
-"""The scheduler's rules once more, slow and obvious: blocks are objects, contents are tuples, lists are scanned.
+"""A slow and obvious reference for the scheduler's rules: blocks are objects, contents are tuples, lists are scanned.
 
 Shares no code with the real one; a test compares both after every step.
 """
@@ -20,7 +20,7 @@ class Block:
 
 @dataclass(eq=False)
 class Job:
-    """A sequence. `tokens` are all known ones; `prompt` counts those that were given."""
+    """A sequence. `tokens` are all known ones; `prompt` counts the given ones."""
 
     key: str
     order: tuple[int, float, str, int]  # priority, arrival, name, index
@@ -28,12 +28,12 @@ class Job:
     prompt: int
     salt: str
     leg: str
-    num_sequences: int = 1  # that it will be
+    num_sequences: int = 1  # in the whole request
     status: str = "waiting"
     computed: int = 0
-    blocks: list[Block | None] = field(default_factory=list)  # None: it was let go when the window had passed it
+    blocks: list[Block | None] = field(default_factory=list)  # None: released when the window had passed it
     swapped: int = 0
-    asked: int = 0  # blocks that were offered to the cache; one whose content was there already is not offered again
+    asked: int = 0  # blocks offered to the cache; one with content already cached is not offered again
 
     @property
     def behind(self) -> int:
@@ -91,7 +91,7 @@ class Reference:
             block.dropped_at = next(_ticks)
 
     def is_passed(self, job: Job, at: int) -> bool:
-        """Whether the job's next token sees nothing of its block `at`, nor will a later one."""
+        """Returns whether neither the job's next token nor a later one sees its block `at`."""
         if self.window is None or job.leg == "prefill":
             return False
         return all(position <= job.computed - self.window for position in self.positions(at))
@@ -158,7 +158,7 @@ class Reference:
         return len(shared) * self.block_size
 
     def plan(self) -> tuple[list[tuple[str, int]], list[str], list[str]]:
-        """(chunks, admitted, preempted), by key."""
+        """Returns (chunks, admitted, preempted), by key."""
         chunks: dict[str, int] = {}
         admitted: list[str] = []
         preempted: list[str] = []

@@ -1,4 +1,4 @@
-"""A router over two prefill and two decode instances, with a mailbox that only remembers."""
+"""A router over two prefill and two decode instances, with a mailbox that only records."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, cast
 
 from pd_cluster import wire
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.membership import Membership
-from pd_cluster.cluster.policy import least_loaded
-from pd_cluster.cluster.predict import Goals
-from pd_cluster.cluster.router import NO_GOALS, ReplayLimits, Router
-from pd_cluster.mailbox import Mailbox
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.roster import LegHolder
+from pd_cluster.cluster.routing.policy import least_loaded
+from pd_cluster.cluster.routing.predict import NO_GOALS, Goals
+from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.router import Router
 from pd_cluster.reports import InstanceInfo
-from pd_cluster.types import FinishReason, LegEnd, PromptOutput, Role, SamplingParams, TokenOutput
+from pd_cluster.types import FinishReason, LegEnd, LinkState, Order, PromptOutput, Role, Sampling, TokenOutput
 
 PROMPT = [1, 2, 3]
-SAMPLING = SamplingParams(max_tokens=4)
+SAMPLING = Sampling(max_tokens=4)
 WAIT_S = 5.0
 
 
@@ -29,6 +29,7 @@ class FakeMailbox:
         self.sent: list[tuple[str, wire.Body]] = []
 
     def send(self, conn: str, body: wire.Body) -> None:
+        wire.encode_body(body)
         self.sent.append((conn, body))
 
     def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
@@ -40,6 +41,9 @@ class FakeMembership:
         self.instances = instances
         self.changed = asyncio.Event()
 
+    def watch(self, follower: LegHolder) -> None:
+        """Tests tell the router themselves."""
+
     async def change(self) -> None:
         await self.changed.wait()
         self.changed.clear()
@@ -49,24 +53,31 @@ class World:
     """A router over two prefill and two decode instances, all linked."""
 
     def __init__(
-        self, request_timeout_s: float = 0.0, replay: ReplayLimits | None = None, goals: Goals = NO_GOALS
+        self,
+        request_timeout_s: float = 0.0,
+        replay: ReplayLimits | None = None,
+        goals: Goals = NO_GOALS,
+        max_queue_s: float | None = None,
     ) -> None:
         self.instances = [ready(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
-        links = {i.key: "up (shm)" for i in self.instances if i.role == "decode"}
+        links = {i.key: LinkState("up", ("shm",)) for i in self.instances if i.role == "decode"}
         for prefill in self.instances[:2]:
             prefill.load = wire.Load(links=links)
         self.mailbox = FakeMailbox()
-        self.router = Router(cast(Mailbox, self.mailbox), least_loaded, request_timeout_s, replay, goals)
         self.membership = FakeMembership(self.instances)
-        self.router.membership = cast(Membership, self.membership)
+        send = self.mailbox.send
+        self.router = Router(send, self.membership, least_loaded, request_timeout_s, replay, goals, max_queue_s)
 
-    def serve(self, sampling: SamplingParams = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
-        return cast("AsyncGenerator[TokenOutput, None]", self.router.serve(PROMPT, sampling, **more))
+    def serve(self, sampling: Sampling = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
+        """`more`: further fields of the order, and arguments of `Router.serve`."""
+        asked = {name: more.pop(name) for name in Order.__struct_fields__ if name in more}
+        serving = self.router.serve(Order(PROMPT, sampling, **asked), **more)
+        return cast("AsyncGenerator[TokenOutput, None]", serving)
 
     async def begin(
-        self, sampling: SamplingParams = SAMPLING, **more: Any
+        self, sampling: Sampling = SAMPLING, **more: Any
     ) -> tuple[AsyncGenerator[TokenOutput, None], asyncio.Task[TokenOutput], str]:
-        """The iterator, its first token to come, and the request's id."""
+        """Returns the iterator, its pending first token, and the request's id."""
         serving = self.serve(sampling, **more)
         num_before = len(self.mailbox.of(wire.Submit))
         first = asyncio.ensure_future(anext(serving))
@@ -81,19 +92,19 @@ class World:
         self.router.on_outputs(conn, wire.Outputs(list(tokens), [ended] if ended is not None else [], prompts))
 
     def lose(self, name: str, reason: str = "the connection was closed") -> None:
-        """As the membership does it."""
+        """Loses an instance as the membership does."""
         instance = next(i for i in self.instances if i.name == name)
         instance.state = "unreachable"
         self.router.on_lost(instance, reason)
 
     def come_back(self, name: str, epoch: int = 0) -> None:
-        """As the membership does it; another epoch is another life."""
+        """Brings an instance back as the membership does; another epoch is another life."""
         instance = next(i for i in self.instances if i.name == name)
         instance.info = info_of(name, instance.role, epoch=epoch)
         instance.state, instance.ready_s = "ready", asyncio.get_running_loop().time()
 
     def aborted(self, index: int = -1) -> list[str]:
-        """Where one sequence, or the whole request, was aborted."""
+        """Returns where one sequence, or the whole request, was aborted."""
         return sorted(conn for conn, body in self.mailbox.of(wire.Abort) if body.index == index)
 
     def assert_home(self) -> None:
@@ -102,7 +113,7 @@ class World:
 
 
 def info_of(name: str, role: Role, **fields: Any) -> InstanceInfo:
-    """What a worker that is ready says of itself."""
+    """Returns a ready worker's description of itself."""
     known = {"state": "ready", "server_ip": "127.0.0.1", "device_ids": ["0"], "epoch": 0, "pid": 1}
     return InstanceInfo(name=name, role=role, **{**known, **fields})
 

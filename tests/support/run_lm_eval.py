@@ -1,7 +1,7 @@
 """Evaluates tasks with lm-evaluation-harness's own API; a program, since the harness sets seeds and logging.
 
 `python -m tests.support.run_lm_eval TASKS ARGUMENTS BATCH_SIZE…`: TASKS is the folder of the tasks' YAML files, and
-ARGUMENTS what local-completions is given, as JSON. Prints JSON: batch size -> task -> what was noted of each question.
+ARGUMENTS those of local-completions, as JSON. Prints JSON: batch size -> task -> the record of each question.
 """
 
 from __future__ import annotations

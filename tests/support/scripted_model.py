@@ -1,8 +1,8 @@
-"""A real checkpoint that says what a test wants it to say, chosen by how long the prompt is.
+"""A real checkpoint that says what a test scripts, selected by the prompt's length.
 
-Everything that a layer adds is zero and so are the token embeddings: what the model says next depends on the position
-alone. So an answer with tool calls or reasoning in it comes out of the real engine, token by token, whatever was asked.
-What such an answer means is not known here.
+Everything that a layer adds is zero and so are the token embeddings: the model's next token depends on the position
+alone. The real engine thus produces an answer with tool calls or reasoning, token by token, whatever the request. The
+meaning of such an answer is not known here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ def make_scripted(
     special_tokens: Sequence[str] = (),
     added_tokens: Sequence[str] = (),
 ) -> Path:
-    """A model that answers a prompt of exactly `start` tokens with the script of that start and <eos>.
+    """Makes a model that answers a prompt of exactly `start` tokens with the script of that start and <eos>.
 
-    special_tokens are one token each, no text for who skips special tokens; added_tokens are one token each and
-    text.
-    Raises ValueError when a script runs into the next one.
+    special_tokens are one token each, and no text for readers that skip special tokens; added_tokens are one token each
+    and text. Raises ValueError if a script runs into the next one.
     """
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special_tokens])
@@ -53,10 +52,10 @@ def make_scripted(
 
 
 def pad_to(folder: Path, messages: Sequence[Mapping[str, Any]], num_tokens: int, **variables: Any) -> list[Any]:
-    """The messages with so many dots behind the last text that the chat prompt has exactly num_tokens tokens.
+    """Returns the messages, padded with dots after the last text so that the chat prompt has exactly num_tokens tokens.
 
-    `variables` are the template's: tools, enable_thinking and so on, as the request will have them. Raises ValueError
-    when the prompt is too long already.
+    `variables` are the template's: tools, enable_thinking and so on, as in the request. Raises ValueError if the prompt
+    is too long already.
     """
     tokenizer = _chat_tokenizer(folder)
     found = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **variables)
@@ -74,7 +73,7 @@ def _chat_tokenizer(folder: Path) -> Any:
 
 
 def _next_tokens(tokenizer: Tokenizer, scripts: Mapping[int, str]) -> list[int]:
-    """position -> the token that is said behind it."""
+    """Maps each position to the token that follows it."""
     following = [EOS_ID] * MAX_POSITIONS
     ends = 0
     for start, text in sorted(scripts.items()):
@@ -87,7 +86,7 @@ def _next_tokens(tokenizer: Tokenizer, scripts: Mapping[int, str]) -> list[int]:
 
 
 def _make_model(following: Sequence[int], vocab_size: int) -> Any:
-    """Each position's embedding is the output row of the token that follows: rows of signs, nearly orthogonal."""
+    """Makes each position's embedding the output row of the token that follows: rows of signs, nearly orthogonal."""
     config = transformers.GPT2Config(
         vocab_size=vocab_size,
         n_positions=MAX_POSITIONS,

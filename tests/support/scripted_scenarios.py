@@ -1,6 +1,6 @@
-"""What models of four families say when they call tools or reason, as scripts for tests/support/scripted_model.py.
+"""Tool calls and reasoning of four model families, as scripts for tests/support/scripted_model.py.
 
-The templates have the families' marks and nothing of their wording. What a server makes of it is for tests to say.
+The templates have the families' marks and nothing of their wording. Tests define what a server makes of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tests.support.scripted_model import make_scripted, pad_to
 
-FIRST_START = 1024  # tokens: room for a conversation and its tools, at a token a byte
+FIRST_START = 1024  # tokens: room for a conversation and its tools, at a token per byte
 GAP = 256
 
 QWEN3 = """\
@@ -66,9 +66,9 @@ DEEPSEEK_R1 = """\
 
 
 class Family(NamedTuple):
-    """How one kind of model speaks. `answers`: scenario -> all that the model says, before <eos>.
+    """How one kind of model speaks. `answers`: scenario -> the model's whole output, before <eos>.
 
-    Plain content comes last: a second turn, which has the first one's padding in it, can end in it.
+    Plain content comes last: a second turn, which contains the first one's padding, can end in it.
     """
 
     chat_template: str
@@ -77,7 +77,7 @@ class Family(NamedTuple):
     added_tokens: Sequence[str] = ()
 
     def start_of(self, scenario: str) -> int:
-        """The number of prompt tokens that brings about this answer."""
+        """Returns the number of prompt tokens that leads to this answer."""
         return FIRST_START + GAP * list(self.answers).index(scenario)
 
     def make(self, folder: Path) -> Path:
@@ -91,7 +91,7 @@ class Family(NamedTuple):
         )
 
     def ask(self, folder: Path, scenario: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[Any]:
-        """The messages, padded such that the answer is the scenario's."""
+        """Returns the messages, padded such that the answer is the scenario's."""
         return pad_to(folder, messages, self.start_of(scenario), **variables)
 
 

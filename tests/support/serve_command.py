@@ -1,4 +1,4 @@
-"""The command `pd-cluster serve` without its main(): made once a process, for tests that parse many command lines."""
+"""The command `pd-cluster serve` without its main(): made once per process, for tests that parse many command lines."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import functools
 import typer.core
 import typer.main
 
-from pd_cluster import cli
+from pd_cluster.commands import cli
 
 
 @functools.cache
 def serve_command() -> typer.core.TyperCommand:
-    """Parsing changes nothing of it: what a command line gives is in the context that it makes."""
+    """Returns the command. Parsing does not change it: the values are in the context that it makes."""
     group = typer.main.get_command(cli.app)
     assert isinstance(group, typer.core.TyperGroup)
     command = group.commands["serve"]

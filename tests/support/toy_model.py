@@ -1,6 +1,6 @@
-"""A model whose logits are a hash of all tokens that it finds in its KV memory: wrong memory gives other tokens.
+"""A model whose logits are a hash of all tokens found in its KV memory: wrong memory gives other tokens.
 
-Memory is modelled as what each block's last written token stands for: all tokens up to it, with the request's salt.
+Memory is modelled as the meaning of each block's last written token: all tokens up to it, with the request's salt.
 """
 
 from __future__ import annotations
@@ -11,27 +11,34 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from pd_cluster.device import CPU
-from pd_cluster.engine.plan import Move
-from pd_cluster.model.choice import choose, tell
-from pd_cluster.model.sampler import Row, Sampler
-from pd_cluster.model.tokens import After, DeviceTokens
-from pd_cluster.types import Logprobs, Request, SamplingParams
+from pd_cluster.devices.device import CPU
+from pd_cluster.engine.step.plan import Move
+from pd_cluster.model.batch import RunnerOutput
+from pd_cluster.model.sampling.on_device import choose, tell
+from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
+from pd_cluster.model.sampling.tokens import After, DeviceTokens
+from pd_cluster.types import Logprobs, Order, Request, Sampling
 from tests.support.reference_beams import search_everything
 from tests.support.reference_sampler import adjusted, reference
 
 VOCAB_SIZE = 40
+HIDDEN_SIZE = 8
 EOS = frozenset({3})
 _TABLE = torch.randn(997, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)) * 3
 
 
 def logits_after(token_ids: Sequence[int]) -> torch.Tensor:
-    """[vocab_size]; a function of all tokens before."""
+    """Returns [vocab_size] logits; a function of all tokens before."""
     return _TABLE[random.Random(repr(tuple(token_ids))).randrange(len(_TABLE))]
 
 
+def hidden_state_after(token_ids: Sequence[int]) -> torch.Tensor:
+    """Returns [hidden_size] numbers; a function of all tokens before."""
+    return logits_after(token_ids)[:HIDDEN_SIZE]
+
+
 class ToyRunner:
-    """Runs chunks against modelled memory, and asserts that what they read is what they should find."""
+    """Runs chunks against modelled memory, and asserts that they read what they should."""
 
     eos_token_ids = EOS
     vocab_size = VOCAB_SIZE
@@ -39,8 +46,8 @@ class ToyRunner:
     def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0, window: int | None = None) -> None:
         self.block_size = block_size
         self.window = window
-        self.goes_ahead = False  # steps of which the host need know nothing
-        self.memory: list[tuple[int, ...] | None] = [None] * (num_blocks + 1)  # one for padding
+        self.goes_ahead = False  # whether steps run without the host's knowledge
+        self.memory: list[tuple[int, ...] | None] = [None] * (num_blocks + 1)  # one extra for padding
         self.host: list[tuple[int, ...] | None] = [None] * num_swap_blocks
         self.num_moves = {"copy": 0, "out": 0, "in": 0}
 
@@ -51,22 +58,27 @@ class ToyRunner:
             write = self.host if kind == "out" else self.memory
             write[target] = read[source]
 
-    def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> RunnerOutput:
         for request, num_tokens in chunks:
             self._read(request, tuple(request.token_ids(0, request.num_computed_tokens)))
             for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
                 self.memory[request.block_table[position // self.block_size]] = tuple(
                     request.token_ids(0, position + 1)
                 )
-        rows = []
+        rows, states = [], []
         for request, num_tokens in chunks:
             stop = request.num_computed_tokens + num_tokens
             ends = range(stop - request.num_logit_rows(num_tokens) + 1, stop + 1)
             rows += [logits_after(request.token_ids(0, end)) for end in ends]
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+            ends = range(stop - request.num_hidden_rows(num_tokens) + 1, stop + 1)
+            states += [hidden_state_after(request.token_ids(0, end)) for end in ends]
+        return RunnerOutput(
+            torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE),
+            torch.stack(states) if states else torch.empty(0, HIDDEN_SIZE),
+        )
 
     def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens:
-        """As a device that computes at once what it is told to: `after` is known to it, not to the requests."""
+        """Acts as a device that computes at once: it knows `after`, which the requests do not."""
         rows = []
         last = None if after is None else after.tokens.rows(after.rows)
         for at, request in enumerate(requests):
@@ -81,7 +93,7 @@ class ToyRunner:
         return DeviceTokens(token_ids, CPU, tell(logits, token_ids, requests, CPU))
 
     def _read(self, request: Request, tokens: tuple[int, ...]) -> None:
-        least = 0 if self.window is None else max(0, len(tokens) - self.window + 1)  # the next token sees no earlier
+        least = 0 if self.window is None else max(0, len(tokens) - self.window + 1)  # first token still seen
         stops = range(self.block_size, len(tokens) + self.block_size, self.block_size)
         expected = [tokens[: min(stop, len(tokens))] for stop in stops if stop > least]
         seen = slice(least // self.block_size, len(stops))
@@ -89,40 +101,40 @@ class ToyRunner:
         assert found == expected, f"{request.key} reads foreign KV: {found} instead of {expected}"
 
 
-def generate_alone(prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
-    """The n outputs, one token at a time, without any engine and by the slow sampler."""
+def generate_alone(prompt: list[int], sampling: Sampling) -> list[list[int]]:
+    """Returns the n outputs, one token at a time, without any engine and by the slow sampler."""
     if sampling.beam_width:
         return search_everything(lambda tokens: logprobs_after(prompt, tokens, sampling), sampling, ends_of(sampling))
     outputs = []
     for index in range(sampling.n):
-        request = Request("alone", prompt, sampling, index=index)
+        request = Request("alone", Order(prompt, sampling), index=index)
         while True:
             output = request.output_token_ids
             logits = logits_after(request.token_ids(0, request.num_tokens)).numpy()
-            output.append(reference(logits, Row(request, index, len(output)), EOS))
+            output.append(reference(logits, SamplingRow(request, index, len(output)), EOS))
             if request.finish_reason_after(output[-1], len(output), EOS) is not None:
                 break
         outputs.append(output)
     return outputs
 
 
-def told_alone(prompt: list[int], output: list[int], sampling: SamplingParams) -> list[Logprobs | None]:
-    """The logprobs of each token of an output."""
+def told_alone(prompt: list[int], output: list[int], sampling: Sampling) -> list[Logprobs | None]:
+    """Returns the logprobs of each token of an output."""
     if sampling.logprobs is None or not output:
         return [None] * len(output)
     logits = torch.stack([logits_after([*prompt, *output[:position]]) for position in range(len(output))])
     return [*Sampler(VOCAB_SIZE, EOS).prompt_logprobs(logits, output, sampling.logprobs)]
 
 
-def logprobs_after(prompt: list[int], tokens: tuple[int, ...], sampling: SamplingParams) -> list[float]:
-    """Of every token that may follow, after masks and penalties."""
-    request = Request("alone", prompt, sampling, output_token_ids=list(tokens))
+def logprobs_after(prompt: list[int], tokens: tuple[int, ...], sampling: Sampling) -> list[float]:
+    """Returns logprobs of every token that may follow, after masks and penalties."""
+    request = Request("alone", Order(prompt, sampling), output_token_ids=list(tokens))
     logits = logits_after(request.token_ids(0, request.num_tokens)).numpy()
-    left = adjusted(logits, Row(request, 0, len(tokens)), EOS).astype(np.float64)
+    left = adjusted(logits, SamplingRow(request, 0, len(tokens)), EOS).astype(np.float64)
     left -= left.max()
     values: list[float] = (left - np.log(np.exp(left).sum())).tolist()
     return values
 
 
-def ends_of(sampling: SamplingParams) -> set[int]:
+def ends_of(sampling: Sampling) -> set[int]:
     return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else EOS)}

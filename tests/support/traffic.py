@@ -1,4 +1,4 @@
-"""Many requests against a cluster that is being broken: what each asked, what it got, and whether that is right."""
+"""Many requests against a cluster under faults: each one's request, its result, and whether that is right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLIENT_TIMEOUT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One completion with nothing left to chance: greedy, or for several sequences the same by top_k 1."""
+    """One completion without randomness: greedy, or, for several sequences, the same by top_k 1."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -44,7 +44,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came back. `error` is the server's own message, in its answer's body or in-band."""
+    """A request's result. `error` is the server's own message, in its answer's body or in-band."""
 
     ask: Ask
     status: int = 0
@@ -52,7 +52,7 @@ class Outcome:
     choices: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     error: str = ""
-    broken: str = ""  # the answer is none: cut off, no JSON, out of order
+    broken: str = ""  # the answer is malformed: cut off, no JSON, out of order
     took_s: float = 0.0
 
     @property
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def make_asks(rng: random.Random, number: int, num_prompts: int, longest: int, max_tokens: int) -> list[Ask]:
-    """Of `num_prompts` prompts, a third of which begin alike; every eighth request wants two sequences."""
+    """Makes requests over `num_prompts` prompts, a third with a common prefix; every eighth wants two sequences."""
     prompts = [random_prompt(rng, rng.choice((1, rng.randrange(2, 60), rng.randrange(60, longest)))) for _ in range(2)]
     shared = random_prompt(rng, longest // 2)
     for at in range(num_prompts - 2):
@@ -83,7 +83,7 @@ def make_asks(rng: random.Random, number: int, num_prompts: int, longest: int, m
 
 
 def ask_once(client: httpx.Client, url: str, ask: Ask) -> Outcome:
-    """Never raises: whatever goes wrong is part of the outcome."""
+    """Sends a request. Never raises: any failure is part of the outcome."""
     outcome = Outcome(ask)
     started_s = time.monotonic()
     try:
@@ -160,7 +160,7 @@ class Traffic:
         return len(self._asks)
 
     def more(self, number: int) -> None:
-        """So many requests may be sent now."""
+        """Allows this many more requests."""
         with self._changed:
             self._num_allowed = max(self._num_allowed, self._num_started + number)
             self._changed.notify_all()
@@ -171,7 +171,7 @@ class Traffic:
             return self._num_started - len(self.outcomes)
 
     def finish(self, timeout_s: float = 120.0) -> None:
-        """All of them, to the end."""
+        """Runs all of them to the end."""
         self.more(len(self._asks))
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.outcomes) == len(self._asks), timeout_s), (
@@ -201,7 +201,7 @@ class Traffic:
 
 
 class Judge:
-    """Compares outcomes with transformers' own tokens, computed once a prompt."""
+    """Compares outcomes with transformers' own tokens, computed once per prompt."""
 
     def __init__(self, model: Path, asks: Sequence[Ask], request_timeout_s: float) -> None:
         self._model = model
@@ -210,10 +210,10 @@ class Judge:
         for ask in asks:
             longest[ask.prompt] = max(longest.get(ask.prompt, 0), ask.max_tokens)
         together = reference_greedy_together(model, [list(prompt) for prompt in longest], max(longest.values()))
-        self._expected = dict(zip(longest, together, strict=True))  # what differs is looked at alone
+        self._expected = dict(zip(longest, together, strict=True))  # differing ones are computed alone
 
     def check(self, outcomes: Sequence[Outcome]) -> Counter[str]:
-        """Every one is right or ends with a named error in time. Returns how many ended how."""
+        """Asserts that each is right or ends with a named error in time. Returns how many ended how."""
         for outcome in outcomes:
             assert not outcome.broken, f"{outcome.broken} ({describe(outcome)})"
             assert outcome.took_s < self._limit_s, f"too late: {describe(outcome)}"
@@ -226,7 +226,7 @@ class Judge:
         return Counter(kind_of(outcome) for outcome in outcomes)
 
     def _check_tokens(self, outcome: Outcome, tokens: list[int]) -> None:
-        """Exact when answered; before an in-band error, the beginning of what would have been the answer."""
+        """Asserts exact tokens if answered; before an in-band error, a prefix of the right answer."""
         expected = self._expected[outcome.ask.prompt][: outcome.ask.max_tokens]
         if not outcome.answered:
             expected = expected[: len(tokens)]
@@ -236,7 +236,7 @@ class Judge:
 
 
 def check_named(outcome: Outcome) -> None:
-    """Nobody can serve, why, and when to come again; or which instance has failed this request."""
+    """Asserts that the error names its reason: no instance and when to retry, or the instance that failed."""
     if outcome.status == 503:
         assert outcome.error, f"the error gives no reason: {describe(outcome)}"
         assert int(outcome.headers["retry-after"]) >= 1, describe(outcome)
@@ -246,7 +246,7 @@ def check_named(outcome: Outcome) -> None:
 
 
 def kind_of(outcome: Outcome) -> str:
-    """`answered`, or how and by whom the request failed."""
+    """Returns `answered`, or how and by which side the request failed."""
     if outcome.answered:
         return "answered"
     where = "in-band" if outcome.status == 200 else str(outcome.status)

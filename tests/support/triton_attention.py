@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.cuda import attention
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, padded
-from pd_cluster.model.cuda.plan import AttentionPlan, plan_attention, plan_decode
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.cuda.plan import SPLIT_KEYS, AttentionPlan, plan_attention, plan_decode
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.interpreted import mend
 
-ANY = SamplingParams(max_tokens=1, temperature=0.0)
+ANY = Sampling(max_tokens=1, temperature=0.0)
 LAYER, NUM_LAYERS = 1, 2
 
 
@@ -25,7 +25,7 @@ mend()
 
 
 def configs(group: int, rows: int = 16, keys: int = 32) -> AttentionConfigs:
-    """Small tiles, so that short sequences have several."""
+    """Returns small tiles, so that short sequences have several."""
     return AttentionConfigs(TileConfig(max(rows, padded(group)), keys, 4, 2), TileConfig(padded(group), keys, 4, 2))
 
 
@@ -38,13 +38,13 @@ def make_batch(
     seed: int,
     window: int | None = None,
 ) -> ForwardBatch:
-    """(query_len, context_len) each, in blocks drawn from a pool; where no token is, there is NaN.
+    """Makes (query_len, context_len) sequences in blocks drawn from a pool; slots without a token hold NaN.
 
-    Blocks that the window has passed have come home: the table names the padding block, which is full of NaN too.
+    Blocks that the window has passed are released: the table names the padding block, which is full of NaN, too.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-context // block_size) for _, context in sequences]
-    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, head_dim, head_dim, block_size, dtype), sum(counts) + 3)
+    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, dtype), sum(counts) + 3)
     pool.data.fill_(float("nan"))
     blocks = torch.randperm(pool.num_blocks, generator=generator).tolist()
     chunks = []
@@ -56,7 +56,9 @@ def make_batch(
             pool.data[table[at // block_size], :, :, at % block_size] = content.to(pool.data.dtype)
         num_passed = max(0, prefix - window + 1) // block_size if window is not None else 0
         table[:num_passed] = [pool.num_blocks] * num_passed
-        request = Request(str(i), [0] * context, ANY, num_computed_tokens=prefix, block_table=table, arrival_s=float(i))
+        request = Request(
+            str(i), Order([0] * context, ANY), num_computed_tokens=prefix, block_table=table, arrival_s=float(i)
+        )
         chunks.append((request, query_len))
     return build_batch(chunks, pool)
 
@@ -73,7 +75,7 @@ def metadata(batch: ForwardBatch, plan: AttentionPlan) -> attention.BatchMetadat
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest, as a share of the largest number; infinite where one of them is not a number."""
+    """Returns the largest difference, as a share of the largest number; infinite if one of them is not a number."""
     error = (actual.double() - expected.double()).abs().max() / expected.abs().max().double()
     return float("inf") if error.isnan() else error.item()
 
@@ -86,10 +88,10 @@ def parity(
     block_size: int,
     dtype: str = "float32",
     window: int | None = None,
-    reference_window: int | None = None,  # another than `window`, to see that it is noticed
+    reference_window: int | None = None,  # different from `window`, to see that a mismatch is noticed
     softcap: float | None = None,
     has_sinks: bool = False,
-    num_splits: int | None = None,
+    split_keys: int = SPLIT_KEYS,
     rows: int = 16,
     keys: int = 32,
     seed: int = 0,
@@ -109,7 +111,7 @@ def parity(
     query_lens = np.diff(batch.query_starts.numpy())
     group = num_heads // num_kv_heads
     plan = plan_attention(
-        query_lens, batch.context_lens.numpy(), group, num_kv_heads, configs(group, rows, keys), 132, num_splits
+        query_lens, batch.context_lens.numpy(), group, num_kv_heads, configs(group, rows, keys), 132, split_keys
     )
     workspace = torch.full((plan.workspace_numel(num_heads, head_dim),), float("nan"))
     actual = attention.attend(query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace)
@@ -124,8 +126,8 @@ def parity(
     return difference(actual, expected)
 
 
-def alone_and_together(sequences: list[tuple[int, int]], num_splits: int) -> list[bool]:
-    """For each sequence, whether its rows have the same bits in a batch of its own as in the batch of all."""
+def alone_and_together(sequences: list[tuple[int, int]], split_keys: int) -> list[bool]:
+    """Returns, for each sequence, whether its rows have the same bits alone as in the batch of all."""
     num_heads, num_kv_heads, head_dim, block_size = 6, 2, 16, 16
     batch = make_batch(sequences, num_kv_heads, head_dim, block_size, "float32", seed=2)
     qkv = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=torch.Generator())
@@ -134,7 +136,7 @@ def alone_and_together(sequences: list[tuple[int, int]], num_splits: int) -> lis
 
     def attended(part: ForwardBatch, rows: slice) -> torch.Tensor:
         plan = plan_attention(
-            np.diff(part.query_starts.numpy()), part.context_lens.numpy(), 3, num_kv_heads, configs(3), 132, num_splits
+            np.diff(part.query_starts.numpy()), part.context_lens.numpy(), 3, num_kv_heads, configs(3), 132, split_keys
         )
         pools = batch.pool.layer(LAYER)
         return attention.attend(query[rows], *pools, metadata(part, plan), plan, sdpa.Scoring(0.25))
@@ -144,25 +146,25 @@ def alone_and_together(sequences: list[tuple[int, int]], num_splits: int) -> lis
     same = []
     for i, (query_len, context) in enumerate(sequences):
         table = batch.block_table[tables[i] : tables[i + 1]].tolist()
-        request = Request("x", [0] * context, ANY, num_computed_tokens=context - query_len, block_table=table)
+        request = Request("x", Order([0] * context, ANY), num_computed_tokens=context - query_len, block_table=table)
         rows = slice(starts[i], starts[i + 1])
         same.append(torch.equal(attended(build_batch([(request, query_len)], batch.pool), rows), together[rows]))
     return same
 
 
 def replays(
-    steps: list[list[int]], num_splits: int, block_size: int = 16, window: int | None = None, has_sinks: bool = False
+    steps: list[list[int]], split_keys: int, block_size: int = 16, window: int | None = None, has_sinks: bool = False
 ) -> list[dict[str, float]]:
-    """Steps of a padded decode batch as a captured graph sees them: one plan, the same buffers, other contents.
+    """Runs steps of a padded decode batch as a captured graph sees them: one plan, the same buffers, other contents.
 
-    A context of 0 is padding. Says for each step how far the rows are from the reference, and what is largest in
-    padding. Entries of the table that no sequence has name a block far outside of the pool: to read it is the end.
+    A context of 0 is padding. Returns for each step how far the rows are from the reference, and the largest value in
+    padding. Unused entries of the table name a block far outside the pool, which must not be read.
     """
     num_seqs, num_heads, num_kv_heads, head_dim = len(steps[0]), 4, 2, 16
     torch.manual_seed(1)
     sinks = torch.randn(num_heads) if has_sinks else None
     scoring = sdpa.Scoring(0.3, window, None, sinks)
-    plan = plan_decode(num_seqs, 10_000, num_kv_heads, configs(2), 132, num_splits)
+    plan = plan_decode(num_seqs, 10_000, num_kv_heads, configs(2), 132, split_keys)
     table = torch.empty(num_seqs * 30, dtype=torch.int32)
     starts, contexts = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
     unread = torch.full((1,), 1 << 30, dtype=torch.int32)
@@ -190,9 +192,9 @@ def replays(
 
 
 def written(num_tokens: int, num_kv_heads: int, head_dim: int, block_size: int, seed: int = 0) -> bool:
-    """Whether float32 keys and values reach a float16 pool at their slots, and nothing else changes there."""
+    """Returns whether float32 keys and values reach a float16 pool at their slots, and nothing else changes there."""
     generator = torch.Generator().manual_seed(seed)
-    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, head_dim, head_dim, block_size, "float16"), num_tokens)
+    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, "float16"), num_tokens)
     slots = torch.randperm(pool.num_blocks * block_size, generator=generator)[:num_tokens]
     k, v = torch.randn(num_tokens, 2 * num_kv_heads, head_dim, generator=generator).split(num_kv_heads, dim=1)
     expected = pool.data.clone()

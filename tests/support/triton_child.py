@@ -1,7 +1,7 @@
-"""A child process in which Triton interprets its kernels on CPU, or compiles them for GPUs that are not there.
+"""A child process in which Triton interprets its kernels on CPU, or compiles them for absent GPUs.
 
-Triton decides when it is imported, so none of this may happen in the process of other tests. Calls and answers are
-lines of JSON: a call names a function of a module of tests.support, an answer is its result or what it raised.
+Triton decides at import, so none of this may happen in the process of other tests. Calls and answers are lines of JSON:
+a call names a function of a module of tests.support, an answer is its result or its exception.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 100.0
 
 
+class NoAnswer(AssertionError):
+    """The child has ended or hangs."""
+
+
 class TritonChild:
-    """`call` runs one function there and returns what it returns. An exception of its fails the test."""
+    """`call` runs one function there and returns its result. An exception there fails the test."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -38,7 +42,7 @@ class TritonChild:
         answer = self._process.stdout.readline() if ready else b""
         if not answer:
             self._process.kill()
-            raise AssertionError(f"the child that runs Triton has not answered {line!r}")
+            raise NoAnswer(f"the child that runs Triton has not answered {line!r}")
         result, error = json.loads(answer)
         assert error is None, error
         return result
@@ -46,7 +50,7 @@ class TritonChild:
 
 @contextmanager
 def triton_child(interpret: bool, cache: Path) -> Iterator[TritonChild]:
-    """`cache` takes what is compiled; it is the caller's to delete."""
+    """Yields a child. `cache` receives the compiled kernels; the caller deletes it."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1" if interpret else "0",
@@ -71,7 +75,7 @@ def triton_child(interpret: bool, cache: Path) -> Iterator[TritonChild]:
 
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints, prints elsewhere
+    os.dup2(2, 1)  # redirects all other output
     for line in sys.stdin:
         module, function, arguments = json.loads(line)
         result, error = None, None

@@ -1,4 +1,4 @@
-"""Attention's launches, caught and compiled for a GPU that is not there.
+"""Attention's launches, captured and compiled for an absent GPU.
 
 Runs in a TritonChild that does not interpret.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ OPTIONS = ("num_warps", "num_stages")
 
 @dataclass
 class Caught:
-    """In place of a kernel: keeps the arguments of its launches."""
+    """Replaces a kernel: keeps the arguments of its launches."""
 
     kernel: Any
     launches: list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -41,7 +41,7 @@ class Caught:
 
 
 def launches_of(shape: dict[str, Any], arch: int) -> dict[str, Caught]:
-    """What a batch of a chunk and two decoded sequences launches; tensors without memory, strides of a whole model."""
+    """Returns the launches of a chunk and two decode sequences; tensors without memory, strides of a whole model."""
     caught = {name: Caught(getattr(attention, name), []) for name in LAUNCHED}
     for name, stand_in in caught.items():
         setattr(attention, name, stand_in)
@@ -62,11 +62,13 @@ def _step(
     is_rich: bool,  # with window, softcap and sinks
     num_kv_heads: int = 8,
     window: int = 128,
+    is_uniform: bool = False,
 ) -> None:
     query_lens, context_lens = np.array([1, 1, 500]), np.array([900, 1000, 700])
     num_heads, torch_dtype = num_kv_heads * group, TORCH_DTYPES[dtype]
     configs = configs_for(head_dim, torch_dtype.itemsize * 8, group, divmod(arch, 10))
-    plan = plan_attention(query_lens, context_lens, group, num_kv_heads, configs, 132, num_splits=4)
+    configs = replace(configs, is_uniform=is_uniform)
+    plan = plan_attention(query_lens, context_lens, group, num_kv_heads, configs, 132)
 
     def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
@@ -82,7 +84,7 @@ def _step(
 
 
 def source_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
-    """As Triton specialises at a launch: 1 is a constant, multiples of 16 and aligned pointers are known as such."""
+    """Specialises like a launch of Triton: 1 is a constant, multiples of 16 and aligned pointers are known as such."""
     values = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
     signature, constants, attributes = {}, {}, {}
     for param in kernel.params:
@@ -99,7 +101,7 @@ def source_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> AS
 
 
 def compiled(arch: int, **shape: Any) -> dict[str, dict[str, int]]:
-    """Kernel -> what it takes of a multiprocessor, and how often some instructions stand in its code."""
+    """Maps each kernel to its use of a multiprocessor, and the counts of some instructions in its code."""
     found = {}
     for name, caught in launches_of(shape, arch).items():
         ((args, options),) = caught.launches
@@ -113,7 +115,7 @@ def compiled(arch: int, **shape: Any) -> dict[str, dict[str, int]]:
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, where registers are spilled."""
+    """Returns registers per thread and bytes of its stack, where registers are spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

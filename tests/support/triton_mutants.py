@@ -1,22 +1,35 @@
-"""Kernels with a fault put in on purpose: tests must notice. Runs in a TritonChild."""
+"""Kernels with deliberate faults, which tests must notice. Runs in a TritonChild."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pd_cluster.model.cuda import attention, attention_decode, attention_kernels
-from tests.support.triton_attention import parity
+from pd_cluster.model.cuda import attention, attention_decode, attention_kernels, attention_write
 
-KERNELS = ("prefill_kernel", "decode_kernel", "merge_kernel")
+KERNELS = ("prefill_kernel", "decode_kernel", "merge_kernel", "write_kernel")
 
 
 def mutant_differs_by(old: str, new: str, **arguments: Any) -> float:
-    """Of `parity`, with `old` replaced by `new` wherever it stands in the kernels. Infinite where the kernel fails."""
+    """Returns `parity` with `old` replaced by `new` throughout the kernels; infinite if the kernel fails."""
+    from tests.support.triton_attention import parity  # interprets, while faults can be compiled as well
+
+    with faulty(old, new):
+        try:
+            return parity(**arguments)
+        except ArithmeticError:
+            return math.inf
+
+
+@contextmanager
+def faulty(old: str, new: str) -> Iterator[None]:
+    """Replaces text in the kernels meanwhile."""
     kept = {name: getattr(attention, name) for name in KERNELS}
     with tempfile.TemporaryDirectory() as folder:
         for module in _mutated(old, new, Path(folder)):
@@ -24,18 +37,16 @@ def mutant_differs_by(old: str, new: str, **arguments: Any) -> float:
                 if hasattr(module, name):
                     setattr(attention, name, getattr(module, name))
         try:
-            return parity(**arguments)
-        except ArithmeticError:
-            return math.inf
+            yield
         finally:
             for name, kernel in kept.items():
                 setattr(attention, name, kernel)
 
 
 def _mutated(old: str, new: str, folder: Path) -> list[ModuleType]:
-    """Copies of both modules, of which the second imports from the first."""
+    """Returns copies of the modules; the second imports from the first."""
     modules, num_replaced = [], 0
-    for original in (attention_kernels, attention_decode):
+    for original in (attention_kernels, attention_decode, attention_write):
         text = Path(str(original.__file__)).read_text("utf-8")
         num_replaced += text.count(old)
         name = original.__name__.rpartition(".")[2]
@@ -46,7 +57,7 @@ def _mutated(old: str, new: str, folder: Path) -> list[ModuleType]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        if modules:
+        if original is attention_decode:
             module.__dict__.update({shared: getattr(modules[0], shared) for shared in ("sweep", "add_sink")})
         modules.append(module)
     assert num_replaced, f"not in the kernels: {old}"

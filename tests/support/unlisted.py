@@ -1,4 +1,4 @@
-"""Tiny checkpoints of types that are not listed: those that --try-unlisted serves, and those that it refuses."""
+"""Tiny checkpoints of unlisted types: those that --try-unlisted serves, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from tests.support import checkpoints
 from tests.support.checkpoints import MIXED_LAYERS, NO_GROUPS
 
-# model_type -> what differs from tests/support/checkpoints.COMMON
+# model_type -> differences from tests/support/checkpoints.COMMON
 SERVED: dict[str, dict[str, Any]] = {
     "helium": {},
-    "nemotron": {},  # its layers do not hand the batch on
+    "nemotron": {},  # its layers do not pass the batch on
     "persimmon": {**NO_GROUPS, "qk_layernorm": True},
     "bitnet": {},
     "iquestcoder": {},

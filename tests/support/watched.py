@@ -1,4 +1,4 @@
-"""Watches real engines: each step is noted with its sequences, its tokens and the blocks that it moved."""
+"""Watches real engines: records each step with its sequences, its tokens and the blocks that it moved."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from pd_cluster.engine import build
-from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.model.runner import ModelRunner
 
 
 @dataclass
 class Watched:
-    """Holds one engine's parts. The lists have an entry for each of its steps."""
+    """One engine's parts. The lists have an entry for each of its steps."""
 
-    scheduler: Scheduler
+    scheduler: StepScheduler
     runner: ModelRunner
     num_seqs: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What goes out over HTTP: choices, logprobs, prompt logprobs and usage, whole and streamed, from scripted tokens."""
+"""HTTP answers: choices, logprobs, prompt logprobs and usage, whole and streamed, from scripted tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from pd_cluster.api.error_answers import install_error_handlers
-from pd_cluster.api.legacy import legacy_routes
-from pd_cluster.api.openai import openai_routes
-from pd_cluster.api.service import TextService
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.router import Router
-from pd_cluster.types import FinishReason, Logprobs, PromptOutput, SamplingParams, TokenOutput
+from pd_cluster.api.gate.error_answers import install_error_handlers
+from pd_cluster.api.openai.legacy import legacy_routes
+from pd_cluster.api.openai.openai import openai_routes
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, TokenOutput
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 
 RUST = make_tokenizer()
@@ -30,16 +30,15 @@ BYTES_OF = {HALF_1: [0xC3], HALF_2: [0xA9]}
 
 
 class Script:
-    """A router that says what it was told to: (index, token id, finish reason, logprobs)."""
+    """A router that returns the scripted tokens: (index, token id, finish reason, logprobs)."""
 
     def __init__(self) -> None:
         self.membership = SimpleNamespace(instances=[])
         self.lines: list[tuple[int, int, FinishReason | None, Logprobs | None]] = []
         self.prompt = PromptOutput("r", 0, 4)
 
-    async def serve(
-        self, prompt: list[int], sampling: SamplingParams, routed: Any, prompted: Any, cache_salt: str, **origin: Any
-    ) -> AsyncIterator[TokenOutput]:
+    async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
+        sampling = order.sampling
         stopped: set[int] = set()
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]
         routed(
@@ -70,7 +69,7 @@ def post(tmp_path: Path, script: Script) -> Post:
     RUST.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     checkpoint = Checkpoint(tmp_path, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", tmp_path)
-    service = TextService(cast(Router, script), checkpoint, "/models/x", ["x"], 1000)
+    service = TextService(cast(Router, script), checkpoint, ServiceConfig("/models/x", ["x"], 1000))
     app = FastAPI()
     install_error_handlers(app)
     app.include_router(openai_routes(service))

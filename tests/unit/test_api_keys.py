@@ -1,4 +1,4 @@
-"""API keys, CORS and the root path in front of the public port's routes: who gets through, and what the others hear."""
+"""API keys, CORS and the root path in front of the public port's routes: admitted requests, and refusals."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from pd_cluster.api.auth import ApiKeys
-from pd_cluster.api.caller import Caller, caller_of
-from pd_cluster.api.cors import Cors
-from pd_cluster.config import HttpConfig
+from pd_cluster.api.gate.auth import ApiKeys
+from pd_cluster.api.gate.callers import caller_of
+from pd_cluster.api.gate.cors import Cors
+from pd_cluster.service.caller import Caller
+from pd_cluster.settings.http import HttpConfig
 from tests.support.public_port import Answer, ask, ask_each, make_app
 
 KEYS = ("sk-first", "sk-second_2")

@@ -1,4 +1,4 @@
-"""What a config.json alone says of a type that is not listed: the true reason, with --try-unlisted and without."""
+"""Reasons read from an unlisted type's config.json alone: the true one, with --try-unlisted and without."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pd_cluster import architectures
-from pd_cluster.architectures import defaults_of, text_part, thresholds
-from pd_cluster.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
-from pd_cluster.config import EngineConfig
+from pd_cluster.checkpoints import architectures
+from pd_cluster.checkpoints.architectures import defaults_of, text_part, thresholds
+from pd_cluster.checkpoints.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
 from pd_cluster.errors import ModelError
+from pd_cluster.settings.engine import EngineConfig
 from tests.unit.test_checkpoint import make_folder
 
 # As on the Hub, without what says nothing here.

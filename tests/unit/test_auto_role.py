@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pd_cluster.cluster.auto_role import AutoRole, Flip, Rules, Sample, Seen, busy, decide
+from pd_cluster.cluster.members.auto_role import AutoRole, Flip, RoleSample, Rules, Seen, busy, decide
 from pd_cluster.types import Role
 from pd_cluster.wire import Load
 from tests.support.elastic_world import ElasticWorld
@@ -23,8 +23,8 @@ def decode(name: str, held: float = 0.0, num_waiting: int = 0, num_running: int 
     return Seen(name, "decode", num_waiting, num_running, held, outstanding_tokens=tokens)
 
 
-def recorded(*instances: Seen, num: int = 11, is_settled: bool = True) -> list[Sample]:
-    return [Sample(float(at), instances, is_settled) for at in range(num)]
+def recorded(*instances: Seen, num: int = 11, is_settled: bool = True) -> list[RoleSample]:
+    return [RoleSample(float(at), instances, is_settled) for at in range(num)]
 
 
 def name_of(flip: Flip | None) -> tuple[str, Role] | None:
@@ -86,7 +86,7 @@ def test_it_must_last() -> None:
     assert decide(recorded(*PROMPTS_WAIT, num=10), NEVER, RULES) is None
     assert decide(recorded(*PROMPTS_WAIT, num=11), NEVER, RULES) is not None
     history = recorded(*PROMPTS_WAIT, num=11)
-    history[5] = Sample(5.0, (prefill("prefill-0", 0), *PROMPTS_WAIT[1:]))
+    history[5] = RoleSample(5.0, (prefill("prefill-0", 0), *PROMPTS_WAIT[1:]))
     assert decide(history, NEVER, RULES) is None, "one quiet second"
     assert decide([history[0], history[10]], NEVER, RULES) is None, "nobody looked meanwhile"
 
@@ -111,7 +111,7 @@ def test_one_change_never_calls_for_the_other() -> None:
             if flip is None:
                 continue
             giver: Role = "decode" if flip.role == "prefill" else "prefill"
-            before = Sample(0.0, (*prefills, *decodes))
+            before = RoleSample(0.0, (*prefills, *decodes))
             assert busy(before, giver, RULES, num_fewer=1) <= RULES.low < RULES.high
 
 
@@ -156,8 +156,8 @@ def test_long_phases_are_followed_one_by_one() -> None:
 def test_only_those_that_take_requests_count() -> None:
     world = ElasticWorld(num_prefill=1, num_decode=3)
     world.elastic.drain("decode-0")
-    sample = Sample.of(0.0, world.membership.instances)
+    sample = RoleSample.of(0.0, world.membership.instances)
     assert [each.name for each in sample.instances] == ["prefill-0", "decode-1", "decode-2"]
     assert sample.is_settled, "a drained one is at rest"
     world["decode-0"].num_outstanding = 1
-    assert not Sample.of(0.0, world.membership.instances).is_settled
+    assert not RoleSample.of(0.0, world.membership.instances).is_settled

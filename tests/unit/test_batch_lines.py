@@ -1,4 +1,4 @@
-"""The lines of a batch: what is a request, what is an answer, and that no kill loses or repeats one."""
+"""The lines of a batch: valid requests, valid answers, and no kill that loses or repeats one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pd_cluster.offline import batch_lines
 from pd_cluster.offline.batch_job import opened_source, opened_target
 from pd_cluster.offline.batch_lines import (
     CHAT_URL,
-    Entry,
+    BatchEntry,
     Output,
     OutputFailed,
     answered_in,
@@ -105,7 +105,7 @@ def test_lines_without_an_id_are_not_the_same() -> None:
 
 @pytest.mark.parametrize("content", [b"notes\n", b"notes", b'{"custom_id": "a"}\n', b'{"a": 1}', b"\n"])
 def test_a_file_that_is_no_output_of_a_batch_is_left_alone(content: bytes) -> None:
-    good = line_of(Entry(1, "a"), 200, b"{}")
+    good = line_of(BatchEntry(1, "a"), 200, b"{}")
     for before, number in ((b"", 1), (good, 2)):
         with pytest.raises(ConfigError, match=rf"out: line {number} is not an answer"):
             answered_in(io.BytesIO(before + content), "out")
@@ -113,7 +113,7 @@ def test_a_file_that_is_no_output_of_a_batch_is_left_alone(content: bytes) -> No
 
 def test_the_answers_of_another_program_count_too() -> None:
     other = b'{"custom_id": "a", "id": "vllm-1", "response": {"status_code": 200}, "error": "whatever"}\n'
-    assert answered_in(io.BytesIO(other), "out") == ({Entry(9, "a").key}, len(other))
+    assert answered_in(io.BytesIO(other), "out") == ({BatchEntry(9, "a").key}, len(other))
 
 
 PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")  # as str.isprintable() has it
@@ -130,7 +130,7 @@ def inputs(draw: st.DrawFn) -> bytes:
 
 
 def run(source: io.BytesIO, target: Path, rng: random.Random) -> Iterator[None]:
-    """As a run of the command does: answers in any order. It pauses after each, for whoever wants to kill it."""
+    """Writes answers in any order, as the command does. It pauses after each, so that it can be killed there."""
     with target.open("a+b") as file:
         file.seek(0)
         answered = answered_in(file, "out")
@@ -165,7 +165,7 @@ def test_every_request_is_answered_once_whatever_was_killed(
     for _ in run(source, target, rng):
         pass
     lines = target.read_bytes().splitlines(keepends=True)
-    assert lines[: len(kept)] == kept  # what was whole is not touched
+    assert lines[: len(kept)] == kept  # complete lines are not touched
     found = [json.loads(each) for each in lines]
     got = [(each["custom_id"], (each["error"] or {}).get("line")) for each in found]
     wanted = [(e.custom_id, None if e.custom_id else e.number) for e in entries_of(source)]
@@ -209,7 +209,7 @@ def test_what_was_written_is_brought_to_the_disk_once(tmp_path: Path, monkeypatc
 
 
 def test_a_disk_that_fails_is_told_and_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system tells it once; what is written later would be behind lines that are lost."""
+    """The system reports it once; lines written later would follow lost ones."""
     errors = [OSError(errno.EIO, "Input/output error")]
 
     def fsync(fd: int) -> None:
@@ -247,7 +247,7 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
 
 
 def test_an_output_that_is_no_file_is_only_written(tmp_path: Path) -> None:
-    """Nothing can be read of it, so that there is nothing to go on with."""
+    """Nothing can be read from it, so there is nothing to resume from."""
     with opened_target("/dev/null") as target:
         assert target.file is None
         Output(target.fd).write(b"x\n")

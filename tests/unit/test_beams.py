@@ -10,22 +10,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cluster.engine import beam_groups
-from pd_cluster.engine.beams import BeamSearch, Growth, are_first_tokens, first_tokens_of
-from pd_cluster.engine.limits import Limits
-from pd_cluster.engine.plan import StepPlan
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step import beam_groups
+from pd_cluster.engine.step.beams import BeamSearch, Growth, are_first_tokens, first_tokens_of
+from pd_cluster.engine.step.limits import EngineLimits
+from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Candidate, Request, SamplingParams, Status, TokenOutput
+from pd_cluster.types import Candidate, Order, Request, Sampling, Status, TokenOutput
 from tests.support.reference_beams import search_everything
 
 INF = math.inf
 
 
-def search_params(width: int = 3, **fields: Any) -> SamplingParams:
-    return SamplingParams(**{"n": width, "beam_width": width, "temperature": 0.0, "max_tokens": 6, **fields})
+def search_params(width: int = 3, **fields: Any) -> Sampling:
+    return Sampling(**{"n": width, "beam_width": width, "temperature": 0.0, "max_tokens": 6, **fields})
 
 
 # ---- the policy
@@ -55,7 +56,7 @@ class Table:
         return [Candidate(token, -negated, token in self.ends) for negated, token in sorted(kept)]
 
 
-def search(table: Table, params: SamplingParams) -> list[list[int]]:
+def search(table: Table, params: Sampling) -> list[list[int]]:
     found = BeamSearch(params)
     tokens: list[tuple[int, ...]] = [()]
     while not found.is_over:
@@ -111,7 +112,7 @@ ROW = [Candidate(7, -0.5, False), Candidate(3, -1.0, True), Candidate(9, -1.0, F
 
 
 def decode_request(**fields: Any) -> Request:
-    return Request("r", [1] * 8, search_params(2, **fields), leg="decode", transfer_id="t", peer="p")
+    return Request("r", Order([1] * 8, search_params(2, **fields)), leg="decode", transfer_id="t", peer="p")
 
 
 def changed(at: int, **fields: Any) -> list[TokenOutput]:
@@ -169,9 +170,9 @@ def test_a_search_that_is_over_is_not_handed_over() -> None:
     ],
 )
 def test_an_engine_refuses_what_no_search_is(fields: dict[str, Any], said: str) -> None:
-    limits = Limits(100, 10_000)
-    assert limits.problem(Request("r", [1], search_params(2))) is None
-    problem = limits.problem(Request("r", [1], msgspec.structs.replace(search_params(2), **fields)))
+    limits = EngineLimits(100, 10_000, RopeLimit())
+    assert limits.problem(Request("r", Order([1], search_params(2)))) is None
+    problem = limits.problem(Request("r", Order([1], msgspec.structs.replace(search_params(2), **fields))))
     assert problem is not None
     assert said in problem
 
@@ -179,9 +180,11 @@ def test_an_engine_refuses_what_no_search_is(fields: dict[str, Any], said: str) 
 # ---- groups in a scheduler
 
 
-def make(num_blocks: int, max_num_seqs: int = 8, budget: int = 16, caches: bool = False, swap: int = 0) -> Scheduler:
+def make(
+    num_blocks: int, max_num_seqs: int = 8, budget: int = 16, caches: bool = False, swap: int = 0
+) -> StepScheduler:
     prefix = PrefixScope("model", Numerics()) if caches else None
-    return Scheduler(BlockPool(num_blocks), 4, max_num_seqs, budget, prefix, BlockPool(swap))
+    return StepScheduler(BlockPool(num_blocks), 4, max_num_seqs, budget, prefix, BlockPool(swap))
 
 
 def row_after(beam: Request) -> list[Candidate]:
@@ -190,7 +193,7 @@ def row_after(beam: Request) -> list[Candidate]:
     return [Candidate(token, -(at + rng.random()) / 2, False) for at, token in enumerate(tokens)]
 
 
-def step(scheduler: Scheduler, answers: dict[str, list[TokenOutput]]) -> StepPlan:
+def step(scheduler: StepScheduler, answers: dict[str, list[TokenOutput]]) -> StepPlan:
     """Plans, computes, and lets every beam that caught up grow."""
     plan = scheduler.plan()
     for beam in scheduler.computed(plan):
@@ -202,7 +205,7 @@ def step(scheduler: Scheduler, answers: dict[str, list[TokenOutput]]) -> StepPla
     return plan
 
 
-def finish_all(scheduler: Scheduler) -> dict[str, list[TokenOutput]]:
+def finish_all(scheduler: StepScheduler) -> dict[str, list[TokenOutput]]:
     answers: dict[str, list[TokenOutput]] = {}
     for _ in range(2000):
         step(scheduler, answers)
@@ -213,7 +216,7 @@ def finish_all(scheduler: Scheduler) -> dict[str, list[TokenOutput]]:
 
 
 def beam_request(name: str, prompt: int, arrival_s: float = 0.0, width: int = 3, **fields: Any) -> Request:
-    return Request(name, [1] * prompt, search_params(width, **fields), arrival_s=arrival_s)
+    return Request(name, Order([1] * prompt, search_params(width, **fields)), arrival_s=arrival_s)
 
 
 def test_beams_share_what_they_have_in_common() -> None:
@@ -265,12 +268,12 @@ def test_searches_end_however_scarce_everything_is(max_num_seqs: int, caches: bo
         answers = finish_all(scheduler)
         for request in requests:
             alone = make(200)
-            alone.add(Request(request.request_id, request.prompt_token_ids, request.sampling))
+            alone.add(Request(request.request_id, Order(request.prompt_token_ids, request.sampling)))
             assert finish_all(alone)[request.request_id] == answers[request.request_id]
 
 
 def test_parked_beams_that_keep_their_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_parked", lambda self, request: [])
+    monkeypatch.setattr(StepScheduler, "_parked", lambda self, request: [])
     scheduler = make(6, budget=1)
     scheduler.add(beam_request("a", 12, width=4, max_tokens=10))
     with pytest.raises(AssertionError, match="somebody starves"):
@@ -283,7 +286,7 @@ def test_a_parked_beam_gives_way_to_its_sibling_and_to_older_requests_only() -> 
     step(scheduler, {})
     parked = scheduler.running[0]
     scheduler.park(parked)
-    young, old = (Request(name, [1] * 29, SamplingParams(), arrival_s=at) for name, at in (("y", 2.0), ("o", 0.0)))
+    young, old = (Request(name, Order([1] * 29, Sampling()), arrival_s=at) for name, at in (("y", 2.0), ("o", 0.0)))
     scheduler.add(young)
     assert scheduler.plan().admitted == []
     assert parked.block_table

@@ -1,4 +1,4 @@
-"""What the bench measures and writes: event streams, percentiles, goals, the JSON file."""
+"""Results of the bench: event streams, percentiles, goals, the JSON file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import httpx
 import numpy
 import pytest
 
-from pd_cluster.bench import report
-from pd_cluster.bench.client import Recorder, Sample, make_client, measure
-from pd_cluster.bench.report import Report, Result, check_writable, human_nbytes, percentile, percentiles, spread
+from pd_cluster import tables as report
 from pd_cluster.bench.serve import Measured, ServeBench, _admin_above, _bodies, _check_shape, _results
+from pd_cluster.client.instances import Traffic, fetch_instances
+from pd_cluster.client.streaming import Recorder, Sample, make_client, measure
 from pd_cluster.errors import ConfigError
-from pd_cluster.show import Traffic, fetch_instances
+from pd_cluster.tables import Report, Result, check_writable, human_nbytes, percentile, percentiles, spread
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
 
@@ -60,7 +60,7 @@ def test_times_of_a_stream() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_split_of_the_bytes_gives_the_same_text(seed: int) -> None:
-    """Also within a character, and with line separators of Unicode that are not line ends of the format."""
+    """The split may be within a character, or at Unicode's line separators, which do not end lines in this format."""
     text = ["né", "\u2028", "\x85", "日本", "\r\n", "data: [DONE]"]
     stream = b": a comment\r\n\n" + b"".join(map(piece, text)) + DONE
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What `bench engine` sends, how it judges, and that one engine's end does not stop the others."""
+"""`bench engine`: its requests, its judgement, and that one engine's end does not stop the others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pd_cluster.bench import engine, engine_workloads
-from pd_cluster.bench.engine import PEERS, EngineBench, absent_peers, check_lengths, make_bench
-from pd_cluster.bench.engine_child import ChildFailed, run_child
-from pd_cluster.bench.engine_goals import (
+from pd_cluster.errors import ConfigError
+from pd_cluster.lab.child import ChildFailed, run_child
+from pd_cluster.lab.engine import bench as engine
+from pd_cluster.lab.engine import workloads as engine_workloads
+from pd_cluster.lab.engine.bench import PEERS, EngineBench, absent_peers, check_lengths, make_bench
+from pd_cluster.lab.engine.goals import (
     Goal,
     equal_tokens,
     guided_goals,
@@ -22,10 +24,9 @@ from pd_cluster.bench.engine_goals import (
     throughput_goals,
     tokens_per_s,
 )
-from pd_cluster.bench.engine_model import ModelShape
-from pd_cluster.bench.engine_report import make_report
-from pd_cluster.bench.engine_spec import PeerResult, Run, Spec
-from pd_cluster.errors import ConfigError
+from pd_cluster.lab.engine.report import make_report
+from pd_cluster.lab.spec import PeerResult, Run, Spec
+from pd_cluster.lab.tiny_model import ModelShape
 
 STEP_FIGURES = {
     "decode_1_ms": 13.0,
@@ -222,7 +223,7 @@ def test_a_late_child_and_what_it_started_are_ended(tmp_path: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """A zombie that nobody waits for has ended too."""
+    """Returns whether the process runs; an unreaped zombie has ended, too."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,26 +1,32 @@
-"""How `bench gpu` counts and judges, what becomes of the rest when a part fails, and what its report says."""
+"""`bench gpu`: its counts and judgement, the effect of a failed part on the others, and its report."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from pd_cluster.bench import gpu, gpu_parts, gpu_picture
-from pd_cluster.bench.client import Sample
-from pd_cluster.bench.engine_child import ChildFailed
-from pd_cluster.bench.gpu import GpuBench, Measured, make_bench
-from pd_cluster.bench.gpu_goals import COPY, PRODUCTS, READ, judged
-from pd_cluster.bench.gpu_parts import MODELS, PARTS, Part, planned, run_part
-from pd_cluster.bench.gpu_report import GpuReport, PartResult, table
-from pd_cluster.bench.gpu_spec import (
+from pd_cluster.client.streaming import Sample
+from pd_cluster.errors import ConfigError
+from pd_cluster.lab.child import ChildFailed
+from pd_cluster.lab.gpu import bench as gpu
+from pd_cluster.lab.gpu import parts as gpu_parts
+from pd_cluster.lab.gpu import picture as gpu_picture
+from pd_cluster.lab.gpu.bench import GpuBench, Measured, make_bench
+from pd_cluster.lab.gpu.goals import COPY, PRODUCTS, READ, judged
+from pd_cluster.lab.gpu.parts import MODELS, PARTS, Part, planned, run_part
+from pd_cluster.lab.gpu.report import GpuReport, PartResult, table
+from pd_cluster.lab.gpu.spec import (
+    INDEX_FILE,
     LLAMA_8B,
     QUICK_SHAPES,
     QWEN_06B,
@@ -35,8 +41,7 @@ from pd_cluster.bench.gpu_spec import (
     Writer,
     read_lines,
 )
-from pd_cluster.bench.report import Result
-from pd_cluster.errors import ConfigError
+from pd_cluster.tables import Result
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +61,7 @@ def results_of(
 
 
 def test_parameters_are_those_of_the_models_that_the_shapes_are_taken_from() -> None:
-    """Without norms: of Llama 65 of 4,096 numbers; of Qwen3 two of 1,024 and two of 128 a layer, and one more."""
+    """Norms are left out: in Llama 65 of 4,096 numbers; in Qwen3 two of 1,024 and two of 128 a layer, and one more."""
     assert LLAMA_8B.num_parameters == 8_030_261_248 - 65 * 4096
     assert QWEN_06B.num_parameters == 596_049_920 - (28 * (2 * 1024 + 2 * 128) + 1024)
     assert LLAMA_8B.kv_nbytes_per_token == 128 << 10
@@ -135,19 +140,38 @@ def test_only_the_large_model_has_goals_and_none_when_all_is_tiny() -> None:
 
 
 def test_models_are_made_once_before_who_reads_them_first() -> None:
-    assert planned(["attention"]) == [PARTS[-2]]
+    assert planned(["attention"]) == [part for part in PARTS if part.kind == "attention"]
+    assert planned(["models"]) == list(MODELS)
     kinds = [(part.kind, part.model) for part in planned([part.kind for part in PARTS])]
     assert kinds.count(("model", 0)) == kinds.count(("model", 1)) == 1
     assert kinds.index(("model", 0)) < kinds.index(("engine", 0))
     assert kinds.index(("cluster", 0)) < kinds.index(("model", 1)) < kinds.index(("small", 1))
 
 
-def test_all_parts_are_given_less_than_ten_minutes_at_least() -> None:
-    assert sum(part.least_s for part in [*PARTS, *MODELS]) < 430
+def test_the_parts_of_each_stage_of_the_check_fit_four_minutes() -> None:
+    """The stages are those of scripts/gpu_check.sh, each with the models that it reads."""
+    text = (ROOT / "scripts/gpu_check.sh").read_text()
+    stages = re.findall(r'^PARTS_OF_[A-Z]+="(.*)"$', text, re.MULTILINE)
+    assert {kind for each in stages for kind in each.split(",")} == {part.kind for part in PARTS}
+    for each in stages:
+        assert sum(part.least_s for part in planned(each.split(","))) < 230
+
+
+def test_the_check_runs_every_kernel_against_its_reference_on_the_gpu() -> None:
+    """The same files that tests/model/test_cuda_ops.py interprets; and no file that only interprets or compiles."""
+    text = (ROOT / "scripts/gpu_check.sh").read_text()
+    interpreted = re.findall(r'"(cuda_\w+_cases\.py)"', (ROOT / "tests/model/test_cuda_ops.py").read_text())
+    assert len(interpreted) >= 4
+    assert set(interpreted) <= set(re.findall(r"tests/support/(cuda_\w+_cases\.py)", text))
+    (listed,) = re.findall(r"files=\$\((grep .*)\)$", text, re.MULTILINE)
+    found = subprocess.run(["sh", "-c", listed], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+    names = {Path(line).stem for line in found.stdout.split()}
+    assert {"test_cuda_model", "test_cuda_deterministic", "test_cuda_transport"} <= names
+    assert not {"test_cuda_ops", "test_cuda_attention", "test_cuda_splits", "test_cuda_logits"} & names
 
 
 class FakeChildren:
-    """In place of run_child: each attempt writes lines and ends as it was told."""
+    """Replaces run_child: each attempt writes lines and ends as scripted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *attempts: tuple[list[Line], str]) -> None:
         self.sections: list[list[str]] = []
@@ -221,7 +245,7 @@ def quick_bench(tmp_path: Path, parts: str, budget: float = 100) -> GpuBench:
 def test_a_part_without_its_model_or_its_time_is_named_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The 8B model fails; what reads it is not begun; ceilings and the other model's parts are."""
+    """The 8B model fails; parts that read it are not started; ceilings and the other model's parts are."""
     failed, done = ([Began("model")], "disk full"), ([], "")
     children = FakeChildren(monkeypatch, ([Device("a GPU"), figure(COPY, 3000)], ""), failed, done, done)
     bench = quick_bench(tmp_path, "ceilings,engine,small")
@@ -239,6 +263,38 @@ def test_a_part_without_its_model_or_its_time_is_named_and_the_others_run(
     (part,) = json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
     assert part["state"] == "not run"
     assert part["why"] == "1 s of --budget were left, and it takes 10 s or more"
+
+
+def test_a_later_run_adds_to_the_report_and_makes_no_model_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = tmp_path / "models"
+    (models / "model-8B").mkdir(parents=True)
+    (models / "model-8B" / INDEX_FILE).touch()
+
+    def bench(parts: str) -> GpuBench:
+        return make_bench(parts, "cpu", True, 100, str(tmp_path / "out"), "", str(models), resume=True)
+
+    FakeChildren(monkeypatch, ([Device("a GPU"), figure(COPY, 3000)], ""), ([], "out of memory"))
+    assert not gpu.run(bench("ceilings,engine"))
+    children = FakeChildren(monkeypatch, ([figure("8B decode 1: host overhead", 2)], ""))
+    assert gpu.run(bench("engine"))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {part["name"]: part["state"] for part in report["parts"]} == {"ceilings": "done", "engine 8B": "done"}
+    values = {each["name"]: each["value"] for each in report["results"]}
+    assert (values[COPY], values["8B: decode 1, host overhead"]) == (3000, 2)
+    assert len(children.sections) == 1
+
+    (tmp_path / "out" / "report.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"--resume: .*report\.json is not a report"):
+        gpu.run(bench("engine"))
+
+
+def test_long_among_short_is_held_against_the_bytes_of_all_contexts() -> None:
+    gb = LLAMA_8B.decode_read_nbytes(1, 31 * 500 + 32_768) / 1e9
+    names = ("8B decode of long among short: step", "8B decode of long among short: context")
+    found = results_of({COPY: 3000, names[0]: 10.0, names[1]: (31 * 500 + 32_768) / 32})
+    assert found["8B: decode of long among short, share of the floor"].value == pytest.approx(gb / 3 / 10)
 
 
 def test_a_figure_that_is_measured_again_replaces_the_first() -> None:
@@ -302,7 +358,7 @@ def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
 
 
 def test_tokens_times_are_written_for_both_clusters_and_drawn(tmp_path: Path) -> None:
-    from pd_cluster.bench.peers.gpu_cluster import write_gaps
+    from pd_cluster.lab.peers.gpu_cluster import write_gaps
 
     file = tmp_path / gpu_picture.CSV_FILE
     write_gaps(file, "split", [Sample(ttft_s=0.5, itl_s=[0.01, 0.02])])
@@ -318,15 +374,44 @@ def test_tokens_times_are_written_for_both_clusters_and_drawn(tmp_path: Path) ->
 # ---- the script
 
 
-def test_the_check_names_an_option_that_it_does_not_know() -> None:
-    command = ["sh", str(ROOT / "scripts/gpu_check.sh"), "--fast"]
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--fast", "unknown option --fast"),
+        ("tests", "unknown stage tests; there are correct, engine, cluster and peers"),
+    ],
+)
+def test_the_check_names_an_argument_that_it_does_not_know(argument: str, message: str) -> None:
+    command = ["sh", str(ROOT / "scripts/gpu_check.sh"), argument]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     assert done.returncode == 1
-    assert "unknown option --fast" in done.stderr
+    assert message in done.stderr
+
+
+def test_a_check_that_is_stopped_leaves_what_it_has(tmp_path: Path) -> None:
+    """SIGTERM in the middle of a step: its process ends, and the files are written."""
+    out, models = tmp_path / "out", tmp_path / "models"
+    models.mkdir()
+    check = subprocess.Popen(
+        ["sh", str(ROOT / "scripts/gpu_check.sh"), "peers", "--quick", "--device", "cpu"],
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(out), "FOLDER": str(models), "WHEELS": ""},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert check.stderr is not None
+    lines = iter(check.stderr.readline, "")
+    assert any("bench-peers, " in line for line in lines)
+    check.terminate()
+    assert check.wait(60) == 143
+    check.stderr.close()
+    assert sorted(file.name for file in out.iterdir()) == ["logs.tar.gz", "summary.txt"]
+    with tarfile.open(out / "logs.tar.gz") as archive:
+        assert "logs/summary.txt" in archive.getnames()
+    assert not list(models.iterdir())
 
 
 def test_the_check_names_what_a_python_lacks_before_it_begins(tmp_path: Path) -> None:
-    """A Python with a torch that names a GPU, and nothing else."""
+    """The Python has a torch that names a GPU, and nothing else."""
     torch = "class cuda:\n    is_available = lambda: True\n    get_device_name = lambda at: 'H100 80GB'\n"
     (tmp_path / "torch.py").write_text(torch)
     bare = tmp_path / "python"

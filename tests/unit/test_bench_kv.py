@@ -1,4 +1,4 @@
-"""What `bench kv` asks its children, how it judges, and that a child that fails or hangs is named and ended."""
+"""`bench kv`: its children's commands, its judgement, and that a failing or hanging child is named and ended."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pd_cluster.bench import kv, kv_child, kv_streaming
-from pd_cluster.bench.client import Sample
-from pd_cluster.bench.engine_child import ChildFailed
-from pd_cluster.bench.engine_goals import Goal
-from pd_cluster.bench.kv import KVBench, make_bench
-from pd_cluster.bench.kv_child import Child
-from pd_cluster.bench.kv_goals import (
+from pd_cluster.client.streaming import Sample
+from pd_cluster.errors import ConfigError
+from pd_cluster.lab.child import ChildFailed
+from pd_cluster.lab.engine.goals import Goal
+from pd_cluster.lab.kv import bench as kv
+from pd_cluster.lab.kv import child as kv_child
+from pd_cluster.lab.kv import streaming as kv_streaming
+from pd_cluster.lab.kv.bench import KVBench, make_bench
+from pd_cluster.lab.kv.child import Child
+from pd_cluster.lab.kv.goals import (
     KVReport,
     figure,
     handover_goals,
@@ -28,8 +31,8 @@ from pd_cluster.bench.kv_goals import (
     shares,
     show,
 )
-from pd_cluster.bench.kv_spec import Answer, Command, Handover, LastTransfer, MakePool, Move
-from pd_cluster.errors import ConfigError
+from pd_cluster.lab.kv.spec import Answer, Command, Handover, LastTransfer, MakePool, Move
+from pd_cluster.transport.table import choices_for
 
 ROUNDS = [
     {"memcpy 16 MiB": 20.0, "shm off 16 MiB": 18.0, "shm on 16 MiB": 10.0, "block shm on_ms": 0.5},
@@ -118,7 +121,7 @@ def test_the_report_has_every_figure_and_the_goals(tmp_path: Path, capsys: pytes
 
 def test_flags() -> None:
     bench = make_bench(5, "", "", streaming=True, quick=False)
-    assert (bench.transports, bench.sizes_mib, bench.streaming) == (("shm", "dist"), (1, 16, 256), True)
+    assert (bench.transports, bench.sizes_mib, bench.streaming) == (choices_for("cpu"), (1, 16, 256), True)
     assert make_bench(5, "dist", "16", streaming=False, quick=False).command == (
         "pd-cluster bench kv --rounds 5 --transports dist --sizes 16 --no-streaming"
     )

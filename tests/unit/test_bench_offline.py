@@ -1,4 +1,4 @@
-"""How `bench offline` judges: rates, ratios of one round, busy times, tokens; what it sends, and in which order."""
+"""`bench offline`: rates, ratios of one round, busy times, tokens; its requests and their order."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.bench.engine_spec import PeerResult, Run
-from pd_cluster.bench.offline import OfflineBench, in_order, make_bench
-from pd_cluster.bench.offline_figures import BARE, BUSY, CONTENDERS, OF_BARE, ONE, SPLIT, Round, goals_for, results
-from pd_cluster.bench.offline_service import BLOCK_SIZE, engine_config
-from pd_cluster.bench.report import Result
+from pd_cluster.lab.offline.bench import OfflineBench, in_order, make_bench
+from pd_cluster.lab.offline.figures import BARE, BUSY, CONTENDERS, OF_BARE, ONE, SPLIT, Round, goals_for, results
+from pd_cluster.lab.offline.service import BLOCK_SIZE, engine_config
+from pd_cluster.lab.spec import PeerResult, Run
+from pd_cluster.tables import Result
 
 TOKENS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
 

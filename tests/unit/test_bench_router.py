@@ -1,4 +1,4 @@
-"""How `bench router` judges: the fit of two loads, what is added to TTFT, goals, ratios; what it reads of processes."""
+"""`bench router`: the fit of two loads, additions to TTFT, goals, ratios; and its reading of processes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.bench import router_processes
-from pd_cluster.bench.report import Result
-from pd_cluster.bench.router import RouterBench, make_bench
-from pd_cluster.bench.router_figures import OURS, Cost, Measured, added_ttft_s, fit, results
-from pd_cluster.bench.router_processes import check_open_files, cpu_s, rss_nbytes, waited_s
-from pd_cluster.bench.router_spec import LoadResult, Workload
 from pd_cluster.errors import ConfigError
+from pd_cluster.lab import processes as router_processes
+from pd_cluster.lab.processes import check_open_files, cpu_s, rss_nbytes, waited_s
+from pd_cluster.lab.router.bench import RouterBench, make_bench
+from pd_cluster.lab.router.figures import OURS, Cost, Measured, added_ttft_s, fit, results
+from pd_cluster.lab.router.spec import LoadResult, Workload
+from pd_cluster.tables import Result
 
 MANY = Workload(name="many", num_requests=10, num_tokens=1000, num_open=10)
 FEW = Workload(name="few", num_requests=1000, num_tokens=2, num_open=10)
@@ -50,7 +50,7 @@ def test_two_shapes_of_load_tell_the_two_costs_apart() -> None:
 
 def test_what_a_router_adds_is_what_the_worker_did_not_take() -> None:
     client = {1: (10.0, 10.5), 2: (11.0, 11.2), 3: (12.0, 12.1)}
-    worker = {1: (100.0, 100.4), 2: (101.0, 101.2)}  # of the third nothing is known
+    worker = {1: (100.0, 100.4), 2: (101.0, 101.2)}  # nothing is known of the third
     assert added_ttft_s(client, worker) == pytest.approx([0.1, 0.0])
 
 

@@ -28,7 +28,7 @@ def test_a_block_rests_after_its_release() -> None:
 
 
 def test_a_block_that_need_not_rest_comes_again_at_once() -> None:
-    """On CPU: a prefill instance that handed a prompt over computes the next one in memory that it has touched."""
+    """On CPU, a prefill instance that handed a prompt over computes the next one in memory that it has touched."""
     pool = BlockPool(8, rests=False)
     assert pool.take(3) == [0, 1, 2]
     pool.release([0, 1, 2])

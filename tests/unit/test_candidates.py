@@ -1,4 +1,4 @@
-"""How beams may go on, from rows of logits: against a sort of the whole vocabulary."""
+"""Continuations of beams, from rows of logits: against a sort of the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.model.sampler import Row, Sampler
-from pd_cluster.types import Candidate, Request, SamplingParams
+from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
+from pd_cluster.types import Candidate, Order, Request, Sampling
 
 EOS = frozenset({3, 17})
 
 
-def row_for(**fields: Any) -> Row:
-    params = SamplingParams(**{"n": 2, "beam_width": 3, "temperature": 0.0, "max_tokens": 9, **fields})
-    return Row(Request("r", [5, 6], params, output_token_ids=[9]), 0, 1)
+def row_for(**fields: Any) -> SamplingRow:
+    params = Sampling(**{"n": 2, "beam_width": 3, "temperature": 0.0, "max_tokens": 9, **fields})
+    return SamplingRow(Request("r", Order([5, 6], params), output_token_ids=[9]), 0, 1)
 
 
-def ends_of(row: Row) -> set[int]:
+def ends_of(row: SamplingRow) -> set[int]:
     params = row.request.sampling
     return {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
 
 
-def expected(logits: torch.Tensor, row: Row) -> list[tuple[int, float, bool]]:
+def expected(logits: torch.Tensor, row: SamplingRow) -> list[tuple[int, float, bool]]:
     """The `beam_width` best of all and of those that do not end, of equals the lowest id first."""
     width, ends = row.request.sampling.beam_width, ends_of(row)
     values = logits.double().log_softmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""A graph's first run comes after all that was launched before, and nothing else is captured with it."""
+"""A graph's first run comes after all earlier launches, and nothing else is captured with it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pd_cluster.device import Device, DeviceKind
-from pd_cluster.streams import SideStream, capture
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.devices.streams import SideStream, capture
 from tests.support.fake_device import FakeModule, Stream, install
 
 POOL_SIZE = 4  # torch's has 32
@@ -22,7 +23,7 @@ def test_the_run_before_a_capture_waits_for_what_fills_its_buffers(monkeypatch: 
     found: list[float] = []
 
     def synchronize(index: int) -> None:
-        """The stream that was made last goes first, and waits for others only where it was told to."""
+        """Runs the newest stream first; it waits for others only where the code asks for it."""
         for stream in reversed(gpu.streams):
             stream.run(stream.num_launched)
         found.append(read.item())

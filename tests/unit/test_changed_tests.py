@@ -1,4 +1,4 @@
-"""Which tests `scripts/test.sh --changed` runs."""
+"""The tests that `scripts/test.sh --changed` selects."""
 
 from __future__ import annotations
 

@@ -10,13 +10,17 @@ from typing import Any, cast
 
 import pytest
 
-from pd_cluster.api.chat_answer import ChatAnswer
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.service import TextService
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.router import Router
-from pd_cluster.config import ChatConfig
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ConfigError, RequestError
+from pd_cluster.service.answers.chat_answer import ChatAnswer
+from pd_cluster.service.schema import protocol
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.guide_fields import Asked, GuideFields, guide_of
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.types import Guide
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.playback import Playback
 
@@ -47,7 +51,7 @@ def make(tmp_path: Path) -> Service:
         chat = ChatConfig(tool_parser=tools, reasoning_parser=reasoning, **more)
         checkpoint = Checkpoint(tmp_path, config, {}, "", tmp_path)
         service = TextService(
-            cast(Router, router), checkpoint, "/models/x", ["x"], 10_000, chat=chat, shows_token_ids=ids
+            cast(Router, router), checkpoint, ServiceConfig("/models/x", ["x"], 10_000, chat=chat, shows_token_ids=ids)
         )
         return service, router
 
@@ -74,7 +78,7 @@ def answers(service: TextService, **fields: Any) -> list[dict[str, Any]]:
 
 
 def plain(choice: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from one answer to the next."""
+    """Returns an answer without the fields that differ from one to the next."""
     message = {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
     calls = [call["function"] for call in message.pop("tool_calls", [])]
     logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
@@ -230,3 +234,35 @@ def test_unknown_parsers(make: Service) -> None:
         make("x", tools="hermez")
     with pytest.raises(ConfigError, match="--reasoning-parser"):
         make("x", reasoning="x")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"response_format": {"type": "json_object"}}, {"guided_regex": "a+", "n": 3}, {"use_beam_search": True, "n": 2}],
+)
+def test_a_chat_is_validated_once(make: Service, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
+    """One guide is made of its fields, and one is tried, however many sequences there are."""
+    service, router = make('{"a": 1}', reasoning="")
+    made: list[GuideFields] = []
+    checked: list[Guide] = []
+
+    def counted(request: GuideFields) -> Asked | None:
+        made.append(request)
+        return guide_of(request)
+
+    async def check(guide: Guide) -> None:
+        checked.append(guide)
+
+    monkeypatch.setattr(protocol, "guide_of", counted)
+    monkeypatch.setattr(service._intake.guides, "check", check)
+
+    async def ask() -> None:
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
+        generation = await service.chat(parse(json.dumps(body).encode(), ChatCompletionRequest))
+        await service.complete([generation])
+        await service.close()
+
+    asyncio.run(ask())
+    assert len(made) == 1
+    assert [router.requests[0].guide] == (checked or [None])
+    assert len(checked) == ("use_beam_search" not in fields)

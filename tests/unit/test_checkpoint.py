@@ -1,4 +1,4 @@
-"""What a model folder says about itself; every fault names the file and the way out."""
+"""Reading a model folder; every fault names the file and the way out."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
-from pd_cluster.config import EngineConfig
+from pd_cluster.checkpoints.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
+from pd_cluster.checkpoints.weight_files import SAMPLE_NBYTES
 from pd_cluster.errors import ModelError
-from pd_cluster.weight_files import SAMPLE_NBYTES
+from pd_cluster.settings.engine import EngineConfig
 from tests.support.checkpoints import make_tokenizer
 
 DATA_NBYTES = 4 * SAMPLE_NBYTES

@@ -1,4 +1,4 @@
-"""What a device chooses by itself is what the host would have chosen."""
+"""A device's choices equal the host's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pd_cluster.device import CPU, Device
-from pd_cluster.model import choice
+from pd_cluster.devices.device import CPU, Device
 from pd_cluster.model.batch import packed
-from pd_cluster.model.choice import choose, tell
-from pd_cluster.model.sampler import Row, Sampler
-from pd_cluster.model.tokens import DeviceTokens
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.sampling import on_device as choice
+from pd_cluster.model.sampling.on_device import choose, tell
+from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
+from pd_cluster.model.sampling.tokens import DeviceTokens
+from pd_cluster.types import Order, Request, Sampling
 
 EOS = frozenset({0})
 
@@ -50,7 +50,7 @@ def random_tokens(rng: random.Random, num: int, vocab_size: int) -> list[int]:
 def sequences(rng: random.Random, num: int, vocab_size: int, share_changed: float = 0.0) -> list[Request]:
     found = []
     for i in range(num):
-        params = SamplingParams(
+        params = Sampling(
             temperature=rng.choice([0.0, 0.3, 1.0, 2.5]),
             min_p=rng.choice([0.0, 0.0, 0.02, 0.5]),
             top_k=rng.choice([-1, -1, 1, 3, 50, 200, 3000]),
@@ -60,17 +60,17 @@ def sequences(rng: random.Random, num: int, vocab_size: int, share_changed: floa
             **(random_changes(rng, vocab_size) if rng.random() < share_changed else {}),
         )
         prompt, output = (random_tokens(rng, rng.randrange(1, 9), vocab_size) for _ in range(2))
-        found.append(Request(str(i), prompt, params, index=rng.randrange(3), output_token_ids=output))
+        found.append(Request(str(i), Order(prompt, params), index=rng.randrange(3), output_token_ids=output))
     return found
 
 
-def knowing(requests: list[Request], last_ids: torch.Tensor | None) -> list[Row]:
-    """What the host chooses when it knows the last tokens too."""
+def knowing(requests: list[Request], last_ids: torch.Tensor | None) -> list[SamplingRow]:
+    """Returns the host's choice with the last tokens known."""
     rows = []
     for i, request in enumerate(requests):
         last = [] if last_ids is None else [int(last_ids[i])]
-        known = replace(request, output_token_ids=request.output_token_ids + last, sampler_state=None)
-        rows.append(Row(known, known.index, len(known.output_token_ids)))
+        known = replace(request, output_token_ids=request.output_token_ids + last)
+        rows.append(SamplingRow(known, known.index, len(known.output_token_ids)))
     return rows
 
 
@@ -119,7 +119,7 @@ def test_an_accelerator_gets_all_numbers_in_one_copy(is_ahead: bool, monkeypatch
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_nothing_waits_for_the_device(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without numbers: whoever asks for one raises an error."""
+    """The tensors have no numbers: reading one raises an error."""
 
     def nowhere(arrays: Mapping[str, NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(array).to("meta") for name, array in arrays.items()}
@@ -141,11 +141,11 @@ def test_logits_that_no_distribution_follows_from() -> None:
     logits[1, 9] = math.inf
     logits[2] = -math.inf
     logits[3] = math.nan
-    drawn = [Request(str(i), [1], SamplingParams(temperature=1.0, seed=i), output_token_ids=[1]) for i in range(4)]
+    drawn = [Request(str(i), Order([1], Sampling(temperature=1.0, seed=i)), output_token_ids=[1]) for i in range(4)]
     chosen = choose(logits.clone(), drawn, None, EOS, CPU).tolist()
     assert chosen[0] != 7
     assert chosen[1:] == [9, 0, 0]
-    greedy = [Request(str(i), [1], SamplingParams(temperature=0.0), output_token_ids=[1]) for i in range(4)]
+    greedy = [Request(str(i), Order([1], Sampling(temperature=0.0)), output_token_ids=[1]) for i in range(4)]
     assert choose(logits.clone(), greedy, None, EOS, CPU).tolist() == [0, 9, 0, 0]
 
 

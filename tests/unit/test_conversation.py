@@ -1,4 +1,4 @@
-"""Chat requests to prompts: what a template is given, what it has no place for, and templates that clients send."""
+"""Chat requests to prompts: a template's input, fields that it lacks, and templates sent by clients."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.api.chat_prompt import ChatPrompts
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.conversation import conversation_of
-from pd_cluster.api.parse import parse
-from pd_cluster.api.tool_fields import NO_TOOLS, AskedTools, tools_of
-from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.parsers.reply import Tool
+from pd_cluster.service.prompts.chat_prompt import ChatPrompts
+from pd_cluster.service.prompts.conversation import conversation_of
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.tool_fields import NO_TOOLS, AskedTools, tools_of
+from pd_cluster.text.chat_template import ChatTemplate
 
 HELLO = {"role": "user", "content": "hello"}
 SOURCE = (

@@ -1,21 +1,23 @@
-"""The files that make processes one cluster: who writes and who reads them, and what a launch says that lacks them."""
+"""The files that make processes one cluster: their writers and readers, and the error of a launch without them."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
+from msgspec.structs import replace
 from zmq.utils import z85
 
-from pd_cluster.cluster.credentials import KeyFiles, admin_token_of, credentials_of, read_admin_token
-from pd_cluster.cluster.launcher import Launch, plan_cluster
-from pd_cluster.cluster.place import Place, find_place
+from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of, read_admin_token
+from pd_cluster.cluster.members.place import Place, find_place
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import plan_cluster
 from pd_cluster.errors import ConfigError
+from pd_cluster.settings.processes import KeyFiles
 from ranktable_tools import RankTableError, cli
 from ranktable_tools.curve import public_key
 from ranktable_tools.files import PRIVATE, Access

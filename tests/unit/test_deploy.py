@@ -1,4 +1,4 @@
-"""deploy/: what the files say fits together and is what pd-cluster takes. No container engine is asked."""
+"""deploy/: the files fit together, and pd-cluster accepts them. No container engine is used."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pd_cluster.flags import judge, normalize
+from pd_cluster.settings.flags import judge, normalize
 from ranktable_tools import check, load_global, load_local, locate, parse_node_ports
 from ranktable_tools import cli as ranktable_cli
 from tests.support.serve_command import serve_command
@@ -46,7 +46,7 @@ SERVICES: dict[str, dict[str, Any]] = compose()["services"]
 
 
 def parse_serve(argv: list[str]) -> dict[str, Any]:
-    """What `pd-cluster serve` makes of a command line. Fails on a warning and on a flag that it doesn't honour."""
+    """Parses a command line as `pd-cluster serve` does. Fails on a warning and on a flag without effect."""
     command = serve_command()
     context = command.make_context("serve", normalize(["serve", *argv])[1:])
     assert judge(context.args, [name for parameter in command.params for name in parameter.opts]) == []
@@ -187,7 +187,7 @@ def test_the_healthcheck(status: int, code: int) -> None:
 
 
 def verified(tmp_path: Path, unit: str, *drop_ins: Path) -> str:
-    """What systemd itself says of the unit, started under a name; empty when there is nothing to say."""
+    """Returns systemd's own complaints about the unit, started under a name; empty if there are none."""
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("systemd-analyze is not installed")

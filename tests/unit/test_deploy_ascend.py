@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pd_cluster.api.parse import parse
-from pd_cluster.api.protocol import GenerateRequest
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.protocol import GenerateRequest
 from ranktable_tools import cli as ranktable_cli
 from ranktable_tools.schema import locate, parse_global, parse_local
 from tests.unit.test_deploy import parse_serve
@@ -66,7 +66,7 @@ PARAMETERS += " frequency_penalty length_penalty best_of ignore_eos guided_json"
 
 
 def lines() -> list[str]:
-    """Of every shell block, continued lines joined."""
+    """Returns the lines of every shell block, with continued lines joined."""
     text = "\n".join(body for language, body in BLOCKS if language == "sh").replace("\\\n", " ")
     return [line for line in text.splitlines() if line.strip()]
 
@@ -129,7 +129,7 @@ def test_the_page_s_tables_are_tables() -> None:
 def test_every_command_of_pd_cluster_is_one() -> None:
     import typer.main
 
-    from pd_cluster import cli
+    from pd_cluster.commands import cli
 
     group = typer.main.get_command(cli.app)
     named = {argv[0] for argv in commands("pd-cluster")}
@@ -138,8 +138,8 @@ def test_every_command_of_pd_cluster_is_one() -> None:
 
 
 def test_every_request_is_one() -> None:
-    from pd_cluster.api.chat_protocol import ChatCompletionRequest
-    from pd_cluster.api.protocol import CompletionRequest
+    from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+    from pd_cluster.service.schema.protocol import CompletionRequest
 
     of = {
         "/v1/chat/completions": ChatCompletionRequest,
@@ -161,7 +161,7 @@ def test_a_worker_s_container_has_hccn_conf_and_two_cards_of_its_own() -> None:
     assert not re.search(r"-v \S*:/home/ma-user", PAGE)
 
 
-# Of every docker run line of the guide for a worker, besides the cards and the folder of one's own.
+# Each docker run line for a worker in the guide has these, besides the cards and one's own folder.
 DEVICES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 MOUNTS = (
     "/etc/localtime:/etc/localtime",

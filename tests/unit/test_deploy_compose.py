@@ -60,7 +60,7 @@ def test_an_override_changes_the_image_of_every_service(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_an_override_gives_each_worker_one_device_and_the_scheduler_none(kind: str) -> None:
-    """As many as the table has, so that it is found whatever its number on the host."""
+    """There are as many as in the table, so that a device is found whatever its number on the host."""
     services = loaded(f"compose.{kind}.yaml")["services"]
     given = {name: _devices(service) for name, service in services.items()}
     assert given["scheduler"] == []

@@ -1,4 +1,4 @@
-"""The container images: what their files copy and install, what is where in them, and how scripts/ builds them."""
+"""The container images: what is copied and installed, where it ends up, and how scripts/ builds them."""
 
 import importlib.util
 import os

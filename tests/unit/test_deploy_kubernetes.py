@@ -16,8 +16,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pd_cluster.cluster.credentials import KeyFiles, credentials_of
-from pd_cluster.cluster.place import find_place, node_ports
+from pd_cluster.cluster.members.credentials import credentials_of
+from pd_cluster.cluster.members.place import find_place, node_ports
+from pd_cluster.settings.processes import KeyFiles
 from ranktable_tools.files import PRIVATE
 from ranktable_tools.keys import SECRET_FILE, read_secret, write_keys
 from tests.unit.test_deploy import parse_serve
@@ -57,7 +58,7 @@ def pod(overlay: str, role: str) -> dict[str, Any]:
 
 
 def environment(overlay: str, container: dict[str, Any], pod_name: str) -> dict[str, str]:
-    """What kubelet sets: the ConfigMap first, then `env` in its order, with references resolved."""
+    """Returns kubelet's variables: the ConfigMap first, then `env` in its order, with references resolved."""
     found: dict[str, str] = {}
     for source in container["envFrom"]:
         config = rendered(overlay)["ConfigMap", "pd-cluster"]
@@ -255,7 +256,7 @@ def init() -> ModuleType:
 
 
 def init_arguments(overlay: str, role: str, save_dir: Path) -> list[str]:
-    """As the pod `pd-ROLE-0` runs it, but for the folder and the secret."""
+    """Returns the arguments in the pod `pd-ROLE-0`, except for the folder and the secret."""
     (container,) = pod(overlay, role)["initContainers"]
     assert container["command"] == ["python3", "/opt/pd-cluster/deploy/kubernetes/ranktable_init.py"]
     env = environment(overlay, container, f"pd-{role}-0")
@@ -295,7 +296,7 @@ LOCAL += ["--decode=127.0.0.4{}", "--num-decode=1", "--decode-port=8089"]
 
 @pytest.fixture
 def secrets(tmp_path: Path) -> Path:
-    """As Kubernetes mounts them, readable for a group."""
+    """Mounts the secrets as Kubernetes does, readable for a group."""
     for path in write_keys(tmp_path / "mounted", PRIVATE):
         path.chmod(0o440)
     return tmp_path / "mounted"
@@ -339,7 +340,7 @@ def test_real_processes_end_with_the_same_table(tmp_path: Path, secrets: Path) -
     ("me", "code", "reason"),
     [
         ("decode-0", 1, "decode-0 is no address of this pod"),  # the name server still tells another's
-        ("scheduler", 0, "prefill-0 cannot be resolved"),  # who serves with the others
+        ("scheduler", 0, "prefill-0 cannot be resolved"),  # its peers
     ],
 )
 def test_the_deadline_names_who_is_missing(

@@ -1,4 +1,4 @@
-"""Which device a rank has, with a torch that counts what the test says."""
+"""The device of a rank, with a torch that reports what the test sets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pd_cluster import device, streams
-from pd_cluster.device import CPU, Device, bind, check_name
+from pd_cluster.devices import device, streams
+from pd_cluster.devices.device import CPU, Device, bind, check_name
 from pd_cluster.errors import ConfigError
 
 

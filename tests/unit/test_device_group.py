@@ -1,4 +1,4 @@
-"""The ranks of one instance over NCCL and HCCL: what their groups are told."""
+"""The arguments of NCCL and HCCL groups between the ranks of one instance."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.device import Device, DeviceKind
-from pd_cluster.hccl import GROUP_BUFFER_MB
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.hccl import GROUP_BUFFER_MB
+from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.model.parallel.group import DeviceGroup, Rendezvous, join
 from tests.support.fake_device import FakeGroup, install
 
@@ -48,7 +49,7 @@ class Adding(FakeGroup):
 @pytest.fixture(params=["cuda", "npu"])
 def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     install(monkeypatch)
-    monkeypatch.setattr("pd_cluster.device.process_group", lambda device: Adding)
+    monkeypatch.setattr("pd_cluster.devices.device.process_group", lambda device: Adding)
     kind: DeviceKind = request.param
 
     def meet(rank: int) -> Any:
@@ -64,6 +65,32 @@ def test_ranks_sum_and_gather_over_their_devices(groups: tuple[DeviceKind, list[
     assert first.gather(torch.tensor([3.0])).tolist() == [3.0, 1.0]
     assert second.gather(torch.tensor([3.0])).tolist() == [3.0]
     assert [group.spread(torch.tensor([3])).tolist() for group in (first, second)] == [[3], [1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_in_order_add_the_ranks_in_float32_and_round_once(
+    groups: tuple[DeviceKind, list[DeviceGroup]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank's number is another one here; in bfloat16 their sum would lose the small ones one by one."""
+    parts = [256.0, 1.0, 1.0, 1.0]
+
+    def gathered(self: Any, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
+        for output, part in zip(outputs[0], parts, strict=True):
+            output.fill_(part)
+        return self
+
+    def summed(self: Any, tensors: list[torch.Tensor], options: Any) -> Any:
+        raise AssertionError("NCCL chose the order of a sum")
+
+    monkeypatch.setattr(Adding, "allgather", gathered)
+    monkeypatch.setattr(Adding, "allreduce", summed)
+    _, (first, _) = groups
+    first.size, first._sums_in_order = len(parts), True
+    x = torch.tensor([[256.0, 256.0]], dtype=dtype)
+    found = first.sum(x)
+    assert found.data_ptr() == x.data_ptr()
+    assert found.dtype == dtype
+    assert found.tolist() == [[float(torch.tensor(259.0).to(dtype))] * 2]
 
 
 def test_a_group_is_told_what_its_backend_needs(groups: tuple[DeviceKind, list[DeviceGroup]]) -> None:

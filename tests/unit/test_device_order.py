@@ -1,4 +1,4 @@
-"""Pools on a device that does nothing before it is waited for: every wait of the handover is there, and needed."""
+"""Pools on a device that does nothing before it is waited for: every wait of the handover exists, and is needed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.device import CPU, DeviceKind
+from pd_cluster.devices.device import CPU
+from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.devices.streams import REACHED, Marker
 from pd_cluster.errors import LinkError
-from pd_cluster.streams import REACHED, Marker
 from pd_cluster.transport import receiving, sending
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Drained, Landed, LinkFailed
-from pd_cluster.transport.local import OneSidedReceiver
+from pd_cluster.transport.one_sided import OneSidedReceiver
 from tests.support.fake_device import FakeGroup, FakeModule, content, fill, install
 from tests.unit.test_transport import LAYOUT, TOKEN, WAIT_S, Link, Pair, blocks
 
@@ -24,7 +25,7 @@ P_WROTE, D_WROTE = 3.0, 5.0
 
 
 class Way(NamedTuple):
-    """What to ask for, the devices of P and D, what is chosen."""
+    """The requested transport, the devices of P and D, the chosen transport."""
 
     asked: str
     devices: tuple[int | None, int | None]
@@ -100,7 +101,7 @@ def used_late(link: Link, gpu: FakeModule) -> None:
 
 
 def told_late(link: Link, gpu: FakeModule) -> None:
-    """D computes with the blocks, and P gives its own to somebody else, as soon as the landing is told."""
+    """D computes with the blocks, and P reuses its own, as soon as the landing is reported."""
     link.transfer([1, 2, 3], [7, 8, 9], "told late")
     assert isinstance(link.events.get(timeout=WAIT_S), Landed)
     before = content(link.source)[[1, 2, 3]]
@@ -111,7 +112,7 @@ def told_late(link: Link, gpu: FakeModule) -> None:
 
 
 def drained_late(link: Link, gpu: FakeModule) -> None:
-    """D gives landing blocks to somebody else as soon as the drain is acknowledged."""
+    """D reuses landing blocks as soon as the drain is acknowledged."""
     link.receive.begin("drained late", [7, 8], 0, 8)
     link.send.ship("drained late", 0, blocks([1, 2]))
     link.send.ship_end(wire.KVEnd("other", 0, 0, [TOKEN]))  # behind it: when this has come, the chunk has, too
@@ -160,7 +161,7 @@ def test_what_the_device_does_late_harms_nothing(way: Way, hazard: Hazard, gpu: 
 def nothing(*args: object) -> None: ...
 
 
-# What is taken away, the hazard that shows it, and a way where it does.
+# A removed wait, the hazard that shows it, and a way where it does.
 MISSING: list[tuple[Any, str, Any, Hazard, Way]] = [
     (sending, "mark", lambda device: REACHED, written_late, IPC),
     (sending, "mark", lambda device: REACHED, written_late, NCCL),
@@ -223,7 +224,7 @@ def test_a_link_lets_go_of_memory_only_when_nothing_reads_it(gpu: FakeModule) ->
 
 
 class Never(Marker):
-    """As an event of a device that hangs; `error` is what it says when it is asked."""
+    """Behaves like an event of a hung device; `error` is raised by its query."""
 
     def __init__(self, error: str = "") -> None:
         super().__init__(None)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, Literal
 
 import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.device import CPU, DeviceKind
-from pd_cluster.device_group import ERROR_HANDLING
+from pd_cluster.devices.device import CPU
+from pd_cluster.devices.group import ERROR_HANDLING
+from pd_cluster.devices.hccl import PAIR_BUFFER_MB
+from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.errors import LinkError
-from pd_cluster.hccl import PAIR_BUFFER_MB
-from pd_cluster.transport.dist import DistReceiver, DistSender
+from pd_cluster.transport import pair as transport_pair
+from pd_cluster.transport.dist import DistReceiver, DistSender, GroupOffer
 from pd_cluster.transport.events import Landed
 from pd_cluster.transport.pair import RECEIVER
 from tests.support.fake_device import FakeGroup, FakeHccl, FakeModule, content, install, put_on
@@ -34,9 +37,9 @@ GROUPS = pytest.mark.parametrize(("name", "kind"), [("nccl", "cuda"), ("hccl", "
 
 @GROUPS
 def test_two_pools_on_one_device_are_no_pair(name: Literal["nccl", "hccl"], kind: DeviceKind, gpu: FakeModule) -> None:
-    offer = wire.TransportOffer(transport=name, backend=name, device_uuid="GPU-0")
+    offer = GroupOffer("", name, "GPU-0").offer(name)
     pool = put_on(random_pool(2), 0, kind)
-    receiver = DistReceiver(offer, pool, LAYOUT, CHECKSUM, False, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S)
+    receiver = DistReceiver(offer, pool, LAYOUT, CHECKSUM, False, "127.0.0.1", WAIT_S, WAIT_S, lambda key, value: None)
     with pytest.raises(LinkError, match=f"both pools are on device GPU-0: {name.upper()} takes"):
         receiver.open()
     pool.device = CPU
@@ -54,6 +57,29 @@ def test_a_payload_that_does_not_come_aborts_the_pair(
         pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
     assert [group.aborted.is_set() for group in FakeGroup.made].count(True) == 1
     pair.close()
+
+
+@GROUPS
+def test_a_device_keeps_the_memory_of_an_aborted_payload_until_it_has_ended_it(
+    name: Literal["nccl", "hccl"], kind: DeviceKind, gpu: FakeModule
+) -> None:
+    """HCCL does not say that a task it has begun is over, and may still write when the communicator is gone."""
+    pair = Pair(name, kind=kind)
+    group = next(each for each in FakeGroup.made if each.rank == RECEIVER)
+    buffer = torch.zeros(4)
+    work = pair.receiver._group.recv([buffer], 0, 0)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="nothing came"):
+        work.wait(timedelta(seconds=0.05))
+    assert group.aborted.is_set()
+
+    def is_kept() -> bool:
+        Pair(name, kind=kind).close()  # looks after what earlier pairs have left
+        return any(each is buffer for _, kept in transport_pair._quarantine for each in kept)
+
+    pair.close()
+    assert is_kept()
+    work.work.done.set()
+    assert not is_kept()
 
 
 @pytest.mark.parametrize(
@@ -80,8 +106,8 @@ def test_a_pair_that_is_idle_is_shut_down_and_one_under_way_aborted(
 ) -> None:
     pair = Pair(name, kind=kind)
     pair.move(blocks([1]), [2])
-    pair.receiver.close()  # what came has been waited for
-    pair.sender.close()  # what left has not
+    pair.receiver.close()  # received work has been waited for
+    pair.sender.close()  # sent work has not
     assert sorted((group.is_shut_down, group.aborted.is_set()) for group in FakeGroup.made) == [
         (False, True),
         (True, False),
@@ -100,7 +126,8 @@ def test_hccl_gets_groups_that_are_nobody_elses(gpu: FakeModule) -> None:
 
 def test_an_hccl_pair_whose_other_end_does_not_come_waits_no_longer_than_it_may(gpu: FakeModule) -> None:
     """HCCL itself would: the next transport is tried all the same."""
-    sender = DistSender(put_on(random_pool(1), 0, "npu"), CHECKSUM, False, "127.0.0.1", 0.05, WAIT_S, "hccl")
+    pool = put_on(random_pool(1), 0, "npu")
+    sender = DistSender(pool, CHECKSUM, False, "127.0.0.1", 0.05, WAIT_S, lambda key, value: None, "hccl")
     with pytest.raises(LinkError, match=r"hccl pair did not come up: .* did not come within 0\.1 s") as caught:
         sender.open(LAYOUT)
     assert caught.value.retry

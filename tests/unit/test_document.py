@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 from fastapi.routing import APIRoute
 
-from pd_cluster.api.descriptions import DESCRIPTIONS, LIMITS
-from pd_cluster.api.document import document
-from pd_cluster.config import HttpConfig
+from pd_cluster.api.document.descriptions import DESCRIPTIONS, LIMITS
+from pd_cluster.api.document.document import document
+from pd_cluster.settings.http import HttpConfig
 from tests.support.documented import validator_of
 from tests.support.public_port import make_app
 
@@ -27,7 +27,7 @@ def operations(written: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, An
 
 
 def values(node: Any, key: str) -> Iterator[Any]:
-    """Of this key, wherever it is."""
+    """Returns the values of this key, at any depth."""
     if isinstance(node, dict):
         if key in node:
             yield node[key]
@@ -69,7 +69,7 @@ def test_it_has_the_routes_of_the_server(tmp_path: Path, openai: bool) -> None:
 
 
 def _routes(app: Any) -> Iterator[Any]:
-    """Also those of the routers that the app has included."""
+    """Returns all routes, including those of routers that the app has included."""
     for route in app.routes:
         inner = getattr(route, "original_router", None)
         yield from inner.routes if inner is not None else [route]

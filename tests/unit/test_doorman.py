@@ -1,4 +1,4 @@
-"""Who may be connected, without sockets and with a clock of the test's own; random visits against counts made anew."""
+"""Admission of connections, without sockets and with the test's own clock; random visits against recomputed counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pd_cluster.api.doorman import (
+from pd_cluster.api.front.doorman import (
     BODY_TIMEOUT_S,
     HEAD_TIMEOUT_S,
     NUM_SPARE_PER_HOST,
@@ -15,9 +15,9 @@ from pd_cluster.api.doorman import (
     State,
     Visit,
 )
-from pd_cluster.api.refusals import PERIOD_S, RefusalLog
-from pd_cluster.config import ConnectionLimits
+from pd_cluster.api.front.refusals import PERIOD_S, RefusalLog
 from pd_cluster.errors import Overloaded, Unavailable
+from pd_cluster.settings.routing import ConnectionLimits
 
 NUM_SPARE = ConnectionLimits().spare
 MANY = 1 << 20  # descriptors
@@ -98,7 +98,7 @@ def test_an_address_has_its_own_limit() -> None:
         enter(doorman, "hog")
     assert not first.was_evicted
     assert doorman.num_open == 2 + NUM_SPARE_PER_HOST + 2
-    for _ in range(5):  # what has no address has no such limit
+    for _ in range(5):  # connections without an address have no such limit
         doorman.begin_request(enter(doorman, "")[1], is_probe=False)
 
 

@@ -1,4 +1,4 @@
-"""A server that stops: what runs ends, what comes is refused, and it is known when nothing runs any more."""
+"""A server that stops: running requests end, new ones are refused, and it is known when nothing runs any more."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.api import drain as module
-from pd_cluster.api.drain import Drain, DrainGate
+from pd_cluster.api.gate import drain as module
+from pd_cluster.api.gate.drain import Drain, DrainGate
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

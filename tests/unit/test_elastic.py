@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.api.admin_app import AdminAccess, admin_app
-from pd_cluster.api.timelines import LocalTimelines
-from pd_cluster.cluster.elastic import Tables
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.place import Place
-from pd_cluster.cluster.policy import Ask, least_loaded, linked_pairs
-from pd_cluster.cluster.prefixes import Prompt
-from pd_cluster.config import Credentials
+from pd_cluster.api.admin.admin_app import AdminAccess, admin_app
+from pd_cluster.api.admin.timelines import LocalTimelines
+from pd_cluster.cluster.members.elastic import Tables
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.place import Place
+from pd_cluster.cluster.members.prefixes import Prompt
+from pd_cluster.cluster.routing.policy import RoutingRequest, least_loaded, linked_pairs
 from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
-from pd_cluster.types import SamplingParams
+from pd_cluster.settings.config import Credentials
+from pd_cluster.types import Order, Sampling
 from ranktable_tools import RankTable
 from ranktable_tools.tables import Server, server_group
 from tests.support.elastic_world import ElasticWorld
@@ -78,7 +78,7 @@ def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death() -> None
     async def test() -> None:
         world = ElasticWorld()
         tokens: list[int] = []
-        serving = world.router.serve(PROMPT, SamplingParams(max_tokens=3))
+        serving = world.router.serve(Order(PROMPT, Sampling(max_tokens=3)))
 
         async def read() -> None:
             async for item in serving:
@@ -128,7 +128,7 @@ def test_the_same_command_again_changes_the_deadline(command: str, more: list[st
 def test_a_request_outlives_any_number_of_drains() -> None:
     async def test() -> None:
         world = ElasticWorld()
-        serving = world.router.serve(PROMPT, SamplingParams(max_tokens=100))
+        serving = world.router.serve(Order(PROMPT, Sampling(max_tokens=100)))
         reading = asyncio.ensure_future(anext(serving))
         for at in range(20):
             while len(world.mailbox.of(wire.Submit)) < 2 * (at + 1):
@@ -223,7 +223,7 @@ def test_the_last_of_a_role_stays_unless_forced(command: str) -> None:
     assert world["prefill-0"].takes_requests
     ask(force=True)
     assert not world["prefill-0"].takes_requests
-    prefill, decode = least_loaded(world.membership.instances, Ask(Prompt([1], "")))
+    prefill, decode = least_loaded(world.membership.instances, RoutingRequest(Prompt(Order([1], Sampling()))))
     assert (prefill.name, prefill) == ("decode-0", decode), "one instance alone serves"
 
 

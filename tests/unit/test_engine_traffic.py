@@ -11,26 +11,27 @@ from dataclasses import replace
 
 import pytest
 
-from pd_cluster.engine.ahead import LookAhead
-from pd_cluster.engine.beams import Growth
-from pd_cluster.engine.core import EngineCore, StepResult
-from pd_cluster.engine.plan import StepPlan
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step.ahead import LookAhead
+from pd_cluster.engine.step.beams import Growth
+from pd_cluster.engine.step.core import EngineCore, StepResult
+from pd_cluster.engine.step.holdings import Holdings
+from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Logprobs, PromptOutput, Request, SamplingParams, Status
+from pd_cluster.types import Logprobs, Order, PromptOutput, Request, Sampling, Status
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, told_alone
 
 LONGEST = 40
 SEEDS = range(20)  # most of them notice each fault below
 
 
-def random_sampling(rng: random.Random, num_prompt: int) -> SamplingParams:
+def random_sampling(rng: random.Random, num_prompt: int) -> Sampling:
     max_tokens = rng.randrange(1, min(20, LONGEST - num_prompt) + 1)
     temperature = rng.choice([0.0, 0.7, 1.5])
     beam_width = rng.choice([0, 2, 3, 4]) if not temperature else 0
-    return SamplingParams(
+    return Sampling(
         n=rng.randrange(1, beam_width + 1) if beam_width else rng.choice([1, 1, 1, 2, 3, 4]) if temperature else 1,
         beam_width=beam_width,
         length_penalty=rng.choice([1.0, 0.0, -1.0, 2.0]),
@@ -59,11 +60,11 @@ def random_prompt(rng: random.Random) -> list[int]:
     return shared[: rng.choice([0, 3, 8, 16, 20])] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
 
 
-def sampling_ahead(rng: random.Random) -> SamplingParams:
-    """What a device can go on with by itself."""
+def sampling_ahead(rng: random.Random) -> Sampling:
+    """Returns sampling with which a device can continue on its own."""
     max_tokens = rng.randrange(1, 16)
     ids = range(VOCAB_SIZE)
-    return SamplingParams(
+    return Sampling(
         n=1,
         max_tokens=max_tokens,
         min_tokens=rng.choice([0, 0, max_tokens // 2]),
@@ -96,7 +97,7 @@ class Traffic:
         window = rng.choice([None, None, 1, 5, 12])
         self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks, window)
         self.runner.goes_ahead = launches
-        self.scheduler = Scheduler(
+        self.scheduler = StepScheduler(
             BlockPool(num_blocks),
             block_size,
             max_num_seqs=rng.randrange(2, 10),
@@ -132,8 +133,7 @@ class Traffic:
         prompt = random_prompt(self.rng)
         goes_ahead = self.runner.goes_ahead and self.rng.random() < 0.95
         sampling = sampling_ahead(self.rng) if goes_ahead else random_sampling(self.rng, len(prompt))
-        request = Request(name, prompt, sampling, arrival_s=now_s)
-        request.cache_salt = ""
+        request = Request(name, Order(prompt, sampling), arrival_s=now_s)
         self.requests[name] = request
         self.scheduler.add(request)
 
@@ -219,7 +219,7 @@ def test_a_step_ahead_that_forgets_who_has_ended_is_noticed(monkeypatch: pytest.
 
 
 def test_a_step_ahead_into_a_block_of_somebody_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "grow_ahead", lambda self, requests: True)
+    monkeypatch.setattr(StepScheduler, "grow_ahead", lambda self, requests: True)
     with pytest.raises((AssertionError, LookupError)):
         explore(range(300, 340), launches=True)
 
@@ -240,7 +240,7 @@ def write_into_a_shared_block(self: BlockPool, block: int) -> bool:
     return False
 
 
-def forget_the_parent(parent: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
+def forget_the_parent(parent: bytes, token_ids: list[int], block_size: int, *others: object) -> list[bytes]:
     return [repr(token_ids[at : at + block_size]).encode() for at in range(0, len(token_ids), block_size)]
 
 
@@ -251,32 +251,32 @@ def test_a_missing_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_that_goes_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed = Scheduler._num_passed
+    passed = Holdings.num_passed
 
-    def one_token_early(self: Scheduler, request: Request) -> int:
+    def one_token_early(self: Holdings, request: Request) -> int:
         request.num_computed_tokens += 1
         try:
             return passed(self, request)
         finally:
             request.num_computed_tokens -= 1
 
-    monkeypatch.setattr(Scheduler, "_num_passed", one_token_early)
+    monkeypatch.setattr(Holdings, "num_passed", one_token_early)
     with pytest.raises(AssertionError):
         explore(range(100))
 
 
-def share_nothing(scheduler: Scheduler, before: list[Request], index: int, growth: Growth) -> Request:
+def share_nothing(scheduler: StepScheduler, before: list[Request], index: int, growth: Growth) -> Request:
     return replace(before[index % len(before)], index=index, output_token_ids=[growth.token_id])
 
 
 def test_beams_that_take_others_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cluster.engine.beam_groups._child", share_nothing)
+    monkeypatch.setattr("pd_cluster.engine.step.beam_groups._child", share_nothing)
     with pytest.raises(AssertionError):
         explore(range(100))
 
 
 def test_a_hash_without_its_parent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cluster.engine.scheduler.chain_hashes", forget_the_parent)
+    monkeypatch.setattr("pd_cluster.engine.step.holdings.chain_hashes", forget_the_parent)
     with pytest.raises(AssertionError):
         explore(range(100))
 

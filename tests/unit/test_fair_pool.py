@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from pd_cluster.api import prompt_encoder
-from pd_cluster.api.fair_pool import LARGE, NUM_THREADS, FairPool
-from pd_cluster.api.prompt_encoder import PROBED_CHARS_PER_TOKEN, PromptEncoder
-from pd_cluster.config import HttpConfig
-from pd_cluster.control_tokens import ControlTokens
 from pd_cluster.errors import RequestError
-from pd_cluster.text import Tokenizer
+from pd_cluster.service.helpers.fair_pool import LARGE, NUM_THREADS, FairPool
+from pd_cluster.service.prompts import prompt_encoder
+from pd_cluster.service.prompts.prompt_encoder import PROBED_CHARS_PER_TOKEN, PromptEncoder
+from pd_cluster.settings.http import HttpConfig
+from pd_cluster.text.control_tokens import ControlTokens
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.public_port import make_app, send
 
 MEGABYTE = 1 << 20
@@ -139,7 +139,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.mark.parametrize("keys", [(), ("sk-hog", "sk-other")])
 def test_a_clients_many_long_texts_do_not_hold_up_another(tmp_path: Path, gate: Gate, keys: tuple[str, ...]) -> None:
-    """24 texts of 1 MB to /tokenize, and then a prompt of another client; peers are told apart by key or address."""
+    """24 texts of 1 MB go to /tokenize, then a prompt of another client; peers are distinguished by key or address."""
     app, _ = make_app(tmp_path, HttpConfig(api_keys=keys))
     peers = (HOG, HOG) if keys else (HOG, OTHER)
     headers = [[("Authorization", f"Bearer {key}")] for key in keys] or [[], []]
@@ -169,7 +169,7 @@ def test_a_clients_many_long_texts_do_not_hold_up_another(tmp_path: Path, gate: 
 def test_a_text_whose_beginning_is_too_long_is_not_tokenized_further(
     chars_per_token: int, may_be_cut: bool, num_encoded: int
 ) -> None:
-    """Where a token may have many characters, the number of characters alone does not tell."""
+    """If tokens may have many characters, the number of characters alone does not tell the length."""
     limit, seen = 1000, []
 
     def encode(text: str, add_special_tokens: bool = True) -> list[int]:

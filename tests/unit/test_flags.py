@@ -1,4 +1,4 @@
-"""docs/flags.md says what pd_cluster/flags.py and the signature of `pd-cluster serve` say; and they do it.
+"""docs/flags.md says what pd_cluster/settings and the signature of `pd-cluster serve` say; and they do it.
 
 `python tests/unit/test_flags.py --fix` rewrites the page.
 """
@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import typer.core
 
-from pd_cluster import flags
-from pd_cluster.errors import ConfigError
-from pd_cluster.flags import (
+from pd_cluster.errors import ConfigError, told
+from pd_cluster.settings import flags
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.flags import (
     ALIASES,
     MANY_VALUES,
     NO_EFFECT,
@@ -24,6 +25,7 @@ from pd_cluster.flags import (
     normalize,
     split_keys,
 )
+from pd_cluster.settings.options import settings
 from tests.support.serve_command import serve_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +33,7 @@ PAGE = ROOT / "docs" / "flags.md"
 
 TOP = """# Flags
 
-<!-- written by `python tests/unit/test_flags.py --fix` from pd_cluster/cli.py and pd_cluster/flags.py -->
+<!-- written by `python tests/unit/test_flags.py --fix` from pd_cluster/settings -->
 
 `scripts/start_servers.sh` and `pd-cluster serve` take vLLM's flags in three lists: honoured, accepted without effect
 (one warning each), refused with the reason. A flag in none of them is an error that names the nearest known one.
@@ -79,13 +81,13 @@ def honoured_rows() -> Iterator[tuple[str, str, str]]:
 def no_effect_rows() -> Iterator[tuple[str, str]]:
     for name, ignored in sorted(NO_EFFECT.items()):
         only = f"; other values than {code(ignored.values)} are refused" if ignored.values else ""
-        yield code(with_short(name)), ignored.why + only
+        yield code(with_short(name)), told(ignored.why) + only
 
 
 def refused_rows() -> Iterator[tuple[str, str]]:
     for name, why in sorted(REFUSED.items()):
         unless = f"; {code(REFUSED_UNLESS[name])} is taken" if name in REFUSED_UNLESS else ""
-        yield code(with_short(name)), why + unless
+        yield code(with_short(name)), told(why) + unless
 
 
 def with_short(name: str) -> list[str]:
@@ -162,6 +164,19 @@ def test_several_keys(argv: list[str], rest: list[str]) -> None:
     assert split_keys(normalize(argv)) == (rest, ["k_1", "k=2"])
 
 
+@pytest.mark.parametrize("flag", ["--graph-sizes", "--cuda-graph-sizes", "--cudagraph_capture_sizes"])
+def test_several_graph_sizes(flag: str) -> None:
+    """As vLLM takes them; `up` hands them on to its instances."""
+    argv = [flag, "1", "2", "64", "--port=9"]
+    options, warnings = parse(*argv)
+    assert (list(options["graph_sizes"]), warnings) == ([1, 2, 64], [])  # type: ignore[call-overload]
+    declared = settings()["graph_sizes"]
+    assert declared.read(options["graph_sizes"]) == (1, 2, 64)
+    assert declared.flags(declared.write((1, 2))) == [("--graph-sizes", "1"), ("--graph-sizes", "2")]
+    with pytest.raises(ConfigError, match=r"^--graph-sizes \[1, 0\]: must be at least 1 each"):
+        EngineConfig(model="m", graph_sizes=(1, 0))
+
+
 def test_which_models_may_be_tried() -> None:
     """One type a flag; `up` hands them on to its instances."""
     flags = choice_of_model(["gpt_neo", "helium"], True)
@@ -233,7 +248,7 @@ def test_every_flag_without_effect_is_accepted_between_others(name: str) -> None
     value = [ignored.values[0] if ignored.values else "1"] if ignored.num_values else []
     options, warnings = parse("--port=1", name, *value, "--host=h")
     assert (options["port"], options["host"]) == (1, "h")
-    assert warnings == [f"{name} has no effect: {ignored.why}"]
+    assert warnings == [f"{name} has no effect: {told(ignored.why)}"]
 
 
 @pytest.mark.parametrize("name", [name for name, ignored in NO_EFFECT.items() if ignored.values])
@@ -256,7 +271,7 @@ def test_every_refusal_gives_its_reason(name: str) -> None:
         with pytest.raises(ConfigError) as caught:
             parse("--port=1", *argv, "--host=h")
         assert str(caught.value).startswith(name)
-        assert str(caught.value).endswith(REFUSED[name])
+        assert str(caught.value).endswith(told(REFUSED[name]))
 
 
 def test_quantization() -> None:
@@ -290,7 +305,7 @@ def test_unknown_without_a_neighbour() -> None:
 
 def test_the_process_says_it_in_one_line() -> None:
     """And before it looks for rank tables or loads anything."""
-    command = [sys.executable, "-m", "pd_cluster.cli", "serve", "--max-model-length=4"]
+    command = [sys.executable, "-m", "pd_cluster", "serve", "--max-model-length=4"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == "pd-cluster: unknown flag --max-model-length; did you mean --max-model-len?\n"

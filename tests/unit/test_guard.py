@@ -1,4 +1,4 @@
-"""Frames of one link: only its own pass, once, in order; everything else is dropped and counted."""
+"""Frames of one link: only its own pass, once, in order; all others are dropped and counted."""
 
 from __future__ import annotations
 

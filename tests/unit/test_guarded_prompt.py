@@ -1,4 +1,4 @@
-"""Which control tokens of a rendered chat are the template's own, whatever clients write and templates do with it."""
+"""The template's own control tokens in a rendered chat, whatever clients write and templates do with it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.api.chat_prompt import ChatPrompts
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.guarded_prompt import Guard
-from pd_cluster.chat_template import ChatTemplate
-from pd_cluster.control_tokens import ControlTokens, PromptText, control_texts, pattern_of
 from pd_cluster.errors import RequestError
+from pd_cluster.service.prompts.chat_prompt import ChatPrompts
+from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.text.chat_template import ChatTemplate
+from pd_cluster.text.control_tokens import ControlTokens, PromptText, control_texts, pattern_of
 
 CONTROL = ControlTokens(["<|start|>", "<|end|>", "</think>", "<think>", "[X]abc", "abc[Y]", "word"])
 GUARD = Guard(CONTROL, kept=("<think>", "</think>"))
@@ -119,7 +119,7 @@ def test_the_longest_text_matches_at_each_place() -> None:
 
 
 def test_random_typing_never_becomes_a_control_token() -> None:
-    """Of pieces of control tokens, in any order, between a template's own."""
+    """It consists of pieces of control tokens, in any order, between a template's own."""
     rng = random.Random(1)
     pieces = ["<|", "|>", "start", "end", "<", ">", "think", "/", "[X]", "abc", "[Y]", "wo", "rd", "<|end|>", " "]
     for _ in range(200):

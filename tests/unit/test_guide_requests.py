@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.children import MAX_SLOW
-from pd_cluster.api.guide_check import GuideCheck
-from pd_cluster.api.guide_fields import BACKENDS, MAX_SCHEMA_DEPTH, guide_of
-from pd_cluster.api.parse import parse
-from pd_cluster.api.protocol import CompletionRequest, GenerateRequest, GenerationRequest
-from pd_cluster.checkpoint import SHIPPED_MODEL
-from pd_cluster.errors import GuideError, RequestError, Unavailable
+from pd_cluster.errors import ConfigError, GuideError, RequestError, Unavailable
+from pd_cluster.service.guides.guide_check import GuideCheck
+from pd_cluster.service.helpers.children import MAX_SLOW
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.guide_fields import MAX_SCHEMA_DEPTH, guide_of
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.options import ServeOptions
+from pd_cluster.settings.requests import GUIDED_BACKENDS, Assurances
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "integer"}}}
@@ -131,9 +133,17 @@ def test_the_depth_allowed_is_allowed() -> None:
 
 
 def test_the_flag_and_the_field_know_the_same_names() -> None:
-    from pd_cluster.serve import GUIDED_BACKENDS
+    refused = [name for name in (*GUIDED_BACKENDS, "mine") if _is_refused(name)]
+    assert refused == ["mine"]
 
-    assert GUIDED_BACKENDS == BACKENDS
+
+def _is_refused(backend: str) -> bool:
+    try:
+        asked(guided_decoding_backend=backend)
+        ServeOptions(guided_decoding_backend=backend).read(Assurances)
+    except (RequestError, ConfigError):
+        return True
+    return False
 
 
 # ---- the child
@@ -184,14 +194,14 @@ def test_what_takes_too_long_is_killed_and_keeps_nobody_waiting() -> None:
         assert "not ready after 1 s (--guided-timeout)" in await endless
         assert time.monotonic() - start_s < 8
         assert check.children.num_killed == 1
-        assert "not ready" in await verdict(check, ENDLESS)  # tried again: somebody else may have been in its way
+        assert "not ready" in await verdict(check, ENDLESS)  # tried again: another guide may have been in its way
         assert check.num_checked == 4
 
     with_check(use, timeout_s=1.0)
 
 
 def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
-    """As many slow ones as there are places for all, and more."""
+    """There are more slow ones than places."""
 
     async def use(check: GuideCheck) -> None:
         await check.check(Guide("regex", "warm"))
@@ -224,7 +234,7 @@ def test_the_child_ends_with_its_parent() -> None:
     code = f"""
 import asyncio, os
 from pathlib import Path
-from pd_cluster.api.guide_check import GuideCheck
+from pd_cluster.service.guides.guide_check import GuideCheck
 from pd_cluster.types import Guide
 async def main():
     check = GuideCheck(Path({str(SHIPPED_MODEL / "tokenizer.json")!r}), 1024, frozenset({{0}}))

@@ -15,16 +15,16 @@ import pytest
 import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import GuideError
-from pd_cluster.grammar import Compiler, without_anchors, words_of
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.model.guided import MAX_GUIDES, Guides, Mask
-from pd_cluster.model.sampler import NO_TOKEN, Row, Sampler
+from pd_cluster.model.sampling.guided import MAX_GUIDES, Guides, Mask
+from pd_cluster.model.sampling.sampler import NO_TOKEN, Sampler, SamplingRow
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Guide, Request, SamplingParams
+from pd_cluster.text.grammar import Compiler, without_anchors, words_of
+from pd_cluster.types import Guide, Order, Request, Sampling
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.schemas import random_schema, random_value
 from tests.support.toy_model import EOS, ToyRunner, generate_alone
@@ -78,7 +78,7 @@ def mask_of(guides: Guides, request: Request) -> Mask:
 
 
 def guided(guide: Guide, **fields: Any) -> Request:
-    return Request("r", [4, 5], SamplingParams(guide=guide, max_tokens=50, **fields))
+    return Request("r", Order([4, 5], Sampling(guide=guide, max_tokens=50, **fields)))
 
 
 # ---- masks
@@ -135,7 +135,7 @@ GUIDES = [
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.kind)
 def test_replay_is_the_same_as_going_along(compiler: Compiler, guide: Guide) -> None:
-    """Whether a state is kept, dropped, or made for an output that is there already."""
+    """The result is the same whether a state is kept, dropped, or made for an existing output."""
     guides = Guides(lambda: compiler)
     rng = random.Random(1)
     going_along = guided(guide)
@@ -145,7 +145,7 @@ def test_replay_is_the_same_as_going_along(compiler: Compiler, guide: Guide) -> 
         replayed.output_token_ids = list(going_along.output_token_ids)
         assert ids_of(mask_of(guides, replayed)) == ids_of(mask)
         if rng.random() < 0.3:
-            going_along.guide_state = None
+            del guides._states[going_along]
             assert ids_of(mask_of(guides, going_along)) == ids_of(mask)
         if mask.is_complete:
             break
@@ -155,7 +155,7 @@ def test_replay_is_the_same_as_going_along(compiler: Compiler, guide: Guide) -> 
 
 
 def test_rows_that_no_token_has_are_never_allowed(byte_compiler: Compiler) -> None:
-    request = Request("r", [1], SamplingParams(guide=Guide("regex", r"(.|\n)*")))
+    request = Request("r", Order([1], Sampling(guide=Guide("regex", r"(.|\n)*"))))
     found = ids_of(mask_of(Guides(lambda: byte_compiler), request))
     assert EOS_ID in found
     assert not {256, 257} & set(found)  # special tokens are no text
@@ -226,11 +226,11 @@ def test_compiled_guides_are_kept_and_bounded(compiler: Compiler) -> None:
     first, second = guided(Guide("regex", "a")), guided(Guide("regex", "a"))
     guides.prepare(first)
     guides.prepare(second)
-    assert first.guide_state is second.guide_state
+    assert guides._states[first] is guides._states[second]
     for number in range(2 * MAX_GUIDES):
         guides.prepare(guided(Guide("regex", f"a{{{number + 1}}}")))
     assert len(guides._compiled) == MAX_GUIDES
-    assert ids_of(mask_of(guides, first)) == [4]  # what a request follows is not lost
+    assert ids_of(mask_of(guides, first)) == [4]  # guides in use are kept
 
 
 # ---- in the sampler
@@ -243,12 +243,17 @@ def test_masks_go_with_everything_else() -> None:
     logits[:, 9] = 5.0
     mask = Mask(words_of([3, 6, 7, 9], 2))
     rows = [
-        Row(Request("a", [4], SamplingParams(temperature=0.0)), 0, 0, mask),
-        Row(Request("b", [4], SamplingParams(temperature=0.0, bad_words=((9,),), logit_bias=((7, 2.0),))), 0, 0, mask),
-        Row(Request("c", [4], SamplingParams(temperature=0.0, allowed_token_ids=(8, 10))), 0, 0, mask),
-        Row(Request("d", [4], SamplingParams(temperature=0.0)), 0, 0),
-        Row(
-            Request("e", [4], SamplingParams(temperature=2.0, min_tokens=9, allowed_token_ids=(8,))),
+        SamplingRow(Request("a", Order([4], Sampling(temperature=0.0))), 0, 0, mask),
+        SamplingRow(
+            Request("b", Order([4], Sampling(temperature=0.0, bad_words=((9,),), logit_bias=((7, 2.0),)))),
+            0,
+            0,
+            mask,
+        ),
+        SamplingRow(Request("c", Order([4], Sampling(temperature=0.0, allowed_token_ids=(8, 10)))), 0, 0, mask),
+        SamplingRow(Request("d", Order([4], Sampling(temperature=0.0))), 0, 0),
+        SamplingRow(
+            Request("e", Order([4], Sampling(temperature=2.0, min_tokens=9, allowed_token_ids=(8,)))),
             0,
             0,
             Mask(words_of([3], 2), is_complete=True),
@@ -262,12 +267,12 @@ def test_masks_go_with_everything_else() -> None:
 
 
 def make_core(compiler: Compiler, num_blocks: int = 64) -> EngineCore:
-    scheduler = Scheduler(BlockPool(num_blocks), 4, 8, 16, PrefixScope("toy", Numerics()))
+    scheduler = StepScheduler(BlockPool(num_blocks), 4, 8, 16, PrefixScope("toy", Numerics()))
     return EngineCore(ToyRunner(num_blocks, 4), scheduler, guides=Guides(lambda: compiler))
 
 
 def run(core: EngineCore, requests: list[Request], drop: random.Random | None = None) -> dict[str, str]:
-    """To the end; request -> why it failed."""
+    """Runs the requests to their end; returns request -> reason for its failure."""
     failed = {}
     for request in requests:
         core.scheduler.add(request)
@@ -279,7 +284,8 @@ def run(core: EngineCore, requests: list[Request], drop: random.Random | None = 
         core.scheduler.check()
         if drop is not None:
             for request in core.scheduler.requests.values():
-                request.guide_state = request.guide_state if drop.random() < 0.5 else None
+                if drop.random() < 0.5:
+                    core.guides._states.pop(request, None)
     assert not core.scheduler.requests
     assert core.scheduler.blocks.num_held == 0
     return failed
@@ -287,7 +293,7 @@ def run(core: EngineCore, requests: list[Request], drop: random.Random | None = 
 
 def requests_of_all_kinds(**fields: Any) -> list[Request]:
     return [
-        Request(f"r{at}", [4 + at, 9, 5], SamplingParams(guide=guide, max_tokens=40, seed=at, **fields), arrival_s=at)
+        Request(f"r{at}", Order([4 + at, 9, 5], Sampling(guide=guide, max_tokens=40, seed=at, **fields)), arrival_s=at)
         for at, guide in enumerate([*GUIDES, *GUIDES, None, None])
     ]
 
@@ -336,9 +342,9 @@ def test_ignore_eos_goes_on_while_the_guide_lets_it(compiler: Compiler) -> None:
 
 def test_nothing_left_to_choose_ends_one_request_only(compiler: Compiler) -> None:
     stuck = guided(Guide("regex", "[abc]{9}"), allowed_token_ids=(20,))
-    broken = Request("broken", [4], SamplingParams(guide=Guide("regex", "a(")))
-    foreign = Request("foreign", [4], SamplingParams(guide=Guide("regex", "z{9}")))
-    other = Request("other", [4], SamplingParams(max_tokens=9))
+    broken = Request("broken", Order([4], Sampling(guide=Guide("regex", "a("))))
+    foreign = Request("foreign", Order([4], Sampling(guide=Guide("regex", "z{9}"))))
+    other = Request("other", Order([4], Sampling(max_tokens=9)))
     failed = run(make_core(compiler), [stuck, broken, foreign, other])
     assert failed["r#0"] == "its guide and its other constraints leave no token to choose"
     assert failed["broken#0"].startswith("its guide cannot be followed: ")
@@ -349,8 +355,8 @@ def test_nothing_left_to_choose_ends_one_request_only(compiler: Compiler) -> Non
 
 def test_forks_follow_their_own_outputs(compiler: Compiler) -> None:
     core = make_core(compiler)
-    sampling = SamplingParams(guide=Guide("regex", "[abc]{3}[0-9]{2}"), max_tokens=20, n=4, seed=2)
-    core.scheduler.add(Request("r", [4, 5], sampling))
+    sampling = Sampling(guide=Guide("regex", "[abc]{3}[0-9]{2}"), max_tokens=20, n=4, seed=2)
+    core.scheduler.add(Request("r", Order([4, 5], sampling)))
     outputs: dict[int, list[int]] = {}
     while core.scheduler.requests:
         for _, token in core.step().sampled:
@@ -364,7 +370,7 @@ def test_others_do_not_wait_for_a_guide_that_compiles(compiler: Compiler) -> Non
     core = make_core(compiler)
     pending: Future[Any] = Future()
     core.guides._compiled[GUIDES[2]] = pending
-    waiting, other = guided(GUIDES[2]), Request("other", [4, 5], SamplingParams(max_tokens=6, ignore_eos=True))
+    waiting, other = guided(GUIDES[2]), Request("other", Order([4, 5], Sampling(max_tokens=6, ignore_eos=True)))
     core.scheduler.add(waiting)
     core.scheduler.add(other)
     for _ in range(8):
@@ -379,8 +385,8 @@ def test_others_do_not_wait_for_a_guide_that_compiles(compiler: Compiler) -> Non
 def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that makes them stands still; the next step has another."""
-    monkeypatch.setattr("pd_cluster.model.guided.MASKS_TIMEOUT_S", 0.1)
+    """The thread that makes them hangs; the next step has another."""
+    monkeypatch.setattr("pd_cluster.model.sampling.guided.MASKS_TIMEOUT_S", 0.1)
     write, stuck, free = compiler.write_masks, [True], threading.Event()
 
     def write_masks(*arguments: Any) -> Any:
@@ -395,14 +401,30 @@ def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
         mask = mask_of(guides, guided(Guide("regex", "a")))
         assert mask.problem.endswith(": the masks of a step took more than 0.1 s")
         assert ids_of(mask) == []
-        monkeypatch.setattr("pd_cluster.model.guided.MASKS_TIMEOUT_S", 60.0)
+        monkeypatch.setattr("pd_cluster.model.sampling.guided.MASKS_TIMEOUT_S", 60.0)
         assert ids_of(mask_of(guides, guided(Guide("regex", "a")))) == [4]
     finally:
         free.set()
 
 
 def test_an_engine_without_a_tokenizer_says_so() -> None:
-    core = EngineCore(ToyRunner(8, 4), Scheduler(BlockPool(8), 4, 8, 16))
+    core = EngineCore(ToyRunner(8, 4), StepScheduler(BlockPool(8), 4, 8, 16))
     assert list(run(core, [guided(GUIDES[1])]).values()) == [
         "its guide cannot be followed: this engine has no tokenizer to follow a guide with"
     ]
+
+
+def test_an_engine_compiles_a_guide_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all sequences of all requests with it, also after preemptions and when a sequence's state is lost."""
+    compiled: list[Guide] = []
+    compile_guide = compiler.compile
+
+    def counted(guide: Guide) -> Any:
+        compiled.append(guide)
+        return compile_guide(guide)
+
+    monkeypatch.setattr(compiler, "compile", counted)
+    core = make_core(compiler, num_blocks=12)
+    assert run(core, requests_of_all_kinds(temperature=1.0, n=2), random.Random(3)) == {}
+    assert core.scheduler.num_preemptions > 0
+    assert sorted(compiled, key=repr) == sorted(GUIDES, key=repr)

@@ -11,17 +11,18 @@ from multiprocessing import get_context
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.config import Timeouts
-from pd_cluster.device import CPU
-from pd_cluster.engine.exports import Exports, ExportState, Held, ShipLimits
-from pd_cluster.engine.imports import Import, Imports, ImportState
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.devices.device import CPU
+from pd_cluster.engine.handover.exports import Exports, ExportState, ShipLimits
+from pd_cluster.engine.handover.held import Held
+from pd_cluster.engine.handover.imports import Import, Imports, ImportState
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Drained, Landed
 from pd_cluster.transport.guard import Opener
 from pd_cluster.transport.landing import Lander, Landing
-from pd_cluster.types import Leg, Request, SamplingParams, Status, TokenOutput
+from pd_cluster.types import Leg, Order, Request, Sampling, Status, TokenOutput
 from tests.support.handoff_world import World
 
 SEEDS = range(500)  # a deliberate fault is noticed by 2 of 100 at least, see below
@@ -144,9 +145,9 @@ def credit_without_blocks_for_the_prompt(self: Imports) -> None:
         self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first))
 
 
-def credit_without_pinning(self: Scheduler, request: Request, num_tokens: int) -> int:
+def credit_without_pinning(self: StepScheduler, request: Request, num_tokens: int) -> int:
     """Believes that what is cached now will be there when the rest has landed."""
-    found = self._cached_blocks(request, len(request.prompt_token_ids))
+    found = self._holdings.cached(request, len(request.prompt_token_ids))
     request.block_table = self.blocks.take(self.num_blocks_for(num_tokens))
     self._take_in(request)
     request.status = Status.LANDING
@@ -178,7 +179,7 @@ MUTATIONS: list[tuple[type, str, Callable[..., None]]] = [
     (Imports, "_give_up", release_before_drained),
     (Imports, "on_drained", drain_is_ignored),
     (Imports, "credit", credit_without_blocks_for_the_prompt),
-    (Scheduler, "land", credit_without_pinning),
+    (StepScheduler, "land", credit_without_pinning),
     (Exports, "on_cancel", cancel_ends_twice),
     (Exports, "layers_done", layers_are_shipped_before_they_are_written),
     (Held, "take", confirmed_without_taking_it_out),
@@ -237,14 +238,14 @@ class Recorder:
         self.ended.append(error)
 
 
-def make_request(leg: Leg, sampling: SamplingParams | None = None) -> Request:
-    return Request("r", [1] * 8, sampling or SamplingParams(max_tokens=4), leg=leg, transfer_id="t", peer="decode")
+def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
+    return Request("r", Order([1] * 8, sampling or Sampling(max_tokens=4)), leg=leg, transfer_id="t", peer="decode")
 
 
 @pytest.mark.parametrize("first_token", [-(2**62), -1, 3, 9, 12, 2**62])
 def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
     world = Recorder()
-    scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+    scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
     exports = Exports(scheduler, world, world.end, lambda: 0.0, Timeouts(), 2, 64)
     request = make_request("prefill")
     scheduler.add(request)
@@ -256,9 +257,9 @@ def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> Non
     assert not len(exports)
 
 
-def landing(sampling: SamplingParams | None = None) -> tuple[Imports, Recorder]:
+def landing(sampling: Sampling | None = None) -> tuple[Imports, Recorder]:
     world = Recorder()
-    scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+    scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
     imports = Imports(
         scheduler,
         world,
@@ -300,7 +301,7 @@ def test_first_tokens_of_something_else_are_refused(tokens: list[TokenOutput]) -
 def test_candidates_of_a_beam_search_are_checked() -> None:
     """Those of another request end the transfer; the right ones become beams, which hold the prompt together."""
     for name, is_right in (("other", False), ("r", True)):
-        imports, world = landing(SamplingParams(max_tokens=4, n=2, beam_width=2, temperature=0.0))
+        imports, world = landing(Sampling(max_tokens=4, n=2, beam_width=2, temperature=0.0))
         imports.on_landed("t", [TokenOutput(name, 0, at, 0, 5 + at, score=-1.0 - at) for at in range(3)])
         imports.on_confirmed("c", wire.Confirmed("t", True))
         assert world.ended == ([] if is_right else ["the first-token outputs do not belong to this request"])
@@ -318,7 +319,7 @@ def test_what_lands_is_known_by_the_precision_of_its_link() -> None:
 def test_an_offer_of_another_instance_than_the_one_expected_is_ignored() -> None:
     world = Recorder()
     imports = Imports(
-        Scheduler(BlockPool(8), 4, 4, 16), world, world.end, lambda r, s, t: None, lambda: 0.0, Timeouts(), 4, 100
+        StepScheduler(BlockPool(8), 4, 4, 16), world, world.end, lambda r, s, t: None, lambda: 0.0, Timeouts(), 4, 100
     )
     imports.submit(make_request("decode"))
     imports.on_offer("c", wire.Offer("t", 8), "another@1")
@@ -340,7 +341,7 @@ def test_a_transfer_is_not_submitted_twice() -> None:
 
 def test_an_offer_of_another_length_is_refused() -> None:
     world = Recorder()
-    scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+    scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
     fresh = Imports(scheduler, world, world.end, lambda r, s, t: None, lambda: 0.0, Timeouts(), 4, 100)
     fresh.submit(make_request("decode"))
     fresh.on_offer("c", wire.Offer("t", 2**60))

@@ -37,7 +37,7 @@ def test_the_process_ends_and_tells_where_it_was() -> None:
 
 
 def test_who_waits_for_a_lost_rank_ends() -> None:
-    """Also where nobody limits a step."""
+    """This holds without a limit on steps, too."""
     script = HANGS.format(limit_s=0, sleep_us=(DEADLINE_S - 1) * 1_000_000)
     script = script.replace("def a_step", "from pd_cluster.engine.hang import end_within\nend_within(0.2)\ndef a_step")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)

@@ -10,12 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cluster import check, hccl, serve
-from pd_cluster.cluster import rank_process
-from pd_cluster.cluster.place import find_place
-from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
-from pd_cluster.device import CPU
+from pd_cluster.cluster.members.place import find_place
+from pd_cluster.cluster.processes import rank_process
+from pd_cluster.commands import check, serve
+from pd_cluster.devices import hccl
+from pd_cluster.devices.device import CPU
 from pd_cluster.engine import build
+from pd_cluster.settings.config import Credentials, WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.processes import PortRange
+from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import Device, Server, generate, write
 
 ANY = PortRange()
@@ -39,7 +43,7 @@ def server(*device_ips: str, server_ip: str = "10.0.0.18") -> Server:
 
 def found(
     entry: Server | None = None, timeouts: Timeouts | None = None, ports: PortRange = ANY, **env: str
-) -> dict[str, hccl.Setting]:
+) -> dict[str, hccl.HcclVariable]:
     one = entry or server()
     address = "127.0.0.1" if one.server_ip == "localhost" else one.server_ip
     return {each.name: each for each in hccl.settings(one, address, timeouts or Timeouts(), ports, env)}
@@ -70,7 +74,7 @@ def test_only_instances_on_npus_get_it() -> None:
 @pytest.mark.parametrize("name", sorted({*OURS, "HCCL_BUFFSIZE", "HCCL_SOCKET_FAMILY"}))
 def test_what_the_operator_set_stays(name: str) -> None:
     setting = found(**{name: "mine"})[name]
-    assert setting == hccl.Setting(name, "mine", "set by you", is_yours=True)
+    assert setting == hccl.HcclVariable(name, "mine", "set by you", is_yours=True)
     assert name not in handed_over(**{name: "mine"})
     assert name in handed_over(**{name: ""}) or name not in OURS  # empty is as good as not set
 
@@ -150,7 +154,7 @@ def worker_config(environment: dict[str, str]) -> WorkerConfig:
 
 
 def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it can import anything."""
+    """The setting is in its environment, before it can import anything."""
     started: dict[str, dict[str, str]] = {}
 
     async def start(*command: str, env: dict[str, str], **_: object) -> None:
@@ -177,7 +181,7 @@ def test_a_cpu_in_an_npus_place_is_told(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It serves, but nobody who wrote NPUs into the table wants that."""
+    """It serves, but an operator who wrote NPUs into the table does not want that."""
     monkeypatch.setattr(build, "bind", lambda name, device_ids, rank: CPU)
     config = worker_config(environment)
     assert build.device_of(config) == CPU
@@ -249,7 +253,7 @@ def test_serve_hands_it_to_workers_on_npus(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK_TABLE_FILE", "/etc/hccl.json")
     place = find_place(tables(tmp_path, "npu", "10.0.0.18"))
-    got = serve._hccl_environment("auto", place, Timeouts(collective_timeout_s=100), "7000-7010")
+    got = serve._hccl_environment("auto", place, Timeouts(collective_timeout_s=100), PortRange(7000, 7010))
     assert got == {
         **OURS,
         "HCCL_CONNECT_TIMEOUT": "200",
@@ -258,4 +262,4 @@ def test_serve_hands_it_to_workers_on_npus(
         "RANK_TABLE_FILE": "",
     }
     assert "RANK_TABLE_FILE=/etc/hccl.json is not handed to the ranks" in caplog.text
-    assert serve._hccl_environment("cpu", place, Timeouts(), "") == {}
+    assert serve._hccl_environment("cpu", place, Timeouts(), PortRange()) == {}

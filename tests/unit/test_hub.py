@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.checkpoint import SHIPPED_MODEL
+from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.errors import ModelError
-from pd_cluster.hub import resolve_model
+from pd_cluster.settings.engine import SHIPPED_MODEL
 from tests.support.hub import Hub
 
 NAME = "nobody/tiny"
 PROGRAM = """
 import sys
 from pd_cluster.errors import ModelError
-from pd_cluster.hub import resolve_model
+from pd_cluster.checkpoints.hub import resolve_model
 try:
     print(resolve_model(*sys.argv[1:]))
 except ModelError as error:
@@ -42,7 +42,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def resolved(hub: Hub, home: Path, *arguments: str, **environment: str) -> str:
-    """What a process of its own finds: huggingface_hub reads its environment once."""
+    """Returns the result of a process of its own: huggingface_hub reads its environment once."""
     env = os.environ | hub.environment(home) | environment
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], env=env, capture_output=True, text=True, timeout=60, check=True

@@ -1,4 +1,4 @@
-"""What a call in somebody else's process may change of the interpreter, and for how long."""
+"""The changes to the interpreter that a call in a user's process may make, and their duration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pd_cluster.api.interpreter import GC_THRESHOLDS, seldom_collecting
+from pd_cluster.service.helpers.interpreter import GC_THRESHOLDS, seldom_collecting
 
 
 @pytest.fixture(autouse=True)

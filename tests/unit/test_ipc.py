@@ -1,4 +1,4 @@
-"""What D believes of P's device memory before it maps it, and when it stops reading it."""
+"""D's checks of P's device memory before it maps it, and the end of its reads."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ import msgspec
 import pytest
 import torch
 
-from pd_cluster import device, wire
-from pd_cluster.device import CPU, Device, DeviceKind
+from pd_cluster import wire
+from pd_cluster.devices import device
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.devices.streams import Marker, poll
 from pd_cluster.errors import LinkError
+from pd_cluster.kv.device_copy import copy_blocks
+from pd_cluster.kv.memory import paired_runs
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS
-from pd_cluster.streams import Marker
 from pd_cluster.transport import unix
-from pd_cluster.transport.device_copy import copy_blocks
-from pd_cluster.transport.factory import why_not
-from pd_cluster.transport.ipc import ExportServer, IpcReceiver
-from pd_cluster.transport.local import LocalReceiver, offer_pool, paired_runs
+from pd_cluster.transport.device_memory import MemoryPart
+from pd_cluster.transport.ipc import MAX_EXPORT_NBYTES, ExportServer, IpcReceiver
+from pd_cluster.transport.local import LocalReceiver, offer_pool
+from pd_cluster.transport.one_sided import PoolAddress
+from pd_cluster.transport.table import BY_NAME, allowed
 from tests.support.fake_device import FakeGroup, FakeModule, MemfdMemory, content, install, put_on
-from tests.unit.test_transport import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Link, Pair, blocks, make_config, random_pool
+from tests.unit.test_transport import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Link, Pair, blocks, random_pool
 
 
 @pytest.fixture
@@ -49,7 +54,7 @@ class Server(unix.UnixServer):
 def make_receiver(
     server: unix.UnixServer, num_blocks: int = NUM_BLOCKS, uuid: str = "GPU-0", kind: DeviceKind = "cuda"
 ) -> IpcReceiver:
-    offer = wire.TransportOffer(transport="ipc", address=server.name, device_uuid=uuid)
+    offer = PoolAddress(server.name, uuid).offer("ipc")
     target = put_on(random_pool(2), 0, kind)
     return IpcReceiver(offer, target, LAYOUT, num_blocks, CHECKSUM, WAIT_S, MemfdMemory())
 
@@ -77,7 +82,7 @@ def exported(*changes: dict[str, Any], **change: Any) -> bytes:
         (exported(handle="text"), "makes no sense"),
         ((4).to_bytes(4, "big") + b"\xc1\xc1\xc1\xc1", "makes no sense"),
         ((2).to_bytes(4, "big") + b"\x91\x01", "makes no sense"),
-        ((wire.MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 1025 bytes"),
+        ((MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 1025 bytes"),
         (exported({}, {}), "in 2 parts, not in 1"),
         (exported(parts=[]), "in 0 parts, not in 1"),
     ],
@@ -97,7 +102,7 @@ def test_what_does_not_fit_the_layout_is_not_mapped(
         (exported({}, {"offset_nbytes": -1}), "makes no sense"),
         (exported({}, {}, block_nbytes=LAYOUT.block_nbytes // 2), "bytes in blocks of"),
         (exported({}, {"handle": b"x" * 513}), "makes no sense"),
-        ((2 * wire.MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 2049 bytes"),
+        ((2 * MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 2049 bytes"),
     ],
 )
 def test_of_a_pool_that_lies_by_layers_every_layer_must_fit(
@@ -124,7 +129,7 @@ class Recorded(MemfdMemory):
     def __init__(self) -> None:
         self.mapped: list[tuple[bytes, int, tuple[int, ...]]] = []
 
-    def map(self, part: wire.MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
+    def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
         self.mapped.append((part.handle, part.offset_nbytes, shape))
         return torch.zeros(shape, dtype=dtype)
 
@@ -134,7 +139,7 @@ def test_the_form_of_a_handle_of_an_npu_is_its_drivers_business(gpu: FakeModule)
     receiver = make_receiver(server, kind="npu")
     memory = receiver._memory = Recorded()
     receiver.open()
-    shape = (2, NUM_BLOCKS + NUM_EXTRA_BLOCKS, LAYOUT.block_size, LAYOUT.num_kv_heads, LAYOUT.k_head_dim)
+    shape = (2, NUM_BLOCKS + NUM_EXTRA_BLOCKS, LAYOUT.block_size, LAYOUT.num_kv_heads, LAYOUT.head_dim)
     assert memory.mapped == [(b"any", 512, shape), (b"form" * 99, 0, shape)]
     receiver.close()
     server.close()
@@ -226,15 +231,16 @@ def test_a_server_forgets_who_has_hung_up(gpu: FakeModule) -> None:
         receiver.close()
     last = make_receiver(server)
     last.open()
-    assert server._kept is not None
-    assert len(server._kept) <= 2
-    assert not unix.has_hung_up(server._kept[-1])
+    kept = server._kept
+    assert kept is not None
+    assert poll(lambda: len(kept) > 0 and not unix.has_hung_up(kept[-1]), WAIT_S), "it is kept after it was answered"
+    assert len(kept) <= 2
     last.close()
     server.close()
 
 
 def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
-    offer = wire.TransportOffer(transport="local", address=offer_pool(source := put_on(random_pool(1), 1)))
+    offer = PoolAddress(offer_pool(source := put_on(random_pool(1), 1))).offer("local")
     receiver = LocalReceiver(offer, put_on(random_pool(2)), LAYOUT, CHECKSUM)
     with pytest.raises(LinkError, match="pool is on cuda:1, this one's on cuda:0"):
         receiver.open()
@@ -246,13 +252,13 @@ def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
 
 def test_each_device_has_its_transports(gpu: FakeModule) -> None:
     names: tuple[wire.TransportName, ...] = ("local", "ipc", "shm", "nccl", "hccl", "dist")
-    assert [name for name in names if not why_not(name, CPU)] == ["local", "shm", "dist"]
-    assert [name for name in names if not why_not(name, Device("cuda"))] == ["local", "ipc", "nccl", "dist"]
-    assert [name for name in names if not why_not(name, Device("npu"))] == ["local", "ipc", "hccl", "dist"]
-    assert why_not("hccl", Device("cuda")) == "torch has no HCCL for cuda:0 here"
-    assert make_config("auto").transports == names
-    assert make_config("dist").transports == ("nccl", "hccl", "dist")
-    assert make_config("ipc").transports == ("ipc",)
+    assert [name for name in names if not BY_NAME[name].why_not(CPU)] == ["local", "shm", "dist"]
+    assert [name for name in names if not BY_NAME[name].why_not(Device("cuda"))] == ["local", "ipc", "nccl", "dist"]
+    assert [name for name in names if not BY_NAME[name].why_not(Device("npu"))] == ["local", "ipc", "hccl", "dist"]
+    assert BY_NAME["hccl"].why_not(Device("cuda")) == "torch has no HCCL for cuda:0 here"
+    assert tuple(each.name for each in allowed("auto")) == names
+    assert tuple(each.name for each in allowed("dist")) == ("nccl", "hccl", "dist")
+    assert tuple(each.name for each in allowed("ipc")) == ("ipc",)
 
 
 def test_a_choice_that_is_not_possible_here_is_named(gpu: FakeModule) -> None:
@@ -273,7 +279,7 @@ def test_what_one_side_offers_and_the_other_has_not_is_named(gpu: FakeModule) ->
 
 def test_hccl_needs_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_npu_problem", lambda: "torch-npu is not installed")
-    assert why_not("hccl", Device("npu")) == "torch has no HCCL for npu:0 here"
+    assert BY_NAME["hccl"].why_not(Device("npu")) == "torch has no HCCL for npu:0 here"
 
 
 # ---- copies of blocks
@@ -293,7 +299,7 @@ def test_blocks_are_copied_whatever_their_order(nbytes: int, first: int) -> None
 
 KERNEL = """
 import torch
-from pd_cluster.transport.copy_kernel import WORDS_A_PROGRAM, copy_pairs
+from pd_cluster.kv.copy_kernel import WORDS_A_PROGRAM, copy_pairs
 for words in (8, WORDS_A_PROGRAM, 2 * WORDS_A_PROGRAM + 24):
     source, target = torch.randint(-9, 9, (9, 2 * words)), torch.zeros(7, 2 * words, dtype=torch.int64)
     expected = target.clone()

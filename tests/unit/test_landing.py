@@ -1,11 +1,11 @@
-"""What may land: every token once in every layer, in order, within bounds; anything else ends the transfer."""
+"""Permitted landings: every token once in every layer, in order, within bounds; any other ends the transfer."""
 
 from __future__ import annotations
 
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.device import CPU
+from pd_cluster.devices.device import CPU
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Landed, LandFault
 from pd_cluster.transport.landing import Geometry, Lander

@@ -1,4 +1,4 @@
-"""Between instances of unequal tensor parallel sizes: who sends which heads to whom, and when a transfer has landed."""
+"""Lanes between instances of unequal tensor-parallel sizes: which heads go where, and when a transfer has landed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections import Counter
 import pytest
 import torch
 
-from pd_cluster.engine import rank_messages as to
-from pd_cluster.engine.follower import Gate
-from pd_cluster.engine.gather import Gather
+from pd_cluster.engine.handover.gather import Gather
+from pd_cluster.engine.ranks import rank_messages as to
+from pd_cluster.engine.ranks.follower import Gate
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, Route, can_split_heads, check_pair, lanes
+from pd_cluster.kv.layout import KVLayout, Route, can_split_heads, check_pair, keys_and_values, lanes
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkEvent
 from pd_cluster.types import TokenOutput
 from pd_cluster.wire import KVPiece
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, k_head_dim=4, v_head_dim=4, block_size=4, dtype="float32")
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, planes=keys_and_values(4), block_size=4, dtype="float32")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 PAIRS = [
     (heads, p, d)
@@ -63,7 +63,7 @@ def test_replicated_heads_are_spread_over_their_sources(heads: int, p: int, d: i
 @pytest.mark.parametrize("wants_int8", [False, True])
 @pytest.mark.parametrize("block_size", [4, 6])
 def test_a_prompt_goes_through_all_lanes(p: int, d: int, wants_int8: bool, block_size: int) -> None:
-    """Every rank's pool ends with its heads of what was on the ranks before; nothing else changes."""
+    """Every rank's pool ends with its heads of the senders' content; nothing else changes."""
     source, target = sides(4, p, d)
     target = dataclasses.replace(target, block_size=block_size)
     rng = random.Random(p * 10 + d)
@@ -82,9 +82,9 @@ def test_a_prompt_goes_through_all_lanes(p: int, d: int, wants_int8: bool, block
     piece = KVPiece(0, 13, 0, source.num_layers, ids)
     for lane in lanes(source, target):
         route = Route(pools[lane.source_rank].layout, landed[lane.target_rank].layout, wants_int8)
-        payload = pack(pools[lane.source_rank].data, piece, route)
+        payload = pack(pools[lane.source_rank].memory, piece, route)
         assert len(payload) == route.payload_nbytes(piece)
-        unpack(payload, piece, route, landed[lane.target_rank].data, into)
+        unpack(payload, piece, route, landed[lane.target_rank].memory, into)
     for pool in landed:
         start, stop = pool.layout.head_range
         for position, token in enumerate(whole):
@@ -147,7 +147,7 @@ def test_a_follower_sends_what_it_has_computed_itself() -> None:
     gate.reached(to.Reached(1, 0))
     for name, after in (("a", (0, 9)), ("b", (1, 2)), ("c", (0, 0)), ("d", (1, 3)), ("e", (2, 1))):
         gate.add(to.Reached(*after), lambda name=name: done.append(name))
-    assert done == ["a"]  # in order: what is behind b waits with it
+    assert done == ["a"]  # in order: jobs after b wait with it
     gate.reached(to.Reached(1, 1))
     assert done == ["a"]
     gate.reached(to.Reached(1, 2))

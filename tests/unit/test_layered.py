@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pd_cluster.device import Device
-from pd_cluster.kv.layered import LayerMajor
-from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.devices.device import Device
+from pd_cluster.kv.layer_major import LayerMajor
+from pd_cluster.kv.layout import KVLayout, Route, keys_and_values
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.wire import KVPiece
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, planes=keys_and_values(8), block_size=4, dtype="float32")
 NUM_BLOCKS = 6
 ROUTES = {
     "verbatim": Route(LAYOUT, LAYOUT),
@@ -31,7 +31,8 @@ ROUTES = {
 
 def by_layers(pool: KVPool) -> LayerMajor:
     """The same content."""
-    return LayerMajor([pool.data[:, i].transpose(0, 1).contiguous() for i in range(pool.layout.num_layers)])
+    layers = [pool.data[:, i].transpose(0, 1).contiguous() for i in range(pool.layout.num_layers)]
+    return LayerMajor(pool.layout, layers)
 
 
 def filled(layout: KVLayout) -> KVPool:
@@ -47,18 +48,18 @@ def test_a_payload_is_the_same_from_either_and_lands_the_same_in_either(name: st
     source, target = filled(route.source), filled(route.target)
     copy = by_layers(target)
     piece = KVPiece(4, 8, layers[0], layers[1], [5, 2])  # tokens 4 to 12
-    payload = pack(source.data, piece, route)
+    payload = pack(source.memory, piece, route)
     assert torch.equal(pack(by_layers(source), piece, route), payload)
     assert len(payload) == route.payload_nbytes(piece)
     into = [3, 0] if route.target.block_size == 4 else [1, 4]
-    unpack(payload, piece, route, target.data, into)
+    unpack(payload, piece, route, target.memory, into)
     unpack(payload, piece, route, copy, into)
     for i, layer in enumerate(copy.layers):
         assert torch.equal(layer, target.data[:, i].transpose(0, 1))
 
 
 class WritesNote(TorchDispatchMode):
-    """What is written by index, as (the tensor, its dimension)."""
+    """Records writes by index, as (the tensor, its dimension)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,8 +85,8 @@ def test_what_lands_or_moves_is_written_along_the_first_dimension_of_contiguous_
     piece = KVPiece(4, 8, 1, 2, [5, 2])
     space = SwapSpace(target, 2)
     with WritesNote() as writes:
-        unpack(pack(source.data, piece, route), piece, route, memory, [3, 0])
-        memory.copy_from(by_layers(filled(route.target)), torch.tensor([1]), torch.tensor([2]))
+        unpack(pack(source.memory, piece, route), piece, route, memory, [3, 0])
+        memory.copy_from(by_layers(filled(route.target)), KVPiece(0, 4, 0, 3, [1]), [2])
         space.move([("copy", 0, 1), ("out", 0, 0), ("in", 0, 2)])
     assert writes.found
     assert all(dim == 0 and tensor.is_contiguous() for tensor, dim in writes.found)
@@ -119,6 +120,6 @@ def test_on_an_npu_a_pool_lies_by_layers_that_are_contiguous(monkeypatch: pytest
     assert values.is_contiguous()
     assert keys.shape == (NUM_BLOCKS + 3, 4, 4, 8)
     assert pool.block(pool.probe_block).any()
-    pool.put_block(pool.probe_block, 0)
+    pool.clear_block(pool.probe_block)
     assert not pool.block(pool.probe_block).any()
     assert not pool.block(pool.landing_probe_block).any()

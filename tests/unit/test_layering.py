@@ -1,9 +1,10 @@
-"""Who may import whom: only downward, and what is heavy or belongs to one place stays there."""
+"""Imports point only downward, and heavy or local modules stay in their places."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,44 +12,31 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.bench.start_imports import ROLES
+from pd_cluster.lab.start_imports import ROLES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pd_cluster"
 
-# Each layer may import itself and what is above it in this list.
+# Each layer may import the layers above it in this list; no two names of one layer import each other.
 LAYERS: list[tuple[str, ...]] = [
-    ("errors", "types", "numerics"),
-    ("wire", "reports", "weight_files", "hub", "internlm", "architectures"),
-    ("config", "device", "checkpoint", "sampling_defaults", "hccl"),
-    ("streams", "device_group"),
-    (
-        *("sockets", "admission", "mailbox", "chat_template", "control_tokens", "renamed_tokens", "text", "grammar"),
-        *("parsers", "kv"),
-    ),
-    ("transport", "model"),
+    ("errors", "native"),
+    ("types",),
+    ("numerics", "parsers", "tables"),
+    ("wire",),
+    ("reports",),
+    ("settings",),
+    ("checkpoints", "devices", "net"),
+    ("kv", "text"),
+    ("model",),
+    ("transport",),
     ("engine",),
     ("cluster",),
-    (
-        "flags",
-        "admin",
-        "instances",
-        "operate",
-        "api",
-        "offline",
-        "messages",
-        "pytorch",
-        "turbomind",
-        "fastdeploy",
-        "bench",
-        "show",
-        "trace",
-        "options",
-        "serve",
-        "quickstart",
-        "check",
-        "cli",
-    ),
+    ("client", "service"),
+    ("api", "bench"),
+    ("offline",),
+    ("lab", "messages", "pytorch", "turbomind", "fastdeploy"),
+    ("commands",),
+    ("__main__",),
 ]
 # A place is a module or package of pd_cluster; bench.peers are the programs of child processes.
 ONLY_IN = {
@@ -56,34 +44,34 @@ ONLY_IN = {
     "fastapi_offline": ("api",),
     "starlette": ("api",),
     "uvicorn": ("api",),
-    "transformers": ("model", "bench.peers"),
-    "torch": ("kv", "transport", "model", "engine", "device", "offline.local", "bench.peers"),
-    "zmq": ("mailbox", "sockets"),
-    "llguidance": ("grammar",),
-    "jinja2": ("chat_template",),
-    "tokenizers": ("text", "renamed_tokens", "bench.peers"),
-    "typer": ("cli", "instances", "quickstart", "bench.commands", "offline.batch_command"),
-    "matplotlib": ("trace.png", "bench.gpu_picture"),
+    "transformers": ("model", "lab.peers"),
+    "torch": ("kv", "native", "transport", "model", "engine", "devices", "offline.local", "lab.peers"),
+    "zmq": ("net",),
+    "llguidance": ("text.grammar",),
+    "jinja2": ("text.chat_template",),
+    "tokenizers": ("text", "lab.peers"),
+    "typer": ("commands",),
+    "matplotlib": ("commands.trace.png", "lab.gpu.picture"),
     "tqdm": ("offline.progress",),
-    "triton": ("model.cuda", "transport.copy_kernel"),
-    "flashinfer": ("model.cuda.flashinfer", "bench.peers.gpu_attention"),
+    "triton": ("model.cuda", "kv.copy_kernel"),
+    "flashinfer": ("model.cuda.flashinfer", "lab.peers.gpu_attention"),
 }
 TORCH_FREE = [
-    "pd_cluster.api.guide_child",
+    "pd_cluster.service.guides.guide_child",
     "pd_cluster.api.scheduler_app",
-    "pd_cluster.api.template_child",
+    "pd_cluster.service.prompts.template_child",
     "pd_cluster.api.worker_app",
-    "pd_cluster.bench.engine",
-    "pd_cluster.bench.gpu",
-    "pd_cluster.bench.kv",
-    "pd_cluster.cli",
-    "pd_cluster.hccl",
+    "pd_cluster.lab.engine.bench",
+    "pd_cluster.lab.gpu.bench",
+    "pd_cluster.lab.kv.bench",
+    "pd_cluster.commands.cli",
+    "pd_cluster.devices.hccl",
     "pd_cluster.offline.batch_job",
-    "pd_cluster.serve",
+    "pd_cluster.commands.serve",
 ]
 SCHEDULER = "pd_cluster.api.scheduler_app"
 HEAVY = ("torch", "transformers", "llguidance")
-# What each role's process has imported before it does anything: top-level packages that are not Python's own.
+# The imports of each role's process before it does anything: top-level packages that are not Python's own.
 COMMON = {"anyio", "idna", "jinja2", "markupsafe", "msgspec", "pd_cluster", "ranktable_tools", "typing_extensions"}
 COMMAND = {"annotated_doc", "click", "httptools", "shellingham", "starlette", "typer", "uvicorn"}
 ALLOWED = {
@@ -100,7 +88,7 @@ ALLOWED = {
     },
 }
 NOT_IN_A_RANK = {"sympy", "torch._dynamo.convert_frame", "torch.distributed.fsdp", "torch.distributed.tensor"}
-# What the libraries above import where it happens to be installed.
+# Optional packages that the libraries above import if they are installed.
 CHANCE = {"PIL", "accelerate", "charset_normalizer", "cython_runtime", "dill", "h11", "httpcore", "httpx", "orjson"}
 CHANCE |= {"psutil", "sklearn", "sniffio", "triton", "zstandard", "opentelemetry"}
 
@@ -116,8 +104,14 @@ def imports_of(file: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module)
+            of = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if _is_module(name) else node.module for name in of}
     return found
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT / Path(*name.split("."))
+    return name.startswith("pd_cluster.") and (path.with_suffix(".py").exists() or (path / "__init__.py").exists())
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -145,10 +139,33 @@ def test_imports_point_downward(module: str, file: Path) -> None:
             other = layer_of(name)
             assert other is not None, f"{module} imports {name}, which is in no layer"
             assert other <= own, f"{module} imports {name}, which is a layer above it"
+            is_same = other < own or name.split(".")[1] == module.split(".")[1]
+            assert is_same, f"{module} imports {name}, which stands beside it in its layer"
         top = name.split(".")[0]
         if top in ONLY_IN:
             places = tuple(f"pd_cluster.{place}." for place in ONLY_IN[top])
             assert f"{module}.".startswith(places), f"{module} imports {name}; only {ONLY_IN[top]} may"
+
+
+def room_of(module: str) -> str:
+    """The package inside a layer's package that a module is in, or the module itself where it is in none."""
+    parts = module.removesuffix(".__init__").split(".")
+    is_package = (ROOT / Path(*parts[:3])).is_dir()
+    return ".".join(parts[:3]) if len(parts) > 3 or is_package else module.removesuffix(".__init__")
+
+
+def test_no_circles() -> None:
+    """Neither of modules nor of packages, at any depth."""
+    known = {name for name, _ in modules()}
+    of_modules: dict[str, set[str]] = {}
+    of_rooms: dict[str, set[str]] = {}
+    for module, file in modules():
+        found = {name for name in imports_of(file) if name in known}
+        of_modules[module] = found - {module}
+        room = room_of(module)
+        of_rooms.setdefault(room, set()).update({room_of(name) for name in found} - {room})
+    for graph in (of_modules, of_rooms):
+        graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_rank_table_tools_import_nothing_of_the_cluster() -> None:
@@ -173,7 +190,7 @@ def test_scheduler_and_parents_never_import_torch(module: str) -> None:
 
 def test_the_scheduler_leaves_guides_to_its_children() -> None:
     assert "llguidance" not in heavy_after()[SCHEDULER]
-    assert "llguidance" in heavy_after()["pd_cluster.api.guide_child"]
+    assert "llguidance" in heavy_after()["pd_cluster.service.guides.guide_child"]
 
 
 def test_nothing_is_pickled() -> None:
@@ -186,7 +203,7 @@ def test_nothing_is_pickled() -> None:
 
 def test_torch_names_accelerators_in_one_file() -> None:
     for module, file in modules():
-        if module != "pd_cluster.device":
+        if module != "pd_cluster.devices.device":
             text = file.read_text("utf-8")
             assert "torch.cuda" not in text, file
             assert "torch.npu" not in text, file

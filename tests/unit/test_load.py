@@ -1,4 +1,4 @@
-"""What a worker tells of leases and of blocks that nobody holds."""
+"""A worker's report on leases and on leaked blocks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from unittest.mock import Mock
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.config import Timeouts
-from pd_cluster.engine.exports import Exports, ShipLimits
-from pd_cluster.engine.imports import Imports
+from pd_cluster.engine.handover.exports import Exports, ShipLimits
+from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.load import num_leaked_blocks
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.types import Leg, Request, SamplingParams, TokenOutput
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import Leg, Order, Request, Sampling, TokenOutput
 
 
 def request_of(leg: Leg, name: str = "r") -> Request:
-    return Request(name, [1] * 8, SamplingParams(max_tokens=4), leg=leg, transfer_id=name, peer="peer")
+    return Request(name, Order([1] * 8, Sampling(max_tokens=4)), leg=leg, transfer_id=name, peer="peer")
 
 
 def test_blocks_that_no_request_holds_are_told() -> None:
-    scheduler = Scheduler(BlockPool(16), 4, 4, 64)
+    scheduler = StepScheduler(BlockPool(16), 4, 4, 64)
     request, sibling = request_of("hybrid"), request_of("hybrid", "s")
     scheduler.add(request)
     scheduler.computed(scheduler.plan())
@@ -31,10 +31,10 @@ def test_blocks_that_no_request_holds_are_told() -> None:
     scheduler.blocks.share(sibling.block_table)
     assert num_leaked_blocks(scheduler) == 0
     scheduler.blocks.take(3)
-    assert num_leaked_blocks(scheduler) == 2  # while one is shared, fewer are told, and never too many
+    assert num_leaked_blocks(scheduler) == 2  # while one is shared, fewer are reported, and never too many
     for each in (request, sibling):
         scheduler.running[:] = [r for r in scheduler.running if r is not each]
-        scheduler._give_back(each)
+        scheduler._holdings.give_back(each)
         del scheduler.requests[each.key]
     assert num_leaked_blocks(scheduler) == 3
 
@@ -47,7 +47,7 @@ class Exporting:
         ports.progress_s.return_value = 0.0
         ports.limits.return_value = ShipLimits(4, 1 << 20)
         self.ended: list[str | None] = []
-        scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+        scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
         self.exports = Exports(
             scheduler, ports, lambda request, error: self.ended.append(error), lambda: self.now_s, Timeouts(), 2, 64
         )
@@ -94,7 +94,7 @@ def test_an_aborted_transfer_is_no_failure() -> None:
 def test_a_landing_that_stands_still_counts_as_expired() -> None:
     now_s, ports = [0.0], Mock()
     ports.progress_s.return_value = 0.0
-    scheduler = Scheduler(BlockPool(8), 4, 4, 16)
+    scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
     ended = Mock()
     imports = Imports(scheduler, ports, ended, Mock(), lambda: now_s[0], Timeouts(), 4, 100)
     imports.submit(request_of("decode"))
@@ -106,3 +106,12 @@ def test_a_landing_that_stands_still_counts_as_expired() -> None:
     imports.expire()
     imports.expire()  # it drains now, and is not given up twice
     assert (imports.num_expired, ended.call_count) == (1, 1)
+
+
+def test_what_waits_for_its_prompt_is_told_from_what_waits_for_memory() -> None:
+    imports = Imports(StepScheduler(BlockPool(8), 4, 4, 16), Mock(), Mock(), Mock(), lambda: 0.0, Timeouts(), 4, 100)
+    imports.submit(request_of("decode"))
+    imports.submit(request_of("decode", "s"))
+    assert (imports.num_queued, imports.num_expected) == (2, 2)
+    imports.on_offer("c", wire.Offer("r", 8))
+    assert (imports.num_queued, imports.num_expected) == (2, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cluster import mailbox as module
 from pd_cluster import wire
-from pd_cluster.config import Credentials, PortRange, Timeouts
 from pd_cluster.errors import ConfigError
-from pd_cluster.mailbox import NOT_ADMITTED, OTHER_SECRET, Mailbox
-from pd_cluster.sockets import KeyPair, receive
+from pd_cluster.net import mailbox as module
+from pd_cluster.net.mailbox import NOT_ADMITTED, OTHER_SECRET, Mailbox
+from pd_cluster.net.sockets import KeyPair, receive
+from pd_cluster.settings.config import Credentials
+from pd_cluster.settings.processes import PortRange
+from pd_cluster.settings.timeouts import Timeouts
 
 SECRET = b"s" * 32
 SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
@@ -28,13 +31,13 @@ class Box:
     """A mailbox whose events land in a queue."""
 
     def __init__(self, name: str, epoch: int, secret: bytes = SECRET, listen: bool = False, key: bytes = b"") -> None:
-        """Who listens is a worker; else a scheduler, unless another key than its own is given."""
+        """A listening mailbox is a worker; otherwise it is a scheduler, unless another key than its own is given."""
         is_worker = listen or bool(key)
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         credentials = Credentials(secret, (SCHEDULER.public,), key if is_worker else SCHEDULER.private)
-        self.mailbox = Mailbox(name, epoch, "worker" if is_worker else "scheduler", credentials, TIMES, self)
+        self.mailbox = Mailbox(name, epoch, "worker" if is_worker else "scheduler", credentials, TIMES)
         self.port = self.mailbox.bind("127.0.0.1", PortRange()) if listen else 0
-        self.mailbox.start()
+        self.mailbox.start(self)
 
     def connect_to(self, other: Box, epoch: int | None = None) -> str:
         mailbox = other.mailbox
@@ -108,6 +111,34 @@ def test_mail_comes_in_order(box: Callable[..., Box]) -> None:
     assert [server.wait("message")[2].num_tokens for _ in range(500)] == list(range(500))
 
 
+def test_the_last_words_before_the_end_are_heard(box: Callable[..., Box]) -> None:
+    """A drained worker's last tokens: otherwise their request would be computed again elsewhere."""
+    server, client = box("decode-0", 7, listen=True), box("scheduler", 8)
+    client.connect_to(server)
+    client.wait("opened")
+    back = server.wait("opened")[1]
+    for number in range(200):
+        server.mailbox.send(back, wire.Cancel(f"{number}", "x" * 100_000))
+    assert server.mailbox.await_heard(WAIT_S)
+    server.mailbox.close()
+    assert [client.wait("message")[2].transfer_id for _ in range(200)] == [f"{number}" for number in range(200)]
+
+
+def test_nobody_waits_for_a_peer_that_reads_nothing_or_is_gone(box: Callable[..., Box]) -> None:
+    server, client = box("decode-0", 7, listen=True), box("scheduler", 8)
+    client.connect_to(server)
+    client.wait("opened")
+    back = server.wait("opened")[1]
+    assert server.mailbox.await_heard(WAIT_S), "nothing was sent"
+    held = threading.Event()
+    client.on_message = lambda *_: held.wait(WAIT_S)  # type: ignore[method-assign, assignment]
+    server.mailbox.send(back, wire.Credit("t"))
+    assert not server.mailbox.await_heard(0.2), "the peer stands still; its silence is noticed after that"
+    assert server.wait("closed")[1] == back
+    assert server.mailbox.await_heard(WAIT_S), "the peer has been given up"
+    held.set()
+
+
 def test_mail_for_a_predecessor_is_dropped(box: Callable[..., Box]) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
     wrong = client.connect_to(server, epoch=6)
@@ -129,7 +160,7 @@ def test_another_secret_gets_no_connection(box: Callable[..., Box]) -> None:
 
 
 def test_the_clusters_secret_is_not_enough_to_connect(box: Callable[..., Box]) -> None:
-    """Nor is the worker's public key, which everybody may know: ZAP looks at the client's."""
+    """The worker's public key, which is no secret, does not help either: ZAP checks the client's."""
     server, client = box("decode-0", 7, listen=True), box("scheduler", 8, key=OTHER_KEY)
     conn = client.connect_to(server)
     assert client.wait("closed")[1:] == (conn, NOT_ADMITTED)
@@ -213,7 +244,7 @@ def test_silence_is_noticed_by_the_side_that_was_connected_to(box: Callable[...,
 
 
 def test_who_speaks_over_a_connection_that_was_given_up_is_told(box: Callable[..., Box]) -> None:
-    """As after a pause that only one side noticed: the other does not wait for silence."""
+    """This happens after a pause that only one side noticed: the other side does not wait for silence."""
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
     conn = client.connect_to(server)
     server.mailbox.disconnect(server.wait("opened")[1])
@@ -241,11 +272,12 @@ def test_a_heartbeat_can_be_sent_at_once(box: Callable[..., Box]) -> None:
         client.wait("beat")
 
 
-def test_garbage_does_not_harm(box: Callable[..., Box]) -> None:
+@pytest.mark.parametrize("garbage", [b"\xc1garbage", 100_000 * b"\x91"], ids=["invalid", "nested"])
+def test_garbage_does_not_harm(box: Callable[..., Box], garbage: bytes) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)
     conn = client.connect_to(server)
     client.wait("opened")
-    client.mailbox._call(lambda: client.mailbox._connections[conn].socket.send(b"\xc1garbage"))
+    client.mailbox._call(lambda: client.mailbox._connections[conn].socket.send(garbage))
     client.mailbox._call(lambda: client.mailbox._connections[conn].socket.send_multipart([b"a", b"b"]))
     client.mailbox.send(conn, wire.Offer("after", 1))
     assert server.wait("message")[2].transfer_id == "after"

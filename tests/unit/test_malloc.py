@@ -1,4 +1,4 @@
-"""What a step frees is the next step's: no page of it comes from the kernel again."""
+"""Memory freed by a step serves the next step: none of its pages comes from the kernel again."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from pd_cluster.model.cpu.memory import CHOICES
+from pd_cluster.native.memory import CHOICES
 
 PROGRAM = """
 import resource, sys
 import torch
-from pd_cluster.model.cpu.memory import keep_what_is_freed
+from pd_cluster.native.memory import keep_what_is_freed
 
 print(keep_what_is_freed())
 for step in range(10):

@@ -1,20 +1,21 @@
-"""Where the instances of a table that names hosts are looked for."""
+"""Addresses of instances in a table that names hosts."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 from dataclasses import replace
-from typing import cast
 
 import httpx
 import pytest
 
-from pd_cluster.cluster import membership as module
-from pd_cluster.cluster.membership import Membership, instances_of
-from pd_cluster.cluster.place import Place
-from pd_cluster.config import Timeouts
+from pd_cluster.cluster.members import membership as module
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.membership import MOST_INFO_NBYTES, Membership, instances_of
+from pd_cluster.cluster.members.place import Place
 from pd_cluster.errors import ConfigError
-from pd_cluster.mailbox import Mailbox
+from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools.tables import server_group
 from tests.support.elastic_world import Wires, place_of
 
@@ -48,7 +49,7 @@ def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.MonkeyP
     async def watch() -> list[str]:
         place = place_with("pod-0")
         instances = instances_of(place, [1, 2])
-        membership = Membership(place, instances, cast(Mailbox, Wires()), Timeouts(), "model", lambda *_: None)
+        membership = Membership(place, instances, Wires(), Timeouts(), "model")
         reasons = []
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
             for address in ("", "192.0.2.1", "192.0.2.2"):
@@ -62,3 +63,45 @@ def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.MonkeyP
     assert "'pod-0' of the rank table cannot be resolved" in reasons[0]
     assert reasons[1:] == ["nobody answers at 192.0.2.1:1", "nobody answers at 192.0.2.2:1"]
     assert asked == ["192.0.2.1", "192.0.2.2"]
+
+
+@pytest.mark.parametrize(
+    ("head", "part", "wanted"),
+    [
+        ("Content-Length: 200005", b'{"x":' + 200_000 * b"[", "does not answer as a worker of this version"),
+        ("Connection: close", bytes(1 << 16), "does not answer as a worker of this version"),
+        ("Content-Encoding: gzip", gzip.compress(bytes(MOST_INFO_NBYTES)), "does not answer as a worker"),
+        ("Content-Length: 1000", b"", "nobody answers at"),
+    ],
+    ids=["nested", "endless", "compressed", "silent"],
+)
+def test_an_answer_of_any_kind_ends_nothing_but_its_instance(head: str, part: bytes, wanted: str) -> None:
+    """A registered worker names the address to ask, where anything may listen: over a real connection."""
+    num_sent = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode())
+        with contextlib.suppress(ConnectionError):
+            while part and not writer.is_closing():
+                writer.write(part)
+                await writer.drain()
+                num_sent += len(part)
+                if not head.startswith("Connection"):
+                    break
+            if "Length: 1000" in head:
+                await reader.read()
+        writer.close()
+
+    async def asked() -> str:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        timeouts = Timeouts(connect_timeout_s=0.5) if not part else Timeouts()
+        async with server, httpx.AsyncClient(timeout=timeouts.connect_timeout_s, trust_env=False) as client:
+            instance = Instance("e", "decode", "127.0.0.1", server.sockets[0].getsockname()[1], ["0"], True)
+            membership = Membership(place_of(1, 1), [instance], Wires(), timeouts, "model")
+            await membership._ask(instance, client)
+        return instance.reason
+
+    assert wanted in asyncio.run(asked())
+    assert num_sent < 2 * MOST_INFO_NBYTES + (8 << 20), "the rest is not read; buffers of sockets may hold some"

@@ -1,4 +1,4 @@
-"""docs/metrics.md says what /metrics tells; and what vLLM's dashboards query is there.
+"""docs/metrics.md lists the metrics of /metrics, which include those that vLLM's dashboards query.
 
 `python tests/unit/test_metrics_page.py --fix` rewrites the page.
 """
@@ -12,11 +12,13 @@ from typing import Any, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pd_cluster.api import metric_tables as tables
-from pd_cluster.api.drain import Drain
-from pd_cluster.api.metrics import metrics_of, metrics_routes
-from pd_cluster.cluster.stats import BOUNDS, COUNTERS, Outcome, RequestStats
+from pd_cluster.api.admin import metric_tables as tables
+from pd_cluster.api.admin.metrics import metrics_of, metrics_routes
+from pd_cluster.api.gate.drain import Drain
+from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Outcome, RequestStats, added
+from pd_cluster.cluster.tenancy.tenants import MAX_NAMED, with_names
 from pd_cluster.errors import Unavailable
+from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.reports import AllStats, Busy, Stats
 from pd_cluster.wire import LayoutInfo, Load
 from tests.support.router_world import info_of, ready
@@ -25,7 +27,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 TOP = """# Metrics
 
-<!-- written by `python tests/unit/test_metrics_page.py --fix` from pd_cluster/api/metric_tables.py -->
+<!-- written by `python tests/unit/test_metrics_page.py --fix` from pd_cluster/api/admin/metric_tables.py -->
 
 `GET /metrics` at the public port is Prometheus' text format. Names that begin with `vllm:` are those that vLLM's
 dashboards query; each has the label `model_name`. With several API processes (`--api-workers`) every one of them
@@ -44,14 +46,18 @@ scrape_configs:
 
 `model_name` is the first `--served-model-name`; a model that is served under its path is named by the path's end.
 
-`GET /load` is `{"server_load": N}`: requests that are being answered now, by all API processes together.
+`GET /load` is `{"server_load": N}`: requests that all API processes together are answering now.
 """
 OF_INSTANCES = """From its heartbeat, with the label `instance_id`. Counters start again from 0 when their instance
 does. An instance that is not ready is left out."""
 OF_REQUESTS = """Counted by the API processes. `vllm:request_success_total` and `vllm:request_generation_tokens` count
-sequences, as vLLM does, the others requests. What a request took is told when all its sequences have come to their end;
-of one that was aborted or failed it never is, as in vLLM (which counts no `abort` at all). A prompt that an instance
+sequences, as vLLM does; the others count requests. The times of a request are added when all its sequences have ended;
+those of an aborted or failed request never are, as in vLLM (which counts no `abort` at all). A prompt that an instance
 computed and decoded by itself, as after a replay, has no queue and prefill time."""
+OF_TENANTS = """With the label `tenant`, if there are API keys: the key's tenant by `--api-key-file` or
+`--api-key-tenant`. At most 100 tenants have their name there, the first ones since the scheduler started; the rest,
+and keys without a tenant's name, are counted together as `other`. Requests that a drain refuses and routes that read no
+body do not count."""
 OF_CLUSTER = """Streams and processes: of all API processes. Instances: as the process that answers knows them."""
 
 
@@ -60,6 +66,7 @@ def page() -> str:
         TOP,
         section("Of each instance", OF_INSTANCES, [*tables.INSTANCE_GAUGES, *tables.INSTANCE_COUNTERS]),
         section("Of requests", OF_REQUESTS, [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS]),
+        section("Of each tenant", OF_TENANTS, list(tables.TENANT_COUNTERS)),
         section("Of the cluster", OF_CLUSTER, list(tables.CLUSTER_GAUGES)),
     ]
     return "\n".join(parts)
@@ -73,23 +80,24 @@ def section(title: str, text: str, metrics: list[Any]) -> str:
 def kind(each: Any) -> str:
     if each in tables.HISTOGRAMS:
         return "histogram"
-    return "counter" if each in tables.INSTANCE_COUNTERS or each in tables.REQUEST_COUNTERS else "gauge"
+    counters = (*tables.INSTANCE_COUNTERS, *tables.REQUEST_COUNTERS, *tables.TENANT_COUNTERS)
+    return "counter" if each in counters else "gauge"
 
 
 def shown(each: Any) -> str:
     name = each.name + ("_total" if kind(each) == "counter" else "")
-    label = getattr(each, "label", "")
-    return f"{name}{{{label}}}" if label else name
+    of_tenant = "tenant" if each in tables.TENANT_COUNTERS else ""
+    labels = ",".join(filter(None, (of_tenant, getattr(each, "label", ""))))
+    return f"{name}{{{labels}}}" if labels else name
 
 
 def told(stats: Stats | None = None) -> dict[str, dict[tuple[str, ...], float]]:
-    """name -> values of labels but the model, by the labels' names -> number; of a cluster of two."""
+    """Returns name -> values of labels but the model, by the labels' names -> number; from a cluster of two."""
     instance = ready("prefill-0")
     layout = LayoutInfo(
         num_layers=2,
         num_kv_heads=2,
-        k_head_dim=4,
-        v_head_dim=4,
+        planes=keys_and_values(4),
         block_size=16,
         dtype="float32",
         tp_size=1,
@@ -97,8 +105,8 @@ def told(stats: Stats | None = None) -> dict[str, dict[tuple[str, ...], float]]:
     )
     instance.info = info_of("prefill-0", "prefill", layout=layout, num_blocks=99)
     instance.load = Load(num_blocks=10, num_held_blocks=5, num_exporting=2, num_landing=1, num_leaked_blocks=4)
-    counts = AllStats(stats or Stats(), Busy(3, 4), 2)
-    text = metrics_of([instance, ready("decode-0")], "tiny", counts, 5).decode()
+    counts = AllStats(stats or Stats(), Busy(3, 4, 2), 2)
+    text = metrics_of([instance, ready("decode-0")], "tiny", counts, Busy(0, 5, 7)).decode()
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -115,7 +123,12 @@ def test_the_page_is_what_the_code_says() -> None:
 
 def test_all_that_is_on_the_page_is_told_and_nothing_else() -> None:
     named = {line.split("`")[1].partition("{")[0] for line in page().splitlines() if line.startswith("| `")}
-    families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in told()}
+    stats = RequestStats()
+    stats.tenants.ended("a", "limited")
+    stats.tenants.limited("a", "tokens")
+    stats.tenants.computed("a", 1, 2)
+    found = told(stats.snapshot())
+    families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in found}
     assert families == named
 
 
@@ -124,7 +137,7 @@ def test_all_that_is_counted_is_told() -> None:
     assert {name for row in rows for name in row.numbers.values()} == {*COUNTERS, *BOUNDS}
 
 
-# Of vLLM's example dashboard for Grafana, and older names of the same.
+# Names from vLLM's example dashboard for Grafana, and older names of the same metrics.
 QUERIED = """
 vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_count vllm:e2e_request_latency_seconds_sum
 vllm:prompt_tokens_total vllm:generation_tokens_total vllm:time_per_output_token_seconds_bucket
@@ -159,6 +172,27 @@ def test_what_is_told_is_what_was_counted() -> None:
         assert found[f"{name}_count"][()] == 4
     assert found["vllm:request_prompt_tokens_sum"] == {(): 7}
     assert found["vllm:request_generation_tokens_sum"] == {(): 12}
+
+
+def test_tenants_beyond_the_named_ones_are_together() -> None:
+    """Whatever names a file brings, there are no more series than these."""
+    stats = RequestStats()
+    assert not any("tenant" in name for name in told(stats.snapshot()))
+    stats.tenants.named = frozenset(names := with_names(["old"], (f"t{at}" for at in range(500))))
+    assert (len(names), names[0], names[-1]) == (MAX_NAMED, "old", f"t{MAX_NAMED - 2}")
+    assert with_names(names, ["new", *names]) == names, "a name stays, or its counters would begin anew"
+    for at in range(500):
+        stats.tenants.ended(f"t{at}", "finished")
+        stats.tenants.computed(f"t{at}", 3, 4)
+    stats.tenants.ended("t7", "limited")
+    found = told(added([stats.snapshot(), stats.snapshot()]))
+    requests = found["pd_cluster:tenant_requests_total"]
+    assert requests["finished", "t7"] == requests["finished", "t98"] == 2
+    assert requests["limited", "t7"] == 2
+    assert requests["finished", "other"] == 2 * (500 - 99)
+    assert len(requests) == 99 + 1 + 1
+    assert found["pd_cluster:tenant_prompt_tokens_total"]["other",] == 2 * 3 * (500 - 99)
+    assert found["pd_cluster:tenant_generation_tokens_total"]["t0",] == 2 * 4
 
 
 def test_what_is_there_now() -> None:

@@ -12,11 +12,9 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.api_processes import ApiProcesses, view_of
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.mirror import Mirror
-from pd_cluster.config import ApiConfig, ApiProcessConfig, Credentials, EngineConfig, RoutingConfig, Timeouts
-from pd_cluster.mailbox import Mailbox
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.mirror import Mirror
+from pd_cluster.cluster.processes.api_processes import ApiProcesses, view_of
 from pd_cluster.reports import (
     ApiReport,
     Instances,
@@ -26,6 +24,10 @@ from pd_cluster.reports import (
     Outstanding,
     ToApi,
 )
+from pd_cluster.settings.config import ApiConfig, ApiProcessConfig, Credentials
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.settings.timeouts import Timeouts
 from tests.support.router_world import info_of
 
 
@@ -47,14 +49,17 @@ class World:
         self.mailbox = FakeMailbox()
         self.lost: list[str] = []
         self.moved: list[str] = []
-        self.mirror = Mirror(
-            cast(Mailbox, self.mailbox),
-            lambda instance, why: self.lost.append(instance.name),
-            lambda instance, why: self.moved.append(instance.name),
-        )
+        self.mirror = Mirror(self.mailbox)
+        self.mirror.watch(self)
+
+    def on_lost(self, instance: Instance, reason: str) -> None:
+        self.lost.append(instance.name)
+
+    def move_on(self, instance: Instance, why: str) -> None:
+        self.moved.append(instance.name)
 
     def hear(self, *views: InstanceView) -> None:
-        """As it comes over the socket."""
+        """Receives the news as it comes over the socket."""
         news = msgspec.json.decode(msgspec.json.encode(Instances(list(views))), type=ToApi)
         self.mirror.hear(news)
 
@@ -106,6 +111,24 @@ def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_instance(
         assert world.lost == ["decode-0"]
         world.hear(view("decode-0"))
         assert world.mailbox.opened == [("decode-0", 1)] * 2
+
+    run(test())
+
+
+def test_what_ran_before_a_connection_was_lost_makes_no_room_after_it() -> None:
+    async def test() -> None:
+        world = World()
+        world.hear(view("decode-0"))
+        world.mirror.on_opened(world.conn("decode-0"))
+        (instance,) = world.mirror.instances
+        instance.num_sequences = 50
+        world.mirror.on_heartbeat(instance.conn, wire.Load(num_running=50))
+        world.mirror.on_closed(instance.conn, "cut")
+        instance.num_sequences = 0  # as the router does when it learns of the loss
+        world.hear(view("decode-0"))
+        world.mirror.on_opened(instance.conn)
+        instance.num_sequences += 8
+        assert instance.num_sequences_there == 8
 
     run(test())
 

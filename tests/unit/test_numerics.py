@@ -1,4 +1,4 @@
-"""What of config.json is overridden, how positions are read from it, and how numerics are compared."""
+"""Overrides of config.json, positions read from it, and the comparison of numerics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.errors import ModelError
-from pd_cluster.numerics import Numerics, Rope, canonical, overridden
+from pd_cluster.errors import ModelError, called
+from pd_cluster.numerics import KEY_ORDER, Numerics, RopeScaling, canonical, overridden
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 OLD = {"max_position_embeddings": 64, "rope_theta": 7.0, "rope_scaling": LINEAR}
@@ -23,7 +23,7 @@ def test_positions_are_overridden_by_either_name_in_either_form(name: str, spell
     assert overridden(OLD, given) == {**OLD, "rope_scaling": DYNAMIC}
     assert overridden(NEW, given)["rope_parameters"] == {"rope_theta": 7.0, **DYNAMIC}
     for config in (OLD, NEW, {"max_position_embeddings": 64}):
-        assert Rope.of(overridden(config, given)).kind == "dynamic"
+        assert RopeScaling.of(overridden(config, given)).kind == "dynamic"
 
 
 def test_a_base_goes_where_the_config_has_it() -> None:
@@ -49,7 +49,7 @@ def test_without_a_factor_the_base_follows_the_length_alone() -> None:
 
 @pytest.mark.parametrize("overrides", [{"rope_theta": 9}, {"rope_scaling": LINEAR}, {"rope_parameters": LINEAR}])
 def test_what_would_change_nothing_is_refused(overrides: dict[str, Any]) -> None:
-    """Where each kind of layers has positions of its own."""
+    """Each kind of layers has positions of its own here."""
     with pytest.raises(ModelError, match=r"by their kind; give .* for some of full_attention, sliding_attention"):
         overridden(KINDS, overrides)
     one = {"rope_parameters": {"full_attention": {"rope_theta": 9}}}
@@ -66,22 +66,27 @@ def test_values_of_another_kind_are_refused(value: Any) -> None:
 def test_longrope_of_one_kind_of_layers_is_refused() -> None:
     """A step's longest request would decide for all."""
     with pytest.raises(ModelError, match=r"rope_parameters\.full_attention: longrope of one kind"):
-        Rope.of({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}})
+        RopeScaling.of({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {}}})
 
 
 def test_the_outer_of_two_original_lengths_counts() -> None:
-    """As in transformers."""
+    """transformers does the same."""
     name = "original_max_position_embeddings"
     config = {"max_position_embeddings": 64, name: 32, "rope_scaling": {"rope_type": "longrope", name: 8}}
-    assert Rope.of(config) == Rope(kind="longrope", reach=32, most=64)
+    assert RopeScaling.of(config) == RopeScaling(kind="longrope", reach=32, most=64)
 
 
 def test_numerics_differ_by_the_name_of_a_flag() -> None:
     ours = Numerics(hf_overrides=canonical({"rope_theta": 9}))
     assert ours.difference(Numerics(hf_overrides=canonical({"rope_theta": 9.0}))) is None
-    assert ours.difference(Numerics()) == ("--hf-overrides", '{"rope_theta":9}', "{}")
-    assert Numerics(dtype="bfloat16").difference(Numerics()) == ("--dtype", "bfloat16", "float32")
+    assert ours.difference(Numerics()) == (called("hf_overrides"), '{"rope_theta":9}', "{}")
+    assert Numerics(dtype="bfloat16").difference(Numerics()) == (called("dtype"), "bfloat16", "float32")
     other = Numerics(attention_backend="sdpa")
-    assert other.difference(Numerics()) == ("--attention-backend", "sdpa", "auto")
+    assert other.difference(Numerics()) == (called("attention_backend"), "sdpa", "auto")
     assert Numerics(device="cuda", attention_backend="Triton").difference(other) is None, "another kind of device"
-    assert len({each.digest for each in (ours, other, Numerics())}) == 3
+    ordered, fixed = Numerics(key_order="halves"), Numerics(deterministic=True)
+    assert ordered.difference(Numerics()) == (KEY_ORDER, "halves", "model")
+    assert fixed.difference(Numerics()) == (called("deterministic"), "on", "off")
+    found = Numerics(device="cuda", attention_backend="Triton").difference(fixed)
+    assert found == (called("deterministic"), "off", "on")
+    assert len({each.digest for each in (ours, other, ordered, fixed, Numerics())}) == 5

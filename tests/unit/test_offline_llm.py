@@ -1,4 +1,4 @@
-"""`LLM` over a router that plays back tokens: what goes in and comes out, in which order, and whose error is whose."""
+"""`LLM` over a router that plays back tokens: inputs and outputs, their order, and who is to blame for an error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 import pd_cluster
 from pd_cluster import LLM, RequestOutput, SamplingParams
 from pd_cluster.errors import InstanceLost, RequestError
-from pd_cluster.offline.outputs import CompletionOutput, Outputs
+from pd_cluster.offline.outputs import CompletionOutput, CompletionOutputs
 from pd_cluster.offline.progress import Progress
-from pd_cluster.types import Logprobs, PromptOutput, TokenOutput
+from pd_cluster.types import Logprobs, Order, PromptOutput, TokenOutput
 from tests.support.checkpoints import EOS_ID, make_tokenizer
 from tests.support.offline import LIMIT, MakeLLM, make_fake_llm
 
@@ -69,7 +69,7 @@ def test_every_exported_name_is_there_and_no_other() -> None:
         pd_cluster.LLMs  # noqa: B018
 
 
-# ---- generate: what goes in
+# ---- inputs of generate
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_both_spellings_of_an_answer(make: MakeLLM) -> None:
 
 
 def test_outputs_are_a_list_with_the_first_ones_attributes() -> None:
-    outputs = Outputs([CompletionOutput(index=0, text="a"), CompletionOutput(index=1, text="b")])
+    outputs = CompletionOutputs([CompletionOutput(index=0, text="a"), CompletionOutput(index=1, text="b")])
     assert [each.text for each in outputs] == ["a", "b"]
     assert len(outputs) == 2
     assert outputs.text == "a"
@@ -236,14 +236,15 @@ def test_answers_come_in_the_order_of_the_input(make: MakeLLM) -> None:
     serve, ended = offline.router.serve, []
     gates: dict[int, Any] = {}
 
-    async def last_first(prompt: list[int], *args: Any, **origin: Any) -> AsyncIterator[TokenOutput]:
+    async def last_first(order: Order, *args: Any, **origin: Any) -> AsyncIterator[TokenOutput]:
         import asyncio
 
+        prompt = order.prompt_token_ids
         gates[prompt[0]] = asyncio.Event()
         if len(gates) == 5:
             gates[5].set()
         await asyncio.wait_for(gates[prompt[0]].wait(), 30)
-        async for token in serve(prompt, *args, **origin):
+        async for token in serve(order, *args, **origin):
             yield token
         ended.append(prompt[0])
         if prompt[0] > 1:
@@ -309,10 +310,10 @@ def test_a_request_that_fails_on_its_way_hurts_only_itself(make: MakeLLM) -> Non
     llm, offline = make("xyz")
     serve = offline.router.serve
 
-    async def failing(prompt: list[int], *args: Any, **origin: Any) -> AsyncIterator[TokenOutput]:
-        async for token in serve(prompt, *args, **origin):
+    async def failing(order: Order, *args: Any, **origin: Any) -> AsyncIterator[TokenOutput]:
+        async for token in serve(order, *args, **origin):
             yield token
-            if prompt == [2]:
+            if order.prompt_token_ids == [2]:
                 raise InstanceLost("decode-0 died")
 
     offline.router.serve = failing  # type: ignore[method-assign, assignment]

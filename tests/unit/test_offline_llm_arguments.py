@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 from collections.abc import Iterator
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 
 from pd_cluster import LLM
-from pd_cluster.checkpoint import SHIPPED_MODEL
-from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.offline.arguments import HONOURED, SERVER, WORKERS, config_of
-from pd_cluster.options import ServeOptions
+from pd_cluster.errors import ConfigError, ModelError, called
+from pd_cluster.offline.arguments import HERE, config_of
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.settings.setting import Scope
 from tests.support.offline import MakeLLM, make_fake_llm
 
 
@@ -32,7 +32,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_signature_is_the_documents() -> None:
-    """003's names, order and defaults; what follows them can only be named."""
+    """It has 003's names, order and defaults; later arguments are keyword-only."""
     parameters = inspect.signature(LLM).parameters
     documented = {
         "model": inspect.Parameter.empty,
@@ -61,8 +61,12 @@ def test_the_signature_is_the_documents() -> None:
 
 
 def test_every_flag_of_serve_has_its_place() -> None:
-    flags = [field.name for field in dataclasses.fields(ServeOptions)]
-    assert sorted([*HONOURED, *WORKERS, *SERVER]) == sorted(flags)
+    flags = [*ServeOptions()]
+    honoured, workers, server = (
+        [name for name, each in settings().items() if each.setting.scope in scopes]
+        for scopes in (HERE, [Scope.WORKERS], [Scope.SERVER])
+    )
+    assert sorted([*honoured, *workers, *server]) == sorted(flags)
 
 
 def test_the_defaults_are_those_of_serve_and_ask_for_nothing(make: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -138,7 +142,7 @@ def test_arguments_of_chats_reach_the_text_service(make: MakeLLM) -> None:
         ({"metrics_port": 9001}, "metrics_port has no effect: nothing is served offline"),
         ({"request_timeout": 1.0}, "request_timeout has no effect: nothing is served offline"),
         ({"kv_transport": "dist"}, "kv_transport has no effect: the engine runs in this process (prefill, decode)"),
-        ({"use_cudagraph": True}, "use_cudagraph has no effect: graphs are captured for the sizes in use"),
+        ({"use_cudagraph": True}, "use_cudagraph has no effect: graphs are captured without it; see graph_sizes"),
         ({"enable_chunked_prefill": True}, "enable_chunked_prefill has no effect: prefill is always chunked"),
     ],
 )
@@ -254,7 +258,7 @@ def test_float32_is_not_made_float16_and_says_so(
 
 def test_an_error_of_the_engines_names_the_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(config: object) -> None:
-        raise ModelError("--model /nowhere: no such folder")
+        raise ModelError(f"{called('model')} /nowhere: no such folder")
 
     monkeypatch.setattr("pd_cluster.offline.llm.Offline", fail)
     with pytest.raises(ModelError, match=r"^model /nowhere: no such folder$"):

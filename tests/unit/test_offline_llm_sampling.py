@@ -1,4 +1,4 @@
-"""SamplingParams: what its fields mean to the engine, and that the API's checks are theirs."""
+"""SamplingParams: the meaning of its fields to the engine, and the same checks as the API's."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_name_that_is_none_is_an_error() -> None:
         SamplingParams(max_token=5)  # type: ignore[call-arg]
 
 
-# ---- max_tokens: of the output, or of prompt and output
+# ---- max_tokens: the output's, or prompt and output together
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_guide_by_any_of_its_names(make: MakeLLM, params: SamplingParams, guid
 
 @dataclasses.dataclass
 class GuidedDecodingRequest:
-    """As vLLM 0.6 had it."""
+    """The class of vLLM 0.6."""
 
     guided_json: Any = None
     guided_regex: str | None = None

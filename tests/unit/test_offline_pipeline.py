@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.errors import ConfigError, RequestError
+from pd_cluster.errors import ConfigError, RequestError, called
 from pd_cluster.messages import GenerationConfig, GenOut, Response
 from pd_cluster.offline.lmdeploy import setup
 from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
@@ -35,7 +35,7 @@ Make = Callable[..., tuple[AsyncEngine, PlaybackOffline]]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """`make(**arguments of pipeline)`: an engine that answers everything alike, and what stands for its inside."""
+    """Returns `make(**arguments of pipeline)`, which makes an engine with constant answers, and the engine's fakes."""
     made: list[PlaybackOffline] = []
 
     def build(says: str = ANSWER, has_template: bool = True, **arguments: Any) -> tuple[AsyncEngine, PlaybackOffline]:
@@ -495,7 +495,7 @@ def test_many_sessions_answer_at_once(make: Make) -> None:
 
 
 def test_documented_defaults_of_pipeline(make: Make) -> None:
-    """Both documents' orders are signatures of their own; what stands behind them has the defaults."""
+    """Both documents' orders are signatures of their own, over an implementation with the defaults."""
     for overload in typing.get_overloads(pipeline):
         defaults = {name: each.default for name, each in inspect.signature(overload).parameters.items()}
         assert {name: defaults[name] for name in ("instance_num", "tp", "log_level")} == {
@@ -604,9 +604,12 @@ def test_marks_without_a_name_take_the_place_of_those_that_model_name_has(make: 
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
-        ("--dtype 'int3': expected one of auto", "dtype 'int3': expected one of auto"),
-        ("--device cuda: not here; use --device cpu", "device_type cuda: not here; use device_type cpu"),
-        ("--max-model-len 9: too long", "session_len 9: too long"),
+        (f"{called('dtype')} 'int3': expected one of auto", "dtype 'int3': expected one of auto"),
+        (
+            f"{called('device')} cuda: not here; use {called('device')} cpu",
+            "device_type cuda: not here; use device_type cpu",
+        ),
+        (f"{called('max_model_len')} 9: too long", "session_len 9: too long"),
     ],
 )
 def test_what_the_engine_refuses_is_called_as_it_was_given(
@@ -678,7 +681,7 @@ def test_the_names_are_the_packages() -> None:
 
 
 def test_which_model_is_served_and_how_it_is_read(make: Make) -> None:
-    """Of `LLM`'s arguments; a field of the engine's configuration goes before the same override."""
+    """Arguments follow `LLM`'s; a field of the engine's configuration precedes the same override."""
     _, offline = make(
         try_unlisted=["helium"],
         language_model_only=True,

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from pd_cluster import messages, pytorch, turbomind
-from pd_cluster.chat_template import ChatTemplate
-from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
-from pd_cluster.offline.lmdeploy.engine_configs import engine_of
+from pd_cluster.offline.lmdeploy.engine_configs import engine_of, naming_of
 from pd_cluster.offline.lmdeploy.messages import request_of
 from pd_cluster.offline.lmdeploy.templates import BUILT_IN, ChatTemplateConfig, way_of
-from pd_cluster.text import Tokenizer
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.text.chat_template import ChatTemplate
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import make_tokenizer
 
 EARLY_PYTORCH = {
@@ -132,7 +132,7 @@ def test_an_unknown_field_names_the_nearest_one(kind: Any) -> None:
         (turbomind.EngineConfig(max_context_token_num=512), "max_num_batched_tokens", 512),
         (turbomind.EngineConfig(num_tokens_per_iter=256), "max_num_batched_tokens", 256),
         (PytorchEngineConfig(max_prefill_token_num=300), "max_num_batched_tokens", 300),
-        (turbomind.EngineConfig(), "max_num_batched_tokens", 2048),
+        (turbomind.EngineConfig(), "max_num_batched_tokens", None),
         (PytorchEngineConfig(enable_prefix_caching=False), "enable_prefix_caching", False),
         (TurbomindEngineConfig(dtype="bfloat16"), "dtype", "bfloat16"),
     ],
@@ -417,3 +417,10 @@ def test_a_wrong_template_is_refused_by_name(fields: dict[str, Any], message: st
 def test_every_built_in_template_compiles(name: str) -> None:
     way = way_of(ChatTemplateConfig(name))
     assert way.is_plain or isinstance(way.template, ChatTemplate)
+
+
+def test_an_error_of_the_engine_s_has_the_fields_names() -> None:
+    settings = ("max_num_seqs", "block_size", "attention_backend")
+    early = [naming_of(turbomind.EngineConfig())(setting) for setting in settings]
+    assert early == ["max_batch_size", "cache_block_seq_len", "--attention-backend"]
+    assert naming_of(PytorchEngineConfig())("block_size") == "block_size"

@@ -1,4 +1,4 @@
-"""`pd-cluster instances` against an admin port without sockets: what it sends, waits for and says."""
+"""`pd-cluster instances` against an admin port without sockets: its requests, its waits and its output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from pd_cluster import admin, operate
-from pd_cluster.admin import Admin
-from pd_cluster.cli import app
-from pd_cluster.cluster.credentials import KeyFiles, admin_token_of
-from pd_cluster.cluster.place import find_place
+from pd_cluster.client import admin, operate
+from pd_cluster.client.admin import Admin
+from pd_cluster.cluster.members.credentials import admin_token_of
+from pd_cluster.cluster.members.place import find_place
+from pd_cluster.commands.cli import app
 from pd_cluster.errors import ConfigError, PdClusterError, Unauthorized
+from pd_cluster.settings.processes import KeyFiles
 from ranktable_tools import generate, write
 from ranktable_tools.files import PRIVATE
 from ranktable_tools.keys import write_keys
@@ -43,7 +44,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[httpx.Request]]:
-    """Whoever asks gets this answer; the requests are kept."""
+    """Gives this answer to every request; the requests are kept."""
     asked: list[httpx.Request] = []
 
     def use(answer: Answer) -> list[httpx.Request]:

@@ -1,4 +1,4 @@
-"""What `pd-cluster serve` makes of the flags for chats and for what is in front of the API, and what it refuses."""
+"""`pd-cluster serve`: the flags for chats and for the layers before the API, and refusals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.launcher import Launch, plan_cluster
-from pd_cluster.cluster.rank_process import environment
-from pd_cluster.config import KEYS_VARIABLE, SECRET_VARIABLES, ChatConfig, HttpConfig, without_keys
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import plan_cluster
+from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.errors import ConfigError
-from pd_cluster.flags import normalize
-from pd_cluster.options import ServeOptions
+from pd_cluster.settings.flags import normalize
+from pd_cluster.settings.http import KEYS_VARIABLE, HttpConfig
+from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions, without_keys
+from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.settings.routing import AdminSettings
+from pd_cluster.text.given_template import with_source
 from tests.support.serve_command import serve_command
 
 
@@ -22,7 +26,11 @@ def options(*argv: str) -> ServeOptions:
     context = serve_command().make_context(
         "serve", normalize(["serve", *argv])[1:], auto_envvar_prefix="PD_CLUSTER_SERVE", resilient_parsing=False
     )
-    return ServeOptions(**{name: value for name, value in context.params.items() if name != "context"})
+    return ServeOptions(**context.params)
+
+
+def chat_of(*argv: str) -> ChatConfig:
+    return with_source(options(*argv).chat())
 
 
 @contextlib.contextmanager
@@ -39,7 +47,7 @@ def refused(start: str) -> Iterator[None]:
 def test_without_flags_it_is_as_vllm_has_it() -> None:
     assert options().http({}) == HttpConfig()
     assert HttpConfig().allowed_origins == ("*",)
-    assert options().chat() == ChatConfig()
+    assert chat_of() == ChatConfig()
 
 
 def test_keys_of_the_command_line_come_before_the_variable() -> None:
@@ -137,13 +145,13 @@ def test_limits_and_keys_that_make_no_sense(argv: list[str], message: str) -> No
 
 
 def test_names_of_the_admin_port() -> None:
-    assert options("--admin-allowed-hosts", " pd.Example,10.0.0.5,[fd00::5] ").admin_hosts() == {
+    assert options("--admin-allowed-hosts", " pd.Example,10.0.0.5,[fd00::5] ").read(AdminSettings).admin_hosts == {
         "pd.example",
         "10.0.0.5",
         "[fd00::5]",
     }
     with pytest.raises(ConfigError, match="--admin-allowed-hosts 'pd:9001': expected names without a port"):
-        options("--admin-allowed-hosts=pd:9001").admin_hosts()
+        options("--admin-allowed-hosts=pd:9001").read(AdminSettings)
 
 
 def test_workers_get_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,11 +204,11 @@ def test_switches_of_the_front() -> None:
 
 def test_chat_flags() -> None:
     argv = ["--tool-call-parser=hermes", "--enable-auto-tool-choice", "--reasoning-parser", "qwen3"]
-    chat = options(*argv, "--enable-reasoning", "--response-role=bot", "--trust-request-chat-template").chat()
+    chat = chat_of(*argv, "--enable-reasoning", "--response-role=bot", "--trust-request-chat-template")
     assert chat == ChatConfig(
         trusts_request_templates=True, tool_parser="hermes", reasoning_parser="qwen3", response_role="bot"
     )
-    assert options("--return-tokens-as-token-ids").return_tokens_as_token_ids
+    assert options("--return-tokens-as-token-ids")["return_tokens_as_token_ids"]
 
 
 @pytest.mark.parametrize(
@@ -209,12 +217,12 @@ def test_chat_flags() -> None:
 )
 def test_a_switch_without_its_parser(flag: str, needed: str) -> None:
     with refused(f"{flag}: needs {needed} NAME"):
-        options(flag).chat()
+        chat_of(flag)
 
 
 def test_an_empty_role() -> None:
     with refused("--response-role '': must not be empty"):
-        options("--response-role=").chat()
+        chat_of("--response-role=")
 
 
 SOURCE = "{% for m in messages %}{{ m.content }}\n{% endfor %}gr\xfc\xdfe \U0001f600"
@@ -223,14 +231,14 @@ SOURCE = "{% for m in messages %}{{ m.content }}\n{% endfor %}gr\xfc\xdfe \U0001
 def test_a_template_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(SOURCE, encoding="utf-8")
-    assert options(f"--chat-template={file}").chat().template == SOURCE
+    assert chat_of(f"--chat-template={file}").template == SOURCE
 
 
 def test_a_template_itself() -> None:
-    assert options(f"--chat-template={SOURCE}").chat().template == SOURCE
+    assert chat_of(f"--chat-template={SOURCE}").template == SOURCE
     on_one_line = SOURCE.replace("\n", "\\n")
     assert "\n" not in on_one_line
-    assert options(f"--chat-template={on_one_line}").chat().template == SOURCE
+    assert chat_of(f"--chat-template={on_one_line}").template == SOURCE
 
 
 def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
@@ -238,9 +246,9 @@ def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
     wrong.write_bytes(b"\xff\xfe{{ }}")
     for path in (tmp_path / "nothing.jinja", tmp_path, wrong):
         with refused(f"--chat-template {path}: cannot be read: "):
-            options(f"--chat-template={path}").chat()
+            chat_of(f"--chat-template={path}")
     with refused("--chat-template: the template on one line has a wrong escape"):
-        options("--chat-template={{ 1 }}\\x").chat()
+        chat_of("--chat-template={{ 1 }}\\x")
 
 
 def test_the_file_is_read_by_who_needs_it_only(tmp_path: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, Route, check_pair
-from pd_cluster.kv.pack import pack, quantize, runs, unpack
+from pd_cluster.kv.block_major import HostBlocks
+from pd_cluster.kv.layout import KVLayout, Route, check_pair, keys_and_values
+from pd_cluster.kv.memory import runs
+from pd_cluster.kv.pack import pack, quantize, unpack
 from pd_cluster.kv.pool import KVPool, probe_content
 from pd_cluster.wire import KVPiece
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 NUM_BLOCKS = 24
 PAIRS = [
     ({}, {}),
@@ -67,11 +70,11 @@ def test_a_piece_arrives_and_nothing_else_changes(
         piece, table = random_piece(rng, ours, theirs, route.is_verbatim)
         a, b = random_pool(ours, seed), random_pool(theirs, seed + 100)
         before = b.data.clone()
-        payload = pack(a.data, piece, route)
+        payload = pack(a.memory, piece, route)
         assert len(payload) == route.payload_nbytes(piece)
         size = theirs.block_size
         into = table[piece.first_token // size : theirs.num_blocks_for(piece.stop_token)]
-        unpack(payload, piece, route, b.data, into)
+        unpack(payload, piece, route, b.memory, into)
         first = piece.first_token // ours.block_size * ours.block_size
         for position in range(piece.first_token, piece.stop_token):
             for layer in range(piece.first_layer, piece.stop_layer):
@@ -85,7 +88,7 @@ def test_a_piece_arrives_and_nothing_else_changes(
 def before_pool(pool: KVPool, data: torch.Tensor) -> KVPool:
     """The same pool with other data."""
     shadow = object.__new__(KVPool)
-    shadow.layout, shadow.memory = pool.layout, data
+    shadow.layout, shadow.memory = pool.layout, HostBlocks(pool.layout, [data])
     return shadow
 
 
@@ -120,7 +123,7 @@ def test_the_narrower_dtype_travels() -> None:
 
 def test_whole_layers_of_consecutive_blocks_are_not_copied() -> None:
     pool = random_pool(LAYOUT, 1)
-    payload = pack(pool.data, KVPiece(0, 12, 0, 3, [4, 5, 6]), Route(LAYOUT, LAYOUT))
+    payload = pack(pool.memory, KVPiece(0, 12, 0, 3, [4, 5, 6]), Route(LAYOUT, LAYOUT))
     assert payload.data_ptr() == pool.data[4].data_ptr()
 
 
@@ -139,8 +142,9 @@ def test_runs() -> None:
 
 @pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "k_head_dim"])
 def test_pairs_that_cannot_work_are_refused_by_name(name: str) -> None:
+    changed: dict[str, Any] = {"planes": keys_and_values(4)} if name == "k_head_dim" else {name: 4}
     with pytest.raises(LinkError, match=name) as caught:
-        check_pair(LAYOUT, dataclasses.replace(LAYOUT, **{name: 4}))
+        check_pair(LAYOUT, dataclasses.replace(LAYOUT, **changed))
     assert not caught.value.retry
 
 

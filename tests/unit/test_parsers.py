@@ -11,7 +11,7 @@ import pytest
 from pd_cluster.errors import ConfigError
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.reply import ReplyFormat, ToolChoice
-from pd_cluster.parsers.stream import Stream
+from pd_cluster.parsers.stream import TextStream
 
 TOOL_PARSERS = ("", "hermes", "llama3_json", "mistral", "qwen3")
 REASONING_PARSERS = ("", "deepseek_r1", "qwen3")
@@ -332,17 +332,17 @@ LONG = json.dumps({"a": ["x" * 20, {"b\n": [1.5, True]}] * 800, "c": "é\\" * 80
     ],
 )
 def test_no_character_is_looked_at_again_and_again(parser: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stream still has when more comes is all that can be looked at twice."""
+    """Only the text that a stream still has when more arrives can be examined twice."""
     num_again = num_pieces = 0
-    add = Stream.add
+    add = TextStream.add
 
-    def counted(stream: Stream, piece: str) -> None:
+    def counted(stream: TextStream, piece: str) -> None:
         nonlocal num_again, num_pieces
         num_again += len(stream._text) - stream._at
         num_pieces += 1
         add(stream, piece)
 
-    monkeypatch.setattr(Stream, "add", counted)
+    monkeypatch.setattr(TextStream, "add", counted)
     pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
     parts = read(ReplyFormat(parser, "deepseek_r1"), [*pieces[:3], "</think>", *pieces], "required", "<think>")
     assert num_again <= 12 * num_pieces
@@ -390,7 +390,7 @@ def test_calls_come_after_reasoning_and_not_within(parser: str, text: str, parts
         assert read(form, pieces) == [Reasoning(thought), *shown]
 
 
-# ---- what else a format knows
+# ---- special cases of formats
 
 
 def test_markers_are_those_of_the_two_parsers() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.parsers.json_scan import MAX_DEPTH, StringDecoder, scan_value
-from pd_cluster.parsers.stream import BLANKS, Steps, Stream
+from pd_cluster.parsers.stream import BLANKS, Steps, TextStream
 
 LETTERS = 'ab"\\/\n\té🙂\u2028<{[]}:, '
 
@@ -43,8 +43,8 @@ def random_text(rng: random.Random) -> str:
 
 
 def scanned(pieces: Iterator[str]) -> tuple[bool, str, str]:
-    """Whether it was a value, what was taken of it, and the rest."""
-    stream, taken, found = Stream(), [], []
+    """Returns whether it was a value, the text taken, and the rest."""
+    stream, taken, found = TextStream(), [], []
 
     def read() -> Steps[None]:
         found.append((yield from scan_value(stream, taken.append)))
@@ -149,7 +149,7 @@ def test_escapes_stand_for_what_the_library_says(seed: int) -> None:
     ],
 )
 def test_escapes_that_are_none(raw: str, text: str) -> None:
-    """What comes out can always be encoded."""
+    """The output can always be encoded."""
     for pieces in (iter([raw]), iter(raw)):
         assert decoded(pieces) == text
     text.encode()

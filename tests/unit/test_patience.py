@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from pd_cluster.engine.patience import MOST_COMING, MOST_WAIT_S, Patience
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step.patience import MOST_COMING, MOST_WAIT_S, Patience
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import Order, Request, Sampling
 
 
 @dataclass
@@ -17,20 +17,20 @@ class Coming:
     num: int = 0
 
     def num_on_their_way(self, batch: str) -> int:
-        return self.num if batch == "a" else 0
+        return self.num if batch == "a 0" else 0
 
 
 class World:
     def __init__(self, num_running: int, num_coming: int) -> None:
         self.now_s = 100.0
-        self.scheduler = Scheduler(BlockPool(100), 4, 100, 1000)
+        self.scheduler = StepScheduler(BlockPool(100), 4, 100, 1000)
         self.coming = Coming(num_coming)
         self.patience = Patience(self.scheduler, self.coming, lambda: self.now_s)
         for at in range(num_running):
             self.land(f"r{at}")
 
     def land(self, name: str, batch: str = "a") -> Request:
-        request = Request(name, [1, 2, 3], SamplingParams(max_tokens=4), leg="decode", batch=batch)
+        request = Request(name, Order([1, 2, 3], Sampling(max_tokens=4), batch=batch), leg="decode")
         self.scheduler.land(request, 4)
         self.scheduler.landed(request)
         request.output_token_ids.append(5)
@@ -59,7 +59,7 @@ def test_one_who_is_read_along_ends_the_wait() -> None:
 
 def test_prompts_to_compute_here_end_the_wait() -> None:
     world = World(3, 50)
-    world.scheduler.add(Request("resumed", [1, 2, 3], SamplingParams(max_tokens=4), batch="a"))
+    world.scheduler.add(Request("resumed", Order([1, 2, 3], Sampling(max_tokens=4), batch="a")))
     assert not world.patience.waits
     world.scheduler.plan()  # admitted: it runs, and has its prompt still before it
     assert not world.scheduler.waiting

@@ -1,4 +1,4 @@
-"""Who am I: every fault of the environment is one line that names the variable or the file."""
+"""This process's place: every fault of the environment is one line that names the variable or the file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.place import (
+from pd_cluster.cluster.members.place import (
     Place,
     find_place,
     node_ports,

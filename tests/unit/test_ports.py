@@ -1,4 +1,4 @@
-"""Ports that are chosen for servers: free, and nobody else's."""
+"""Ports chosen for servers: free, and reserved."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster import ports
+from pd_cluster.cluster.processes import ports
 from pd_cluster.errors import ConfigError
 
 FEW = range(20_000, 20_040)
 OTHERS = """
-from pd_cluster.cluster import ports
+from pd_cluster.cluster.processes import ports
 ports._candidates = lambda: iter(range({start}, {stop}))
 print(ports.free_ports({count}), flush=True)
 input()

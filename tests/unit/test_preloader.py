@@ -1,4 +1,4 @@
-"""Rank processes that a preloader forks: what they have, what ends them, and what becomes of them without it."""
+"""Rank processes forked by a preloader: what they inherit, what ends them, and their fate without it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.rank_process import environment
-from pd_cluster.engine import preloader as preloading
-from pd_cluster.engine.preloader import Fork, NotForked, Preloader, forks_are_safe
+from pd_cluster.cluster.processes.rank_process import environment
+from pd_cluster.engine.start import preloader as preloading
+from pd_cluster.engine.start.preloader import Fork, NotForked, Preloader, forks_are_safe
 from tests.support.cluster import children_of, shared_preloader
 
 WAIT_S = 60.0  # the imports are among it
@@ -45,7 +45,7 @@ def env() -> dict[str, str]:
 
 
 class Rank:
-    """A forked rank that waits for its configuration: nobody sends one."""
+    """A forked rank that waits for a configuration that never comes."""
 
     def __init__(self, preloader: Preloader, *files: int, **variables: str) -> None:
         self.channel, theirs = socket.socketpair()
@@ -101,7 +101,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_rank_has_its_own_files_one_thread_and_no_other(preloader: Preloader, tmp_path: Path) -> None:
-    """Also beside another rank, whose files it could have inherited."""
+    """This holds beside another rank, too, whose files it could have inherited."""
     with (tmp_path / "file").open("w") as file, Rank(preloader) as other, Rank(preloader, file.fileno()) as rank:
         pid = rank.fork.pid
         numbers = {int(each.name): os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
@@ -243,7 +243,7 @@ def test_a_request_that_it_dies_of_is_not_forked(own: Preloader) -> None:
 
 
 def test_nothing_of_whoever_asks_waits_in_a_stopped_one(own: Preloader) -> None:
-    """Its files would keep others waiting for their ends. Nor does it wait, with more requests than a socket takes."""
+    """Its files would keep other processes from seeing their ends. It fails at once with a full socket, too."""
     os.kill(own.pid, signal.SIGSTOP)
     reader, writer = os.pipe()
     forks: list[Fork] = []

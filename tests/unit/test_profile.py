@@ -1,23 +1,30 @@
-"""The step by which an accelerator's memory is measured, and what is said when it does not fit."""
+"""The largest step: its default size, the memory that it is measured to take, and what is said when it does not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from pd_cluster.config import EngineConfig
-from pd_cluster.device import CPU, Device
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.devices.kinds import CUDA_KIND, DeviceKind
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import profile
+from pd_cluster.model import profile, sizing
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.cuda.attention_configs import configs_for
+from pd_cluster.model.cuda.plan import plan_decode
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.flags import settings
+from tests.support.fake_device import install
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=4, dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -35,8 +42,7 @@ def test_the_largest_step_has_as_many_tokens_and_sequences_as_may_be(
 
 
 def test_on_cpu_nothing_is_run() -> None:
-    config = EngineConfig(model="m")
-    assert profile.peak_of_a_step(cast(CausalLM, None), LAYOUT, config, 64, CPU) == 0
+    assert profile.peak_of_a_step(cast(CausalLM, None), LAYOUT, 12, 2, 64, CPU) == 0
 
 
 @pytest.fixture
@@ -47,8 +53,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], int]:
         monkeypatch.setattr(profile, name, lambda device, found=found: found)
 
     def run(model: Any) -> int:
-        config = EngineConfig(model="m", max_num_batched_tokens=12, max_num_seqs=2)
-        return profile.peak_of_a_step(model, LAYOUT, config, 64, Device("cuda"))
+        return profile.peak_of_a_step(model, LAYOUT, 12, 2, 64, Device("cuda"))
 
     return run
 
@@ -65,9 +70,83 @@ def test_the_pool_of_the_measured_step_does_not_count(measured: Callable[[Any], 
     assert (1 << 30) - peak == batches[0].pool.data.nbytes
 
 
+def test_graphs_take_the_largest_one_s_memory_and_their_logits(
+    measured: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step has one token of each sequence; what the device held before does not count."""
+    monkeypatch.setattr(profile, "reserved_nbytes", lambda device: (1 << 30) - 5000)
+    batches: list[ForwardBatch] = []
+
+    def model(batch: ForwardBatch) -> torch.Tensor:
+        batches.append(batch)
+        return torch.zeros(len(batch.sample_rows), 7)
+
+    nbytes = profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"))
+    assert (batches[0].num_tokens, batches[0].num_seqs) == (6, 6)
+    assert nbytes == 5000 + 6 * 7 * 4
+
+
+def test_graphs_that_do_not_fit_name_their_flags(
+    measured: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "reserved_nbytes", lambda device: 0)
+
+    def model(batch: ForwardBatch) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(ConfigError, match=r"graphs of 6 sequences do not fit cuda:0; .*--graph-sizes.*--enforce-eager"):
+        profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"))
+
+
 def test_a_step_that_does_not_fit_names_its_flag(measured: Callable[[Any], int]) -> None:
     def model(batch: ForwardBatch) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 12: .* does not fit cuda:0 .*give fewer"):
         measured(model)
+
+
+def test_the_workspace_of_decode_is_that_of_its_largest_plan() -> None:
+    """As the plan of a graph counts it; other attentions have none here."""
+
+    class Model:
+        attention = "Triton"
+        config = SimpleNamespace(num_attention_heads=8)
+
+    group, head_dim = 8 // LAYOUT.num_kv_heads, LAYOUT.head_dim
+    plan = plan_decode(256, 20_000, LAYOUT.num_kv_heads, configs_for(head_dim, 16, group, (9, 0)), 132)
+    found = profile.decode_workspace_nbytes(cast(CausalLM, Model()), LAYOUT, 256, 20_000)
+    assert found == 4 * plan.workspace_numel(8, head_dim)
+    of_rank = replace(LAYOUT, num_kv_heads=2 * LAYOUT.num_kv_heads, tp_size=2)  # of a model with twice as many heads
+    assert profile.decode_workspace_nbytes(cast(CausalLM, Model()), of_rank, 256, 20_000) == found
+    for attention in ("FlashInfer", "deterministic Triton"):
+        Model.attention = attention
+        assert profile.decode_workspace_nbytes(cast(CausalLM, Model()), LAYOUT, 256, 20_000) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "total", "num_tokens"),
+    [("cuda", 85_520_809_984, 8192), ("cuda", 70_000_000_000, 8192), ("cuda", 69_999_999_999, 2048),
+     ("cuda", 24 << 30, 2048), ("npu", 96 << 30, 2048), ("cpu", 0, 2048)],
+)  # fmt: skip
+def test_a_large_gpu_takes_large_steps_by_default(
+    kind: DeviceKind,
+    total: int,
+    num_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first is an H100's memory as CUDA reports it."""
+    monkeypatch.setattr(install(monkeypatch), "mem_get_info", lambda index: (total // 2, total), raising=False)
+    device = Device(kind)
+    with caplog.at_level("INFO"):
+        assert sizing.num_step_tokens(EngineConfig(model="m"), device) == num_tokens
+    assert f"steps of at most {num_tokens} tokens, the default for {device.torch_name}" in caplog.text
+    given = EngineConfig(model="m", max_num_batched_tokens=100)
+    assert sizing.num_step_tokens(given, device) == 100
+
+
+def test_the_help_names_the_defaults() -> None:
+    told = settings()["max_num_batched_tokens"].setting.help
+    large = f"{sizing.LARGE_STEP_TOKENS} on a GPU with {CUDA_KIND.large_nbytes // 10**9} GB or more"
+    assert told.endswith(f"Default: {large}, otherwise {sizing.STEP_TOKENS}.")

@@ -1,4 +1,4 @@
-"""What clients may send: every branch of `parse`, and what becomes of the fields."""
+"""Requests from clients: every branch of `parse`, and the values of fields."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cluster.api import parse as parsing
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.parse import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, parse
-from pd_cluster.api.protocol import (
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema import parse as parsing
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.parse import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, parse
+from pd_cluster.service.schema.protocol import (
     CHAT_ONLY,
     MAX_BAD_WORD_NUM_CHARS,
     MAX_BAD_WORDS,
@@ -28,8 +29,7 @@ from pd_cluster.api.protocol import (
     GenerateRequest,
     GenerationRequest,
 )
-from pd_cluster.errors import RequestError
-from pd_cluster.types import SamplingParams
+from pd_cluster.types import Sampling
 
 HELLO = [{"role": "user", "content": "hello"}]
 MINIMAL: dict[type[GenerationRequest], dict[str, Any]] = {
@@ -56,13 +56,13 @@ def refused(body: bytes, kind: type[GenerationRequest] = CompletionRequest) -> R
 @kinds
 def test_the_least_that_is_a_request(kind: type[GenerationRequest]) -> None:
     request = parsed(kind)
-    assert (request.max_tokens, bool(request.stream), request.stops(), request.include_usage) == (
+    assert (request.max_tokens, bool(request.stream), request.stops, request.include_usage) == (
         None,
         False,
         [],
         False,
     )
-    assert request.sampling(16, 5, {}) == SamplingParams(max_tokens=16, seed=5)
+    assert request.sampling(16, 5, {}) == Sampling(max_tokens=16, seed=5)
 
 
 @kinds
@@ -359,10 +359,10 @@ def test_echo_shows_the_prompts_logprobs_too() -> None:
 
 
 def test_beams_are_n_answers_of_a_width() -> None:
-    """What the model's defaults say of drawing does not count; a repetition penalty does."""
+    """The model's defaults for sampling do not count; a repetition penalty does."""
     defaults: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     given = parsed(use_beam_search=True, n=2, best_of=4, length_penalty=0, early_stopping="never", temperature=1e-9)
-    beams = SamplingParams(
+    beams = Sampling(
         n=2,
         beam_width=4,
         max_tokens=7,
@@ -428,7 +428,7 @@ VLLM_SAMPLING = [
 
 @pytest.mark.parametrize("name", VLLM_SAMPLING)
 def test_every_sampling_parameter_of_vllm_is_honoured_or_refused(name: str) -> None:
-    """0.6.0's and today's. What is honoured has a test of its effect in tests/api."""
+    """The parameters are 0.6.0's and today's. Each honoured one has a test of its effect in tests/api."""
     assert (name in GenerationRequest.model_fields) != (name in NOT_YET)
 
 
@@ -497,7 +497,7 @@ def test_sampling_takes_the_request_then_the_model_then_nothing() -> None:
         allowed_token_ids=[9, 3, 9],
         logit_bias={"7": -3, "0": 1.5},
     )
-    assert given.sampling(7, 9, model) == SamplingParams(
+    assert given.sampling(7, 9, model) == Sampling(
         max_tokens=7,
         **numbers,
         **others,
@@ -506,24 +506,24 @@ def test_sampling_takes_the_request_then_the_model_then_nothing() -> None:
         allowed_token_ids=(3, 9),
         logit_bias=((0, 1.5), (7, -3.0)),
     )
-    assert parsed().sampling(7, 9, model) == SamplingParams(max_tokens=7, seed=9, **model)
+    assert parsed().sampling(7, 9, model) == Sampling(max_tokens=7, seed=9, **model)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-6, 1e-320])
 def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
-    """As float32, 1e-320 is 0: dividing logits by it makes no distribution."""
+    """In float32, 1e-320 is 0: dividing logits by it makes no distribution."""
     assert parsed(temperature=temperature).sampling(1, 1, {}).greedy
 
 
 def test_stop_strings_are_one_or_some() -> None:
-    assert parsed(stop="a").stops() == ["a"]
-    assert parsed(stop=["a"] * MAX_STOP_STRINGS).stops() == ["a"] * MAX_STOP_STRINGS
+    assert parsed(stop="a").stops == ["a"]
+    assert parsed(stop=["a"] * MAX_STOP_STRINGS).stops == ["a"] * MAX_STOP_STRINGS
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], ["a"] * (MAX_STOP_STRINGS + 1)])
 def test_stop_strings_that_make_no_sense(stop: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        parsed(stop=stop).stops()
+        _ = parsed(stop=stop).stops
     assert caught.value.param == "stop"
 
 
@@ -545,7 +545,7 @@ def test_text_parts_are_joined_and_other_keys_kept() -> None:
 
 @pytest.mark.parametrize("given", [{"content": None}, {}])
 def test_a_message_without_content(given: dict[str, Any]) -> None:
-    """None where there are calls, as templates look for it; else a text without anything in it."""
+    """It is None if there are calls, which templates check; otherwise it is an empty text."""
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     for more, content in ({}, ""), ({"tool_calls": []}, ""), ({"tool_calls": calls}, None):
         (message,) = parsed(ChatCompletionRequest, messages=[{"role": "assistant", **given, **more}]).messages
@@ -556,7 +556,7 @@ def test_a_message_without_content(given: dict[str, Any]) -> None:
     ("kind", "name"), [(kind, name) for kind in MINIMAL for name in kind.model_fields if name not in MINIMAL[kind]]
 )
 def test_null_is_as_if_not_given(kind: type[GenerationRequest], name: str) -> None:
-    """But for the one that is told apart."""
+    """One field is an exception."""
     plain, null = parsed(kind), parsed(kind, **{name: None})
     assert getattr(null, name) in (None, getattr(plain, name))
     assert null.sampling(16, 5, {}) == plain.sampling(16, 5, {})
@@ -572,7 +572,7 @@ def test_options_of_a_stream_are_for_streams() -> None:
 def test_the_longest_stop_string(length: int) -> None:
     body = json.dumps({"prompt": "a", "stop": ["b", "x" * length]}).encode()
     if length <= 1024:
-        assert parse(body, CompletionRequest).stops()[1] == "x" * length
+        assert parse(body, CompletionRequest).stops[1] == "x" * length
     else:
         assert "1025 characters" in str(refused(body))
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pd_cluster import __version__
-from pd_cluster.api.token_routes import FEW_TOKENS, MAX_TOKENS
-from pd_cluster.config import HttpConfig
+from pd_cluster.api.openai.token_routes import FEW_TOKENS, MAX_TOKENS
+from pd_cluster.settings.http import HttpConfig
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.public_port import MAX_MODEL_LEN, NAMES, Answer, ask, make_app, make_special_tokenizer
 
@@ -27,7 +27,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Ask:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """With USE_OPENAI=0."""
+    """Returns the app with USE_OPENAI=0."""
     app, _ = make_app(tmp_path_factory.mktemp("plain"), openai=False)
     return lambda *question: ask(app, *question)
 

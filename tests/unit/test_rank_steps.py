@@ -1,4 +1,4 @@
-"""What rank 0 tells its followers of steps, and what a follower does only when it has come as far as rank 0 was."""
+"""Rank 0's messages to its followers about steps, and work that a follower delays until it has rank 0's progress."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.engine import build, hang
-from pd_cluster.engine import rank_messages as to
-from pd_cluster.engine.events import Stop
-from pd_cluster.engine.follower import LaneHost
-from pd_cluster.engine.lead import ALL_LAYERS, LeadRunner
+from pd_cluster.engine.handover.events import StopEngine
+from pd_cluster.engine.ranks import rank_messages as to
+from pd_cluster.engine.ranks.follower import LaneHost
+from pd_cluster.engine.ranks.lead import ALL_LAYERS, LeadRunner
 from pd_cluster.errors import InstanceLost
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.model.batch import StepInput
 from pd_cluster.transport.events import Drained
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 AT = ("conn", 1)
 
 
@@ -87,7 +87,7 @@ def test_nobody_is_told_of_a_step_that_needs_the_host() -> None:
 
 
 class Receiving:
-    """A ReceiveEnd that writes down what it is told."""
+    """A ReceiveEnd that records its calls."""
 
     received_nbytes = num_dropped = 0
 
@@ -100,6 +100,9 @@ class Receiving:
     def put(self, frame: wire.KVFrame) -> None:
         self.done.append(f"frame {frame.sequence}")
 
+    def meet(self, value: wire.LinkValue) -> None:
+        self.done.append(f"met {value.key}")
+
     def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
         self.done.append(f"begin {transfer_id}")
 
@@ -111,11 +114,11 @@ class Receiving:
 
 
 def test_blocks_are_landed_in_when_what_still_writes_to_them_was_launched_here() -> None:
-    """Rank 0 had launched step 2 when it gave them away; this rank has been told of it, and is at step 1."""
+    """Rank 0 had launched step 2 when it released them; this rank knows of step 2, and is at step 1."""
     end, sent = Receiving(), list[Any]()
     host = LaneHost(SimpleNamespace(receive_end=lambda *_: end), LAYOUT, sent.append)  # type: ignore[arg-type]
     opened: Any = None
-    host.handle(to.OpenReceive(*AT, "p", "127.0.0.1", opened))
+    host.handle(to.OpenReceive(*AT, "p", opened))
     host.handle(to.StartReceive(*AT))
     host.reached(to.Reached(1, ALL_LAYERS))
     host.handle(to.Begin(*AT, "t", [3], 0, 4, to.Reached(2, ALL_LAYERS)))
@@ -123,6 +126,7 @@ def test_blocks_are_landed_in_when_what_still_writes_to_them_was_launched_here()
     host.handle(to.Forget(*AT, "t"))
     host.handle(to.CloseReceive(*AT))
     host.handle(to.Forget(*AT, "u"))
+    host.handle(to.Value("another", 1, wire.LinkValue("dist", "k", b"")))  # an end that is not here
     assert end.done == ["start"]
     host.reached(to.Reached(2, 1))
     assert end.done == ["start"]
@@ -143,14 +147,14 @@ def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -
     build.a_rank_is_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
     assert told == ["rank 2 of 4 has not answered for 3 s"]
     event = inbox.get_nowait()
-    assert isinstance(event, Stop)
+    assert isinstance(event, StopEngine)
     assert isinstance(event.error, InstanceLost)
     assert ends == [6.0]
 
 
 @pytest.mark.parametrize(("step_limit_s", "ends_at_s"), [(600.0, 106.0), (4.0, 104.0)])
 def test_a_last_deadline_is_not_put_off(step_limit_s: float, ends_at_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it put off one that comes sooner."""
+    """An earlier deadline is not put off, either."""
     armed: list[float] = [math.inf]
     now_s = 100.0
     monkeypatch.setattr(hang, "_alarm", alarm := hang._Alarm())
@@ -161,3 +165,14 @@ def test_a_last_deadline_is_not_put_off(step_limit_s: float, ends_at_s: float, m
     now_s += 3
     came_round()
     assert armed[-1] == ends_at_s
+
+
+def test_what_two_ranks_agree_about_waits_for_no_step() -> None:
+    """The end of the lane waits for it in the middle of opening, whatever is still to be landed for other links."""
+    end = Receiving()
+    host = LaneHost(SimpleNamespace(receive_end=lambda *_: end), LAYOUT, lambda message: None)  # type: ignore[arg-type]
+    opened: Any = None
+    host.handle(to.OpenReceive(*AT, "p", opened))
+    host.handle(to.Begin(*AT, "t", [3], 0, 4, to.Reached(2, ALL_LAYERS)))
+    host.handle(to.Value(*AT, wire.LinkValue("dist", "0/0", b"address")))
+    assert end.done == ["met 0/0"]

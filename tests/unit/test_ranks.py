@@ -1,4 +1,4 @@
-"""Ranks of one instance: who notices that one is gone, who is blamed, and links whose lanes are not alike."""
+"""Ranks of one instance: detection of a lost one, the rank to blame, and links whose lanes differ."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.ranks import Ranks
-from pd_cluster.config import Timeouts
-from pd_cluster.engine import rank_messages as to
-from pd_cluster.engine.channel import Channel
-from pd_cluster.engine.lead import Watch
-from pd_cluster.engine.links import Progress, Side
-from pd_cluster.engine.out_links import OutLinks
+from pd_cluster.cluster.processes.ranks import Ranks
+from pd_cluster.engine.handover.links import PeerProgress, Side
+from pd_cluster.engine.handover.out_links import OutLinks
+from pd_cluster.engine.ranks import rank_messages as to
+from pd_cluster.engine.ranks.channel import Channel
+from pd_cluster.engine.ranks.lead import Watch
 from pd_cluster.errors import InstanceLost
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.numerics import Numerics
+from pd_cluster.settings.timeouts import Timeouts
 
 WAIT_S = 20.0
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def test_what_a_message_raises_is_kept() -> None:
 
 
 def test_a_follower_that_does_not_answer_is_lost() -> None:
-    """Also when nothing is computed; the other one answers, and is not."""
+    """This holds when nothing is computed, too; the other follower answers, and stays."""
     with channel_pair() as (silent, _), channel_pair() as (lead, follower):
         follower.start("follower", lambda message: follower.send(to.Pong()), lambda: None)
         lost: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -110,7 +110,7 @@ def test_the_rank_that_ended_by_itself_is_blamed(ended: list[tuple[int, int]], b
 
 
 class End:
-    """A SendEnd whose thread would do as it is told."""
+    """A SendEnd in place of one with a thread."""
 
     max_payload_nbytes = sent_nbytes = probe_seed = 0
 
@@ -140,7 +140,7 @@ class World:
             SimpleNamespace(send_end=lambda *_: next(ends)),  # type: ignore[arg-type]
             lambda event: None,
             lambda conn, reason: None,
-            Progress(lambda: 0.0),
+            PeerProgress(lambda: 0.0),
             lambda: 0.0,
             Timeouts(),
         )
@@ -152,7 +152,7 @@ class World:
 
     @property
     def state(self) -> str:
-        return self.links.states()["decode-0@2"]
+        return str(self.links.states()["decode-0@2"])
 
     def announce(self) -> str:
         self.ends[1].offers = []
@@ -199,3 +199,28 @@ def test_an_answer_from_another_rank_is_refused(tp_size: int, tp_rank: int) -> N
     layout = dataclasses.replace(LAYOUT, tp_size=tp_size, tp_rank=tp_rank)
     world.links.on_answer("c", wire.LinkAnswer(link_id, "shm", layout.to_info(), 1))
     assert world.state == f"refused: rank {tp_rank} of {tp_size} of decode-0 answered for rank 1 of 2"
+
+
+class Closes(int):
+    """A lane's number; when it is compared, the engine's thread has just closed the link."""
+
+    links: OutLinks
+
+    def __lt__(self, other: int) -> bool:
+        self.links.on_down("c", "gone")
+        return super().__lt__(other)
+
+
+def test_a_key_of_a_lane_that_is_closed_meanwhile_goes_nowhere() -> None:
+    world = World()
+    met: list[wire.LinkValue] = []
+    for end in world.ends:
+        end.meet = met.append  # type: ignore[attr-defined]
+    world.links.meet("c", wire.LinkValue("dist", "key", b"", 1))
+    assert len(met) == 1
+    lane = Closes(1)
+    lane.links = world.links
+    world.links.meet("c", wire.LinkValue("dist", "key", b"", lane))
+    assert world.state.startswith("waiting")
+    world.links.meet("c", wire.LinkValue("dist", "key", b"", 1))
+    assert len(met) <= 2

@@ -1,4 +1,4 @@
-"""Who may read the tables that are written, and what one learns who may not."""
+"""Permissions of written tables, and the errors of processes that may not read them."""
 
 import grp
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.credentials import find_admin_token
-from pd_cluster.cluster.place import find_place
+from pd_cluster.cluster.members.credentials import find_admin_token
+from pd_cluster.cluster.members.place import find_place
 from ranktable_tools import check, cli, load_global, merge, permission_warnings
 from tests.support.another_user import OTHER_ID, as_another_user
 

@@ -64,7 +64,7 @@ def test_a_corrupted_table_is_refused_at_its_field() -> None:
 
 
 def test_foreign_fields_are_kept_wherever_they_are() -> None:
-    """Of any name and value; what is written reads as the same again."""
+    """They may have any name and value; a written table reads as the same again."""
     for seed in range(300):
         rng = random.Random(seed)
         value = TABLE.to_dict()

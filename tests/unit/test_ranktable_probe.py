@@ -1,4 +1,4 @@
-"""What the vendors' programs print, in the layout of their manuals, and what is made of it."""
+"""Output of the vendors' programs, in the layout of their manuals, and its interpretation."""
 
 from collections.abc import Sequence
 from pathlib import Path

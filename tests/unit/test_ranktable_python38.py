@@ -1,7 +1,7 @@
-"""The rank table tools run on Python 3.8: nothing in them is newer, by syntax, by library, or by what is evaluated.
+"""The rank table tools run on Python 3.8: they use nothing newer in syntax, library, or evaluated annotations.
 
-Not run on such a Python here: vermin knows in which version each name and argument came, and the rest is looked for
-in the syntax tree.
+They do not run on such a Python here: vermin knows the version of each name and argument, and the rest is checked in
+the syntax tree.
 """
 
 import ast

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from pd_cluster.control_tokens import ControlTokens, PromptText
-from pd_cluster.renamed_tokens import RenamedTokens
+from pd_cluster.text.control_tokens import ControlTokens, PromptText
+from pd_cluster.text.renamed_tokens import RenamedTokens
 
 
 def word_piece() -> Tokenizer:

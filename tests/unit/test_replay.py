@@ -1,4 +1,4 @@
-"""A request whose instance or link is lost goes on elsewhere: every token once, none different."""
+"""A request whose instance or link is lost continues elsewhere: every token once, none different."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster import router
-from pd_cluster.cluster.router import ReplayLimits
-from pd_cluster.cluster.stream import Stream
+from pd_cluster.cluster.routing import replays
+from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError, InstanceLost, Unavailable
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import LegEnd, Resumed, SamplingParams, TokenOutput
+from pd_cluster.types import LegEnd, Resumed, Sampling, TokenOutput
 from tests.support.router_world import World, info_of, rest_of, run, token
 
 
 def last_submits(world: World) -> dict[str, wire.Submit]:
-    """Of the latest attempt: connection -> what it was told."""
+    """Returns the latest attempt's Submits, by connection."""
     submits = world.mailbox.of(wire.Submit)
     attempt = submits[-1][1].attempt
     return {conn: submit for conn, submit in submits if submit.attempt == attempt}
@@ -48,7 +48,7 @@ def test_before_the_first_token_another_pair_begins_anew(lost: str) -> None:
         assert f"to-{lost}" not in submits
         assert {submit.leg for submit in submits.values()} == {"prefill", "decode"}
         assert all(not submit.resumed and submit.transfer_id.endswith("-1") for submit in submits.values())
-        world.outputs("to-decode-0", token(rid, 0, 99))  # of the attempt before
+        world.outputs("to-decode-0", token(rid, 0, 99))  # from the attempt before
         for conn, submit in submits.items():
             if submit.leg == "prefill":
                 world.outputs(conn, token(rid, 0, 5, attempt=1), ended=LegEnd(rid, 1))
@@ -83,19 +83,19 @@ def test_in_mid_stream_one_instance_goes_on_after_what_was_delivered() -> None:
 
 
 def test_tokens_that_were_made_and_not_told_are_made_again() -> None:
-    """The worker that had four more is lost; what it tells too late, together with what came, counts no more."""
+    """The worker that had four more is lost; its late report of them, together with earlier ones, does not count."""
 
     async def test() -> None:
         world = World()
-        serving, first, rid = await world.begin(SamplingParams(max_tokens=6), gathers=True)
-        assert all(submit.gathers for submit in last_submits(world).values())
+        serving, first, rid = await world.begin(Sampling(max_tokens=6), gathers=True)
+        assert all(submit.order.gathers for submit in last_submits(world).values())
         world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
         world.outputs("to-decode-0", token(rid, 0, 5))
         world.lose("decode-0")
         assert (await first).token_id == 5
         rest = asyncio.ensure_future(all_of(serving))
         ((conn, submit),) = (await next_attempt(world, 1)).items()
-        assert (submit.gathers, submit.resumed) == (True, [Resumed(0, [5])])
+        assert (submit.order.gathers, submit.resumed) == (True, [Resumed(0, [5])])
         world.outputs("to-decode-0", TokenOutput(rid, 0, 0, 4, 99, earlier=(99, 99, 99)))
         world.outputs(conn, TokenOutput(rid, 1, 0, 5, 10, "length", earlier=(6, 7, 8, 9)))
         assert [each.token_id for told in await rest for each in told.apart()] == [6, 7, 8, 9, 10]
@@ -109,8 +109,8 @@ def test_of_several_sequences_those_that_have_not_ended_go_on() -> None:
 
     async def test() -> None:
         world = World()
-        handle: list[Stream] = []
-        serving, first, rid = await world.begin(SamplingParams(n=4, max_tokens=4), routed=handle.append)
+        handle: list[RequestStream] = []
+        serving, first, rid = await world.begin(Sampling(n=4, max_tokens=4), routed=handle.append)
         firsts = [token(rid, 0, 10 + i, "stop" if i == 0 else None, index=i) for i in range(4)]
         world.outputs("to-prefill-0", *firsts, ended=LegEnd(rid, 0))
         assert (await first).index == 0
@@ -167,7 +167,7 @@ def test_without_any_prefill_instance_decode_instances_prefill() -> None:
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
 def test_how_many_deaths_a_request_may_meet(apart: bool) -> None:
-    """Two one after the other may be its own doing; of two at the same moment it is rather a victim, of three not."""
+    """Two in succession may be its own doing. Two at the same moment make it rather a victim; three are too many."""
     most = 2 if apart else 3
 
     async def test() -> None:
@@ -186,7 +186,7 @@ def test_how_many_deaths_a_request_may_meet(apart: bool) -> None:
 
 @pytest.mark.parametrize("is_same_life", [True, False], ids=["it had paused", "it had died"])
 def test_losses_after_which_the_same_life_is_back_never_count(is_same_life: bool) -> None:
-    """Any number of pauses of whoever it was, the scheduler or workers; deaths count as ever."""
+    """Pauses of any process, the scheduler or workers, do not count however often; deaths always do."""
     limits = ReplayLimits(max_attempts=3, together_s=-1.0)
 
     async def test() -> None:
@@ -196,7 +196,7 @@ def test_losses_after_which_the_same_life_is_back_never_count(is_same_life: bool
             *_, conn = await next_attempt(world, attempt)
             name = conn.removeprefix("to-")
             for each in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-                if each == name or is_same_life:  # whoever pauses loses them all
+                if each == name or is_same_life:  # a paused process loses them all
                     world.lose(each)
                     world.come_back(each, epoch=0 if is_same_life else attempt + 1)
             if attempt and not is_same_life:
@@ -208,6 +208,32 @@ def test_losses_after_which_the_same_life_is_back_never_count(is_same_life: bool
             world.outputs(conn, token(rid, 0, 9, "length", attempt=12), ended=LegEnd(rid, 12))
             assert (await first).token_id == 9
         await serving.aclose()
+        world.assert_home()
+
+    run(test())
+
+
+def test_a_server_that_stops_ends_what_waits_for_an_instance() -> None:
+    """At once, with a word: its deadline for that may be later than the server's own."""
+
+    async def test() -> None:
+        world = World(replay=ReplayLimits(wait_s=1000.0, together_s=1000.0))
+        begun, first, rid = await world.begin()
+        world.outputs("to-prefill-0", token(rid, 0, 5), ended=LegEnd(rid, 0))
+        assert (await first).position == 0
+        rest = asyncio.ensure_future(rest_of(begun))
+        for instance in world.instances:
+            world.lose(instance.name)
+        late = asyncio.ensure_future(anext(world.serve()))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not rest.done()
+        assert not late.done()
+        world.router.end_all()
+        with pytest.raises(GenerationError, match="the server is shutting down; decode-0 was lost"):
+            await rest
+        with pytest.raises(Unavailable, match="the server is shutting down"):
+            await late
         world.assert_home()
 
     run(test())
@@ -343,7 +369,7 @@ def test_it_does_not_wait_for_ever() -> None:
 
 
 def test_a_new_request_waits_a_moment_when_everybody_was_lost_just_now() -> None:
-    """As after the scheduler itself stood still. Without a loss, or too long after it, nobody waits."""
+    """This happens after the scheduler itself stood still. Without a loss, or too long after it, nobody waits."""
 
     async def test() -> None:
         for together_s, is_served in ((60.0, True), (0.01, False)):
@@ -388,13 +414,13 @@ class Workers:
         self.world, self.rng = world, random.Random(seed)
         self.seen = 0
         self.legs: dict[tuple[str, int], tuple[str, wire.Submit, dict[int, int]]] = {}
-        self.untold: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)  # of who gathers
+        self.untold: defaultdict[tuple[str, int, int], list[int]] = defaultdict(list)  # of gathering readers
 
     def look(self) -> None:
         for conn, body in self.world.mailbox.sent[self.seen :]:
             if isinstance(body, wire.Submit):
                 known = {each.index: len(each.output_token_ids) for each in body.resumed}
-                positions = known or dict.fromkeys(range(body.sampling.n), 0)
+                positions = known or dict.fromkeys(range(body.order.sampling.n), 0)
                 for each in body.resumed:
                     expected = [made_up(each.index, p) for p in range(len(each.output_token_ids))]
                     assert each.output_token_ids == expected
@@ -413,25 +439,25 @@ class Workers:
         for index in sorted(positions):
             if submit.leg == "prefill" or self.rng.random() < 0.7:
                 position = positions[index]
-                last = position + 1 >= submit.sampling.max_tokens
+                last = position + 1 >= submit.order.sampling.max_tokens
                 finish: Any = "length" if last else None
                 token_id = made_up(index, position)
                 own = token(submit.request_id, position, token_id, finish, submit.attempt, index)
                 untold = self.untold[conn, submit.attempt, index]
-                if submit.gathers and position and not last and self.rng.random() < 0.7:
+                if submit.order.gathers and position and not last and self.rng.random() < 0.7:
                     untold.append(token_id)
                 else:
                     tokens.append(msgspec.structs.replace(own, earlier=tuple(untold)))
                     untold.clear()
                 positions[index] += 1
-        self.legs[key] = conn, submit, {i: p for i, p in positions.items() if p < submit.sampling.max_tokens}
+        self.legs[key] = conn, submit, {i: p for i, p in positions.items() if p < submit.order.sampling.max_tokens}
         ended = LegEnd(submit.request_id, submit.attempt) if submit.leg == "prefill" else None
         if submit.leg == "prefill" or not self.legs[key][2]:
             del self.legs[key]
         self.world.outputs(conn, *tokens, ended=ended)
 
     def fault(self) -> None:
-        """A process dies and is there again, or a link breaks."""
+        """Lets a process die and return, or breaks a link."""
         self.look()
         name = self.rng.choice(["prefill-0", "prefill-1", "decode-0", "decode-1"])
         if self.rng.random() < 0.5:
@@ -446,14 +472,14 @@ class Workers:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_faults_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "MAX_DEATHS", 1000)
-    monkeypatch.setattr(router, "MAX_DEATHS_TOGETHER", 1000)
+    monkeypatch.setattr(replays, "MAX_DEATHS", 1000)
+    monkeypatch.setattr(replays, "MAX_DEATHS_TOGETHER", 1000)
 
     async def test() -> None:
         world = World(replay=ReplayLimits(max_attempts=1000))
         workers = Workers(world, seed)
         rng = workers.rng
-        sampling = SamplingParams(n=rng.randrange(1, 4), max_tokens=rng.randrange(1, 9))
+        sampling = Sampling(n=rng.randrange(1, 4), max_tokens=rng.randrange(1, 9))
         gathers = rng.random() < 0.5
         got: defaultdict[int, list[int]] = defaultdict(list)
 

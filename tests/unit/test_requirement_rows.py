@@ -15,12 +15,12 @@ import pytest
 import torch
 import transformers
 
-from pd_cluster.cluster.place import find_place
+from pd_cluster.cluster.members.place import find_place
 from pd_cluster.engine.build import build_core
 from pd_cluster.errors import ConfigError
-from pd_cluster.flags import normalize
-from pd_cluster.options import ServeOptions
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.settings.flags import normalize
+from pd_cluster.settings.options import ServeOptions
+from pd_cluster.types import Order, Request, Sampling
 from ranktable_tools import check, generate, write
 from ranktable_tools import cli as ranktable_cli
 from ranktable_tools.files import PRIVATE
@@ -206,9 +206,9 @@ def test_every_role_needs_both_variables(tmp_path: Path, missing: str) -> None:
 
 
 def options_of(*argv: str) -> ServeOptions:
-    """What `pd-cluster serve` makes of its flags."""
+    """Returns the options that `pd-cluster serve` makes of its flags."""
     context = serve_command().make_context("serve", normalize(["serve", *argv])[1:])
-    return ServeOptions(**{name: value for name, value in context.params.items() if name != "context"})
+    return ServeOptions(**context.params)
 
 
 @pytest.mark.parametrize("num_batched", [4096, 8192])
@@ -219,9 +219,9 @@ def test_the_documents_flags_bound_the_steps(checkpoint: Checkpoints, num_batche
     config = options_of(f"--model={folder}", *flags, f"--max-num-batched-tokens={num_batched}").engine()
     core, runner = build_core(config)
     assert runner.max_model_len == 4096
-    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
     prompts = [[(17 * at + 5 * i * i) % 256 for i in range(450)] for at in range(24)]
-    requests = [Request(f"r{at}", prompt, sampling, arrival_s=float(at)) for at, prompt in enumerate(prompts)]
+    requests = [Request(f"r{at}", Order(prompt, sampling), arrival_s=float(at)) for at, prompt in enumerate(prompts)]
     for request in requests:
         core.scheduler.add(request)
     num_tokens, num_seqs = [], []
@@ -238,7 +238,7 @@ def test_the_documents_flags_bound_the_steps(checkpoint: Checkpoints, num_batche
 def test_tensor_parallel_size_is_the_number_of_devices(tmp_path: Path, which: int) -> None:
     files = tables(tmp_path)
     env = {"GLOBAL_RANK_TABLE_FILE_PATH": str(files[0]), "RANK_TABLE_FILE_PATH": str(files[which])}
-    command = [sys.executable, "-m", "pd_cluster.cli", "serve", "--tensor-parallel-size=1"]
+    command = [sys.executable, "-m", "pd_cluster", "serve", "--tensor-parallel-size=1"]
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("pd-cluster: --tensor-parallel-size 1: ")
@@ -257,5 +257,5 @@ def test_weights_as_they_are_downloaded(checkpoint: Checkpoints, tmp_path: Path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     prompt = list(b"Once upon a time")
-    (output,) = run_engine(make_core(tmp_path, num_blocks=64), [prompt], SamplingParams(max_tokens=16, temperature=0.0))
+    (output,) = run_engine(make_core(tmp_path, num_blocks=64), [prompt], Sampling(max_tokens=16, temperature=0.0))
     assert_same(tmp_path, prompt, output, 16)

@@ -92,7 +92,7 @@ def sections(page: str) -> dict[str, list[str]]:
 
 
 def rows(page: str) -> Iterator[Row]:
-    """Every row that has the right form. What hasn't is `form_complaints`' business."""
+    """Yields every row of the right form; `form_complaints` handles the others."""
     for title, lines in sections(page).items():
         for line in lines:
             if match := ROW.fullmatch(line):

@@ -1,4 +1,4 @@
-"""How the router begins a request and lets go of it: goals, priorities, a start without instances, failures."""
+"""The start and the end of a request in the router: goals, priorities, a start without instances, failures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.api.error_answers import error_response
-from pd_cluster.cluster.predict import Goals
-from pd_cluster.cluster.stream import Stream
+from pd_cluster.api.gate.error_answers import error_response
+from pd_cluster.cluster.routing.predict import Goals
+from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError, Overloaded, Unavailable
 from pd_cluster.types import LegEnd
 from tests.support.router_world import World, run, token
@@ -43,7 +43,7 @@ def test_a_priority_goes_with_both_legs() -> None:
     async def test() -> None:
         world = World()
         _, first, _ = await world.begin(priority=-3)
-        assert [submit.priority for _, submit in world.mailbox.of(wire.Submit)] == [-3, -3]
+        assert [submit.order.priority for _, submit in world.mailbox.of(wire.Submit)] == [-3, -3]
         first.cancel()
 
     run(test())
@@ -92,7 +92,7 @@ def test_a_request_that_fails_leaves_nothing_for_the_collector(why: str) -> None
         del first, serving  # this frame is one of them, too
 
     def streams() -> list[object]:
-        return [each for each in gc.get_objects() if type(each) is Stream]
+        return [each for each in gc.get_objects() if type(each) is RequestStream]
 
     gc.collect()
     gc.disable()

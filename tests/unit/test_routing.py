@@ -8,36 +8,36 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.instance import Instance
-from pd_cluster.cluster.policy import (
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.prefixes import KnownBlocks, Prompt
+from pd_cluster.cluster.routing.policy import (
     MAX_LOCAL_TOKENS,
     POLICIES,
     SESSION_SLACK_TOKENS,
-    Ask,
     Pair,
+    RoutingRequest,
     alone,
     linked_pairs,
     predicted_ttft,
     prefix_aware,
     session,
 )
-from pd_cluster.cluster.predict import Goals, check_goals, predict_transfer_s, predict_ttft_s, within_tpot
-from pd_cluster.cluster.prefixes import KnownBlocks, Prompt
-from pd_cluster.engine.cache_news import CacheNews
-from pd_cluster.engine.pace import Pace
+from pd_cluster.cluster.routing.predict import Goals, check_goals, predict_transfer_s, predict_ttft_s, within_tpot
+from pd_cluster.engine.handover.cache_news import CacheNews
+from pd_cluster.engine.pace import StepPace
 from pd_cluster.errors import Overloaded
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Request, Role, SamplingParams
+from pd_cluster.types import LinkState, Order, Request, Role, Sampling
 from tests.support.router_world import info_of
 
 BLOCK = 16
 LAYOUT = wire.LayoutInfo(
     num_layers=4,
     num_kv_heads=2,
-    k_head_dim=64,
-    v_head_dim=64,
+    planes=keys_and_values(64),
     block_size=BLOCK,
     dtype="float32",
     tp_size=1,
@@ -57,7 +57,7 @@ def instance(name: str, ahead: int = 0, epoch: int = 0, **load: Any) -> Instance
 
 def cluster(*instances: Instance, transport: str = "shm") -> list[Instance]:
     """All prefill instances linked to all decode instances."""
-    links = {i.key: f"up ({transport})" for i in instances if i.role == "decode"}
+    links = {i.key: LinkState.parse(f"up ({transport})") for i in instances if i.role == "decode"}
     for each in instances:
         if each.role == "prefill":
             each.load = wire.Load(**{**_fields(each.load), "links": links})
@@ -69,12 +69,12 @@ def _fields(load: wire.Load) -> dict[str, Any]:
 
 
 def knows(each: Instance, token_ids: list[int], salt: str = "") -> None:
-    root = PrefixScope("model", Numerics()).root(salt)
+    root = PrefixScope("model", Numerics()).root(Order(token_ids, Sampling(), salt))
     each.known_blocks.hear(wire.CacheKeys(added=keys_of(chain_hashes(root, token_ids, BLOCK))))
 
 
-def ask(prompt: list[int] = PROMPT, **more: Any) -> Ask:
-    return Ask(Prompt(prompt, ""), **more)
+def ask(prompt: list[int] = PROMPT, **more: Any) -> RoutingRequest:
+    return RoutingRequest(Prompt(Order(prompt, Sampling())), **more)
 
 
 def names(pair: Pair) -> str:
@@ -86,17 +86,17 @@ def names(pair: Pair) -> str:
 
 def test_a_prompt_is_known_up_to_its_first_unknown_block_and_never_whole() -> None:
     worker = instance("prefill-0")
-    assert worker.num_cached(Prompt(PROMPT, "")) == 0
+    assert worker.num_cached(Prompt(Order(PROMPT, Sampling()))) == 0
     knows(worker, PROMPT[:100])
-    assert worker.num_cached(Prompt(PROMPT, "")) == 96
-    assert worker.num_cached(Prompt(PROMPT[:96], "")) == 80  # the last token gives the logits
-    assert worker.num_cached(Prompt(PROMPT[:97], "")) == 96
-    assert worker.num_cached(Prompt([7, *PROMPT], "")) == 0
-    assert worker.num_cached(Prompt(PROMPT, "salted")) == 0
+    assert worker.num_cached(Prompt(Order(PROMPT, Sampling()))) == 96
+    assert worker.num_cached(Prompt(Order(PROMPT[:96], Sampling()))) == 80  # the last token gives the logits
+    assert worker.num_cached(Prompt(Order(PROMPT[:97], Sampling()))) == 96
+    assert worker.num_cached(Prompt(Order([7, *PROMPT], Sampling()))) == 0
+    assert worker.num_cached(Prompt(Order(PROMPT, Sampling(), "salted"))) == 0
 
 
 def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
-    """Random use of a pool; two schedulers, one of which comes late, know at the end what a third is told whole."""
+    """A pool is used at random; two schedulers, one joining late, end equal to a third that gets everything at once."""
     for seed in range(30):
         rng = random.Random(seed)
         pool, post = BlockPool(40), _Post()
@@ -152,7 +152,7 @@ def test_nothing_is_recorded_until_somebody_follows() -> None:
 
 
 def test_keys_are_bounded_and_odd_bytes_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cluster.cluster.prefixes.MAX_KEYS", 3)
+    monkeypatch.setattr("pd_cluster.cluster.members.prefixes.MAX_KEYS", 3)
     known = KnownBlocks()
     known.hear(wire.CacheKeys(added=b"".join(bytes([i]) * 8 for i in range(5)) + b"odd"))
     assert len(known) == 3
@@ -276,6 +276,15 @@ def test_a_transfer_takes_longer_between_hosts() -> None:
     assert slow_s > predict_transfer_s(p0, d0, 10_000) > predict_transfer_s(p0, d0, 0) > 0
 
 
+def test_a_link_is_as_slow_as_its_slowest_lane() -> None:
+    p0, d0 = instance("prefill-0"), instance("decode-0")
+    took_s = []
+    for transport in ("dist", "dist+shm", "shm"):
+        cluster(p0, d0, transport=transport)
+        took_s.append(predict_transfer_s(p0, d0, 10_000))
+    assert took_s[0] == took_s[1] > took_s[2]
+
+
 def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
     p0, d0 = instance("prefill-0", ahead=4500, prefill_tokens_per_s=1000.0), instance("decode-0")
     goals = Goals(ttft_s=2.0)
@@ -303,7 +312,7 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
 
 
 def test_pace_is_of_late() -> None:
-    pace, request = Pace(), Request("r", PROMPT, SamplingParams())
+    pace, request = StepPace(), Request("r", Order(PROMPT, Sampling()))
     assert (pace.prefill_tokens_per_s, pace.decode_step_s) == (0.0, 0.0)
     for _ in range(200):
         pace.computed([(request, 100)], 1.0)

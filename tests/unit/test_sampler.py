@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.model import sampler
-from pd_cluster.model.draw import Knobs
-from pd_cluster.model.draw import draw as choose
-from pd_cluster.model.sampler import Row, Sampler, splitmix64, uniform, uniforms
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.sampling import sampler
+from pd_cluster.model.sampling.draw import Knobs
+from pd_cluster.model.sampling.draw import draw as choose
+from pd_cluster.model.sampling.sampler import Sampler, SamplingRow, splitmix64, uniform, uniforms
+from pd_cluster.types import Order, Request, Sampling
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+def sample(logits: torch.Tensor, params: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """Each row as a request of its own without any tokens."""
     rows = [
-        Row(Request(str(i), [], p), 0, position) for i, (p, position) in enumerate(zip(params, positions, strict=True))
+        SamplingRow(Request(str(i), Order([], p)), 0, position)
+        for i, (p, position) in enumerate(zip(params, positions, strict=True))
     ]
     return [s.token_id for s in Sampler(logits.shape[-1], frozenset()).sample(logits.clone(), rows)]
 
@@ -61,14 +62,14 @@ def logits_of(probabilities: list[float]) -> torch.Tensor:
     return torch.tensor([math.log(p) for p in probabilities])
 
 
-def draw(logits: torch.Tensor, params: SamplingParams, count: int) -> Counter[int]:
+def draw(logits: torch.Tensor, params: Sampling, count: int) -> Counter[int]:
     seeds = [msgspec.structs.replace(params, seed=seed) for seed in range(count)]
     return Counter(sample(logits.expand(count, -1), seeds, [0] * count))
 
 
 def test_greedy_takes_the_best() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
-    assert sample(logits, [SamplingParams(temperature=0.0)] * 2, [0, 0]) == [1, 0]
+    assert sample(logits, [Sampling(temperature=0.0)] * 2, [0, 0]) == [1, 0]
 
 
 def test_no_rows() -> None:
@@ -77,13 +78,13 @@ def test_no_rows() -> None:
 
 def test_frequencies_follow_the_probabilities() -> None:
     probabilities = [0.5, 0.25, 0.15, 0.1]
-    counts = draw(logits_of(probabilities), SamplingParams(), 8000)
+    counts = draw(logits_of(probabilities), Sampling(), 8000)
     for token, probability in enumerate(probabilities):
         assert abs(counts[token] / 8000 - probability) < 0.02
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=500), SamplingParams(top_p=0.9999999)])
-def test_frequencies_over_many_tokens(params: SamplingParams) -> None:
+@pytest.mark.parametrize("params", [Sampling(), Sampling(top_k=500), Sampling(top_p=0.9999999)])
+def test_frequencies_over_many_tokens(params: Sampling) -> None:
     """Chi-squared over 500 tokens in four blocks of the sum: no block and no place in one is preferred."""
     probabilities = torch.rand(500, generator=torch.Generator().manual_seed(0)) + 0.5
     counts = draw(probabilities.log(), params, 10_000)
@@ -93,14 +94,14 @@ def test_frequencies_over_many_tokens(params: SamplingParams) -> None:
 
 
 def test_temperature_sharpens() -> None:
-    counts = draw(logits_of([0.5, 0.3, 0.2]), SamplingParams(temperature=0.2), 2000)
+    counts = draw(logits_of([0.5, 0.3, 0.2]), Sampling(temperature=0.2), 2000)
     expected = [p**5 for p in (0.5, 0.3, 0.2)]
     assert abs(counts[0] / 2000 - expected[0] / sum(expected)) < 0.03
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e30, 1e308])
 def test_extreme_temperatures(temperature: float) -> None:
-    counts = draw(torch.tensor([1.0, 3.0, -math.inf, 3.0]), SamplingParams(temperature=temperature), 500)
+    counts = draw(torch.tensor([1.0, 3.0, -math.inf, 3.0]), Sampling(temperature=temperature), 500)
     assert set(counts) == ({1, 3} if temperature < 1 else {0, 1, 3})
 
 
@@ -123,19 +124,19 @@ def test_extreme_temperatures(temperature: float) -> None:
     ],
 )
 def test_top_k_top_p_and_min_p_cut(top_k: int, top_p: float, min_p: float, allowed: set[int]) -> None:
-    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    params = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
     assert set(draw(logits_of([0.5, 0.25, 0.15, 0.1]), params, 3000)) == allowed
 
 
 MIXED = [
-    SamplingParams(seed=1),
-    SamplingParams(seed=2, top_k=5),
-    SamplingParams(temperature=0.0),
-    SamplingParams(seed=3, top_p=0.7),
-    SamplingParams(seed=4, top_k=3, top_p=0.5),
-    SamplingParams(seed=5, temperature=3.0),
-    SamplingParams(seed=6, top_k=200),
-    SamplingParams(seed=7, min_p=0.05),
+    Sampling(seed=1),
+    Sampling(seed=2, top_k=5),
+    Sampling(temperature=0.0),
+    Sampling(seed=3, top_p=0.7),
+    Sampling(seed=4, top_k=3, top_p=0.5),
+    Sampling(seed=5, temperature=3.0),
+    Sampling(seed=6, top_k=200),
+    Sampling(seed=7, min_p=0.05),
 ]
 POSITIONS = [4, 9, 2, 0, 7, 1, 3, 8]
 
@@ -162,22 +163,22 @@ def test_exact_ties_do_not_depend_on_the_batch(vocab_size: int, top_k: int) -> N
     torch.manual_seed(1)
     logits = torch.randn(40, vocab_size).bfloat16().float()
     for row in range(40):
-        params = SamplingParams(seed=row, top_k=top_k)
+        params = Sampling(seed=row, top_k=top_k)
         alone = sample(logits[row : row + 1], [params], [0])
-        beside = sample(logits[[row, 0]], [params, SamplingParams(seed=1, top_k=50)], [0, 0])
+        beside = sample(logits[[row, 0]], [params, Sampling(seed=1, top_k=50)], [0, 0])
         assert beside[:1] == alone
 
 
 @pytest.mark.parametrize("vocab_size", [70, 1000, 6400])
-@pytest.mark.parametrize(("params", "kept"), [(SamplingParams(top_k=30), 30), (SamplingParams(top_p=0.01), 0.01)])
-def test_of_equal_tokens_the_lowest_ids_are_kept(vocab_size: int, params: SamplingParams, kept: float) -> None:
+@pytest.mark.parametrize(("params", "kept"), [(Sampling(top_k=30), 30), (Sampling(top_p=0.01), 0.01)])
+def test_of_equal_tokens_the_lowest_ids_are_kept(vocab_size: int, params: Sampling, kept: float) -> None:
     num_kept = int(kept) if kept > 1 else math.ceil(kept * vocab_size)
     assert set(draw(torch.zeros(vocab_size), params, 40 * num_kept)) == set(range(num_kept))
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=4), SamplingParams(top_p=0.9)])
-def test_near_ties_in_the_ranking_do_not_change_the_draw(params: SamplingParams) -> None:
-    """Two tokens of almost equal probability may swap places by rounding; what is drawn must not jump."""
+@pytest.mark.parametrize("params", [Sampling(), Sampling(top_k=4), Sampling(top_p=0.9)])
+def test_near_ties_in_the_ranking_do_not_change_the_draw(params: Sampling) -> None:
+    """Two tokens of almost equal probability may swap places by rounding; the drawn token must not change."""
     base = torch.tensor([1.0, 0.5, 0.2, 0.2, -1.0])
     swapped = base.clone()
     swapped[2] += 1e-6
@@ -185,14 +186,14 @@ def test_near_ties_in_the_ranking_do_not_change_the_draw(params: SamplingParams)
 
 
 @pytest.mark.parametrize("params", MIXED, ids=str)
-def test_the_largest_random_number_draws_the_last_token_that_is_left(params: SamplingParams) -> None:
+def test_the_largest_random_number_draws_the_last_token_that_is_left(params: Sampling) -> None:
     """However sums are rounded, no token is drawn that has no probability, or lies outside the vocabulary."""
     logits = torch.randn(50, 700, generator=torch.Generator().manual_seed(4))
     logits[:, 650:] = -math.inf
     largest = np.full(50, 1 - 2.0**-53)
     drawn = choose(logits, logits.amax(-1).numpy(), Knobs.of([params] * 50, largest, 700))
     assert (drawn < 650).all()
-    if params == SamplingParams(seed=1):
+    if params == Sampling(seed=1):
         assert (drawn > 640).all()
 
 
@@ -200,14 +201,14 @@ ODD = [math.nan, math.inf, -math.inf]
 
 
 @pytest.mark.parametrize("params", MIXED, ids=str)
-def test_masked_tokens_are_never_drawn(params: SamplingParams) -> None:
+def test_masked_tokens_are_never_drawn(params: Sampling) -> None:
     logits = torch.full((300,), -math.inf)
     logits[[7, 130, 299]] = 0.0
     assert set(draw(logits, params, 200)) <= {7, 130, 299}
 
 
 @pytest.mark.parametrize("params", MIXED, ids=str)
-def test_broken_logits_neither_crash_nor_spread(params: SamplingParams) -> None:
+def test_broken_logits_neither_crash_nor_spread(params: Sampling) -> None:
     """NaN is never chosen, +inf always wins, and a row of nothing gives token 0; neighbours do not notice."""
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
     healthy = sample(logits[4:], [params], [0])

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from pd_cluster.model.adjust import Adjustment, Edit, adjustment_of, apply
-from pd_cluster.model.draw import Knobs, draw
-from pd_cluster.model.sampler import Row, Sampler
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.sampling.adjust import Adjustment, Edit, adjustment_of, adjustments, apply
+from pd_cluster.model.sampling.draw import Knobs, draw
+from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
+from pd_cluster.types import Order, Request, Sampling
 
 VOCAB_SIZE = 50
 EOS = frozenset({7, 11})
@@ -26,7 +26,7 @@ NOTHING: frozenset[int] = frozenset()
 
 def adjusted(logits: torch.Tensor, prompt: list[int], output: list[int], **params: Any) -> torch.Tensor:
     """One row of logits [vocab_size] after the masks and penalties of one request."""
-    request = Request("r", prompt, SamplingParams(**params), output_token_ids=output)
+    request = Request("r", Order(prompt, Sampling(**params)), output_token_ids=output)
     adjustment = adjustment_of(request, len(logits), EOS)
     work = logits.clone()[None]
     apply(work, [Edit(0, adjustment, adjustment.banned(request, len(output)))])
@@ -81,7 +81,7 @@ def test_adjusts_as_transformers_does(name: str) -> None:
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_draws_from_the_distribution_of_transformers(params: dict[str, Any], warpers: list[hf.LogitsProcessor]) -> None:
-    """With evenly spaced numbers instead of random ones each token is drawn as often as its probability says."""
+    """With evenly spaced numbers instead of random ones, each token is drawn in proportion to its probability."""
     num_draws = 5000
     even = (np.arange(num_draws) + 0.5) / num_draws
     for seed in range(5):
@@ -90,7 +90,7 @@ def test_draws_from_the_distribution_of_transformers(params: dict[str, Any], war
         for warper in warpers:
             scores = warper(torch.empty(1, 0, dtype=torch.long), scores)
         expected = scores.softmax(-1)[0] * num_draws
-        knobs = Knobs.of([SamplingParams(**params)] * num_draws, even, VOCAB_SIZE)
+        knobs = Knobs.of([Sampling(**params)] * num_draws, even, VOCAB_SIZE)
         drawn = draw(logits.expand(num_draws, -1).contiguous(), np.full(num_draws, logits.max()), knobs)
         counts = torch.from_numpy(np.bincount(drawn, minlength=VOCAB_SIZE))
         assert (counts - expected).abs().max() < 1.01
@@ -98,7 +98,7 @@ def test_draws_from_the_distribution_of_transformers(params: dict[str, Any], war
 
 
 def test_frequency_and_presence_look_at_the_output_only() -> None:
-    """By the formula of the OpenAI API: logit - count * frequency - (count > 0) * presence."""
+    """The formula is that of the OpenAI API: logit - count * frequency - (count > 0) * presence."""
     after = adjusted(torch.zeros(6), [0, 1, 1], [1, 2, 2, 2], frequency_penalty=0.5, presence_penalty=0.25)
     assert after.tolist() == [0.0, -0.75, -1.75, 0.0, 0.0, 0.0]
 
@@ -147,9 +147,9 @@ def test_where_nothing_is_left_a_token_is_chosen_all_the_same(
     temperature: float, params: dict[str, Any], token_id: int
 ) -> None:
     logits = torch.tensor([[1.0, 2.0, 4.0, 3.0], [5.0, 0.0, 0.0, 0.0]])
-    blocked = Request("r", [], SamplingParams(temperature=temperature, **params))
-    plain = Request("s", [], SamplingParams(**GREEDY))
-    sampled = Sampler(4, NOTHING).sample(logits, [Row(blocked, 0, 0), Row(plain, 0, 0)])
+    blocked = Request("r", Order([], Sampling(temperature=temperature, **params)))
+    plain = Request("s", Order([], Sampling(**GREEDY)))
+    sampled = Sampler(4, NOTHING).sample(logits, [SamplingRow(blocked, 0, 0), SamplingRow(plain, 0, 0)])
     assert [s.token_id for s in sampled] == [token_id, 0]
 
 
@@ -173,8 +173,8 @@ def test_where_nothing_is_left_a_token_is_chosen_all_the_same(
     ids=str,
 )
 def test_senseless_parameters_do_not_crash(params: dict[str, Any]) -> None:
-    request = Request("r", [1, 2], SamplingParams(**params), output_token_ids=[2, 0])
-    sampled = Sampler(40, EOS).sample(random_case(1)[0][None, :40], [Row(request, 0, 2)])
+    request = Request("r", Order([1, 2], Sampling(**params)), output_token_ids=[2, 0])
+    sampled = Sampler(40, EOS).sample(random_case(1)[0][None, :40], [SamplingRow(request, 0, 2)])
     assert 0 <= sampled[0].token_id < 40
 
 
@@ -196,19 +196,19 @@ def generate(request: Request, num_tokens: int, sampler: Sampler) -> None:
     while len(request.output_token_ids) < num_tokens:
         position = len(request.output_token_ids)
         logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(position))
-        request.output_token_ids.append(sampler.sample(logits, [Row(request, 0, position)])[0].token_id)
+        request.output_token_ids.append(sampler.sample(logits, [SamplingRow(request, 0, position)])[0].token_id)
 
 
 def test_replay_with_or_without_state_gives_the_same_tokens() -> None:
     sampler = Sampler(VOCAB_SIZE, EOS)
-    whole = Request("r", [1, 2, 3, 49], SamplingParams(**EVERYTHING))
+    whole = Request("r", Order([1, 2, 3, 49], Sampling(**EVERYTHING)))
     generate(whole, 150, sampler)
     assert len(set(whole.output_token_ids)) > 30
     for cut in (1, 17, 60):
-        dropped = Request("r", [1, 2, 3, 49], SamplingParams(**EVERYTHING))
+        dropped = Request("r", Order([1, 2, 3, 49], Sampling(**EVERYTHING)))
         generate(dropped, cut, sampler)
-        dropped.sampler_state = None
-        elsewhere = Request("r", [1, 2, 3, 49], dropped.sampling, output_token_ids=whole.output_token_ids[:cut])
+        del adjustments[dropped]
+        elsewhere = Request("r", Order([1, 2, 3, 49], dropped.sampling), output_token_ids=whole.output_token_ids[:cut])
         for request in (dropped, elsewhere):
             generate(request, 150, Sampler(VOCAB_SIZE, EOS))
             assert request.output_token_ids == whole.output_token_ids
@@ -217,7 +217,7 @@ def test_replay_with_or_without_state_gives_the_same_tokens() -> None:
 def test_state_follows_whatever_becomes_of_the_output() -> None:
     """Tokens are added one by one or many, taken back, replaced; the counts are those of a count from scratch."""
     rng = random.Random(0)
-    request = Request("r", [0, 1, 1, 40], SamplingParams(repetition_penalty=1.1))
+    request = Request("r", Order([0, 1, 1, 40], Sampling(repetition_penalty=1.1)))
     for _ in range(600):
         event = rng.random()
         if event < 0.7:
@@ -237,26 +237,28 @@ def test_state_follows_whatever_becomes_of_the_output() -> None:
 def test_forks_share_the_tokens_but_not_the_numbers() -> None:
     """n rows of one request equal n requests of their own; later a copied state does not mix them up."""
     sampler = Sampler(VOCAB_SIZE, EOS)
-    parent = Request("r", [1, 2, 3], SamplingParams(**EVERYTHING))
+    parent = Request("r", Order([1, 2, 3], Sampling(**EVERYTHING)))
     logits = random_case(3)[0].expand(8, -1)
-    forked = sampler.sample(logits.clone(), [Row(parent, index, 0) for index in range(8)])
-    apart = [Request("r", [1, 2, 3], SamplingParams(**EVERYTHING), index=index) for index in range(8)]
-    assert forked == sampler.sample(logits.clone(), [Row(r, r.index, 0) for r in apart])
+    forked = sampler.sample(logits.clone(), [SamplingRow(parent, index, 0) for index in range(8)])
+    apart = [Request("r", Order([1, 2, 3], Sampling(**EVERYTHING)), index=index) for index in range(8)]
+    assert forked == sampler.sample(logits.clone(), [SamplingRow(r, r.index, 0) for r in apart])
     assert len({s.token_id for s in forked}) > 2
     children = [replace(parent, index=i, output_token_ids=[s.token_id]) for i, s in enumerate(forked)]
     for request, child in zip(apart, children, strict=True):
         request.output_token_ids = list(child.output_token_ids)
-    rows = [Row(child, child.index, 1) for child in children]
-    assert sampler.sample(logits.clone(), rows) == sampler.sample(logits.clone(), [Row(r, r.index, 1) for r in apart])
+    rows = [SamplingRow(child, child.index, 1) for child in children]
+    assert sampler.sample(logits.clone(), rows) == sampler.sample(
+        logits.clone(), [SamplingRow(r, r.index, 1) for r in apart]
+    )
 
 
 def test_rows_without_masks_or_penalties_keep_no_state() -> None:
-    request = Request("r", [1], SamplingParams(top_k=3))
-    Sampler(VOCAB_SIZE, EOS).sample(random_case(0)[0][None], [Row(request, 0, 0)])
-    assert request.sampler_state is None
+    request = Request("r", Order([1], Sampling(top_k=3)))
+    Sampler(VOCAB_SIZE, EOS).sample(random_case(0)[0][None], [SamplingRow(request, 0, 0)])
+    assert request not in adjustments
 
 
 def test_state_of_other_parameters_is_not_used() -> None:
-    request = Request("r", [1], SamplingParams(allowed_token_ids=(3,), **GREEDY))
-    request.sampler_state = Adjustment(SamplingParams(allowed_token_ids=(4,)), VOCAB_SIZE, EOS)
-    assert Sampler(VOCAB_SIZE, EOS).sample(random_case(0)[0][None], [Row(request, 0, 0)])[0].token_id == 3
+    request = Request("r", Order([1], Sampling(allowed_token_ids=(3,), **GREEDY)))
+    adjustments[request] = Adjustment(Sampling(allowed_token_ids=(4,)), VOCAB_SIZE, EOS)
+    assert Sampler(VOCAB_SIZE, EOS).sample(random_case(0)[0][None], [SamplingRow(request, 0, 0)])[0].token_id == 3

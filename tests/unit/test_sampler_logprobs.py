@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.model.sampler import Row, Sampler
-from pd_cluster.types import Logprobs, Request, SamplingParams
+from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
+from pd_cluster.types import Logprobs, Order, Request, Sampling
 
 EOS: frozenset[int] = frozenset()
 
@@ -61,9 +61,9 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def test_sampled_tokens_in_a_mixed_batch() -> None:
-    """Whoever asks is told of the model's own logits, whatever was done to them to choose the token."""
+    """Logprobs are the model's own, whatever was done to the logits to choose the token."""
     logits = logits_with_ties(8, 300)
-    rows = [Row(Request("r", [1, 2], SamplingParams(**p), output_token_ids=[5, 5, 6]), 0, 3) for p in PARAMS]
+    rows = [SamplingRow(Request("r", Order([1, 2], Sampling(**p)), output_token_ids=[5, 5, 6]), 0, 3) for p in PARAMS]
     for sampled, line, params in zip(Sampler(300, EOS).sample(logits.clone(), rows), logits, PARAMS, strict=True):
         if "logprobs" in params:
             check(sampled.logprobs, line, sampled.token_id, params["logprobs"])
@@ -72,8 +72,8 @@ def test_sampled_tokens_in_a_mixed_batch() -> None:
 
 
 def test_cutting_off_equal_tokens_does_not_change_what_is_told() -> None:
-    request = Request("r", [], SamplingParams(top_k=100, logprobs=0))
-    told = Sampler(2000, EOS).sample(torch.zeros(1, 2000), [Row(request, 0, 0)])[0].logprobs
+    request = Request("r", Order([], Sampling(top_k=100, logprobs=0)))
+    told = Sampler(2000, EOS).sample(torch.zeros(1, 2000), [SamplingRow(request, 0, 0)])[0].logprobs
     assert told == Logprobs(pytest.approx(-math.log(2000)), 1, [])
 
 
@@ -92,6 +92,6 @@ def test_logits_of_inference_mode_are_mended_outside_of_it() -> None:
     with torch.inference_mode():
         logits = torch.full((1, 8), math.nan)
         logits[0, 2] = 0.0
-    request = Request("r", [], SamplingParams(logprobs=1, min_tokens=1, stop_token_ids=(2,)))
-    sampled = Sampler(8, EOS).sample(logits, [Row(request, 0, 0)])
+    request = Request("r", Order([], Sampling(logprobs=1, min_tokens=1, stop_token_ids=(2,))))
+    sampled = Sampler(8, EOS).sample(logits, [SamplingRow(request, 0, 0)])
     assert sampled[0] == (2, Logprobs(0.0, 1, [(2, 0.0)]))

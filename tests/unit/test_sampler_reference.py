@@ -10,15 +10,15 @@ import msgspec
 import pytest
 import torch
 
-from pd_cluster.model import passes
-from pd_cluster.model.sampler import Row, Sampler
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.model.sampling import passes
+from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
+from pd_cluster.types import Order, Request, Sampling
 from tests.support.reference_sampler import reference
 
 EOS = frozenset({1, 3})
 
 
-def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
+def random_params(rng: random.Random, vocab_size: int) -> Sampling:
     """Each parameter is left alone in about half of the cases."""
 
     def maybe(default: Any, *others: Any) -> Any:
@@ -27,7 +27,7 @@ def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
     def some(count: int) -> tuple[int, ...]:
         return tuple(rng.randrange(vocab_size) for _ in range(count))
 
-    return SamplingParams(
+    return Sampling(
         temperature=maybe(1.0, 0.0, 0.3, 2.5),
         top_k=maybe(-1, 0, 1, 5, 64, 65, 300, vocab_size),
         top_p=maybe(1.0, 0.03, 0.5, 0.9, 0.999),
@@ -59,14 +59,14 @@ def random_logits(rng: random.Random, vocab_size: int) -> torch.Tensor:
     return logits
 
 
-def random_row(rng: random.Random, vocab_size: int) -> Row:
+def random_row(rng: random.Random, vocab_size: int) -> SamplingRow:
     """Tokens come from few ids, so that bad words are met and counts exceed 1."""
     params = random_params(rng, vocab_size)
     pool = [token for words in params.bad_words for token in words] + [rng.randrange(vocab_size) for _ in range(3)]
     tokens = [rng.choice(pool) for _ in range(30)]
     num_output = rng.randint(0, 10)
-    request = Request("r", tokens[num_output:], params, output_token_ids=tokens[:num_output])
-    return Row(request, rng.randint(0, 3), num_output)
+    request = Request("r", Order(tokens[num_output:], params), output_token_ids=tokens[:num_output])
+    return SamplingRow(request, rng.randint(0, 3), num_output)
 
 
 @pytest.mark.parametrize(("vocab_size", "num_cases"), [(5, 200), (40, 400), (300, 150), (2000, 40), (5120, 24)])
@@ -104,14 +104,14 @@ def test_every_path_equals_the_reference() -> None:
         {"top_k": 1500, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3},
     ]
     for params in cases:
-        rows = [Row(Request("r", [], SamplingParams(seed=seed, **params)), 0, 0) for seed in range(4)]
+        rows = [SamplingRow(Request("r", Order([], Sampling(seed=seed, **params))), 0, 0) for seed in range(4)]
         expected = [reference(line.numpy(), row, EOS) for line, row in zip(logits, rows, strict=True)]
         assert [s.token_id for s in sampler.sample(logits.clone(), rows)] == expected
 
 
 @pytest.mark.parametrize("vocab_size", [40, 300, 5120])
 def test_accelerators_choose_the_same(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs where numpy cannot look: torch's own operators, which this test lets run on the CPU."""
+    """The code for logits that numpy cannot read uses torch's own operators, which this test runs on the CPU."""
     rng = random.Random(vocab_size)
     rows = [random_row(rng, vocab_size) for _ in range(64)]
     for row in rows[::2]:

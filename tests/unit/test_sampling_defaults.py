@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.checkpoint import Checkpoint
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.sampling_defaults import KNOWN, parse_override, sampling_defaults
+from pd_cluster.settings.sampling_override import KNOWN, parse_override
 
 OWN = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "eos_token_id": [2], "max_new_tokens": 50}
 

@@ -6,25 +6,25 @@ import random
 
 import pytest
 
-from pd_cluster.engine.plan import StepPlan
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Request, SamplingParams, Status
+from pd_cluster.types import Order, Request, Sampling, Status
 
 
-def make(num_blocks: int = 32, block_size: int = 4, max_num_seqs: int = 8, budget: int = 16) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks), block_size, max_num_seqs, budget)
+def make(num_blocks: int = 32, block_size: int = 4, max_num_seqs: int = 8, budget: int = 16) -> StepScheduler:
+    return StepScheduler(BlockPool(num_blocks), block_size, max_num_seqs, budget)
 
 
 def request(name: str, prompt: int, arrival_s: float = 0.0, max_tokens: int = 8, priority: int = 0) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens)
-    return Request(name, [1] * prompt, sampling, arrival_s=arrival_s, priority=priority)
+    sampling = Sampling(max_tokens=max_tokens)
+    return Request(name, Order([1] * prompt, sampling, priority=priority), arrival_s=arrival_s)
 
 
-def step(scheduler: Scheduler) -> StepPlan:
+def step(scheduler: StepScheduler) -> StepPlan:
     """Plans and computes; every request that catches up gets a token, and ends at max_tokens."""
     plan = scheduler.plan()
     for ready in scheduler.computed(plan):
@@ -179,7 +179,7 @@ def test_random_traffic(seed: int) -> None:
     ("landed_as", "asked_as", "hits"), [("", "", 2), ("int8", "int8", 2), ("int8", "", 0), ("", "int8", 0)]
 )
 def test_kv_that_lost_precision_serves_only_its_like(landed_as: str, asked_as: str, hits: int) -> None:
-    scheduler = Scheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", Numerics()))
+    scheduler = StepScheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", Numerics()))
     first, second = request("a", 9), request("b", 9)
     first.kv_precision, second.kv_precision = landed_as, asked_as
     assert scheduler.land(first, 9) == 0
@@ -194,7 +194,7 @@ def test_kv_that_lost_precision_serves_only_its_like(landed_as: str, asked_as: s
 
 
 def test_a_fork_of_kv_that_lost_precision_is_known_as_such() -> None:
-    scheduler = Scheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", Numerics()))
+    scheduler = StepScheduler(BlockPool(32), 4, 8, 16, PrefixScope("model", Numerics()))
     parent = request("a", 8)
     parent.kv_precision = "int8"
     scheduler.land(parent, 8)

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Request, SamplingParams, Status, TokenOutput
+from pd_cluster.types import Order, Request, Sampling, Status, TokenOutput
 from tests.support.reference_scheduler import Job, Reference
 
 LONGEST = 36
@@ -27,7 +27,7 @@ class Both:
         max_seqs, budget = rng.randrange(3, 9), rng.randrange(1, 25)
         caches, num_swap_blocks = rng.random() < 0.8, rng.choice([0, 5, 30])
         window = rng.choice([None, 1, 3, 8, 17])
-        self.real = Scheduler(
+        self.real = StepScheduler(
             BlockPool(num_blocks),
             block_size,
             max_seqs,
@@ -63,10 +63,12 @@ class Both:
         self.count += 1
         prompt = [9, 8, 7, 6] * rng.choice([0, 1, 3]) + [rng.randrange(3) for _ in range(rng.randrange(1, 10))]
         leg = rng.choice(["hybrid", "hybrid", "prefill", "decode"])
-        sampling = SamplingParams(max_tokens=rng.randrange(1, LONGEST - len(prompt)), n=rng.choice([1, 1, 2, 3]))
+        sampling = Sampling(max_tokens=rng.randrange(1, LONGEST - len(prompt)), n=rng.choice([1, 1, 2, 3]))
         salt = rng.choice(["", "", "x"])
         priority = rng.choice([0, 0, 0, -1, 2])
-        request = Request(name, prompt, sampling, arrival_s=self.now_s, leg=leg, cache_salt=salt, priority=priority)  # type: ignore[arg-type]
+        request = Request(
+            name, Order(prompt, sampling, cache_salt=salt, priority=priority), arrival_s=self.now_s, leg=leg
+        )  # type: ignore[arg-type]
         order = (priority, self.now_s, name, 0)
         job = Job(request.key, order, list(prompt), len(prompt), salt, leg, sampling.n)
         if leg == "decode":

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention promises no strides: what CUDA's memory-efficient kernel returns must do."""
+"""scaled_dot_product_attention promises no strides: the layout of CUDA's memory-efficient kernel must work."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import build_batch
-from pd_cluster.types import Request, SamplingParams
+from pd_cluster.types import Order, Request, Sampling
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 CONTEXT_LEN = 6
@@ -20,9 +20,9 @@ CONTEXT_LEN = 6
 def _decoded() -> torch.Tensor:
     """One decode step's output, [1, num_heads, head_dim]."""
     generator = torch.Generator().manual_seed(1)
-    pool = KVPool(KVLayout(1, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, 4, "float32"), num_blocks=2)
+    pool = KVPool(KVLayout(1, NUM_KV_HEADS, keys_and_values(HEAD_DIM), 4, "float32"), num_blocks=2)
     pool.data[:2] = torch.randn(pool.data[:2].shape, generator=generator)
-    request = Request("r", [1] * CONTEXT_LEN, SamplingParams(), block_table=[0, 1])
+    request = Request("r", Order([1] * CONTEXT_LEN, Sampling()), block_table=[0, 1])
     request.num_computed_tokens = CONTEXT_LEN - 1
     query = torch.randn(NUM_HEADS, 1, HEAD_DIM, generator=generator)
     keys = torch.randn(1, NUM_KV_HEADS, HEAD_DIM, generator=generator)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 
-from pd_cluster.config import Timeouts
 from pd_cluster.errors import ConfigError
-from pd_cluster.options import ServeOptions
+from pd_cluster.settings.options import ServeOptions
+from pd_cluster.settings.timeouts import Timeouts
 
 GOOD = {
     "heartbeat_interval": 0.5,
@@ -28,7 +25,7 @@ GOOD = {
 
 
 def timeouts(**changes: float) -> Timeouts:
-    return ServeOptions.timeouts(cast(Any, SimpleNamespace(**{**GOOD, **changes})))
+    return ServeOptions(**{**GOOD, **changes}).timeouts()
 
 
 def test_the_times_as_given() -> None:

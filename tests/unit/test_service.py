@@ -14,18 +14,18 @@ from typing import Any, cast
 import pytest
 from tokenizers import processors
 
-from pd_cluster.api.caller import Caller
-from pd_cluster.api.chat_protocol import ChatCompletionRequest
-from pd_cluster.api.generation import Generation
-from pd_cluster.api.prompt_encoder import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS
-from pd_cluster.api.protocol import CompletionRequest
-from pd_cluster.api.sequence import Piece
-from pd_cluster.api.service import TextService
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.cluster.router import Router
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
+from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
-from pd_cluster.sampling_defaults import sampling_defaults
-from pd_cluster.text import Tokenizer
+from pd_cluster.service.caller import Caller
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.prompts.prompt_encoder import SHORT_NUM_CHARS, TRUNCATED_NUM_CHARS
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.sequence import Piece
+from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Logprobs, PromptOutput, TokenOutput
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.support.playback import Playback
@@ -55,12 +55,14 @@ def make(tmp_path: Path) -> Services:
         service = TextService(
             cast(Router, router),
             checkpoint,
-            "/models/x",
-            ["x"],
-            limit,
-            max_num_seqs=99,
-            sampling_defaults=sampling_defaults(checkpoint, "auto", {}),
-            requires_model=requires_model,
+            ServiceConfig(
+                "/models/x",
+                ["x"],
+                limit,
+                max_num_seqs=99,
+                sampling_defaults=sampling_defaults(checkpoint, "auto", {}),
+                requires_model=requires_model,
+            ),
         )
         return service, router
 
@@ -286,7 +288,7 @@ def test_who_looks_for_stop_strings_reads_every_token(make: Services) -> None:
 
 
 def test_a_stop_string_ends_its_own_sequence_only(make: Services) -> None:
-    """The second is told apart by an odd token that the fake puts in."""
+    """The second one is recognized by an odd token that the fake inserts."""
     service, router = make("abcdefgh")
     generation = completion(service, "a", n=2, stop="cd")
     odd = service.tokenizer.encode("x")[0]
@@ -345,7 +347,7 @@ def test_short_answers_are_not_better_because_they_are_short(make: Services) -> 
     ("min_tokens", "shown"), [(0, ""), (1, ""), (2, "aba"), (4, "aba"), (5, "abaab"), (7, "abaabab"), (9, "abaabab")]
 )
 def test_stop_strings_count_after_min_tokens(make: Services, min_tokens: int, shown: str) -> None:
-    """As an end-of-sequence token: token number min_tokens + 1 is the first that may end the answer."""
+    """As for an end-of-sequence token, token number min_tokens + 1 is the first that may end the answer."""
     service, _ = make("abaabab")
     (piece,) = whole(service, completion(service, "a", stop="ab", min_tokens=min_tokens))
     assert (piece.text, piece.finish_reason) == (shown, "length" if min_tokens >= 7 else "stop")
@@ -531,18 +533,18 @@ def test_bad_words_become_tokens(make: Services) -> None:
 
 def test_priorities_need_a_server_that_has_them(make: Services) -> None:
     service, _ = make()
-    assert completion(service, [1], priority=0).priority == 0
+    assert completion(service, [1], priority=0).order.priority == 0
     with pytest.raises(RequestError, match="priority: 3; this server takes requests as they come") as caught:
         completion(service, [1], priority=3)
     assert caught.value.param == "priority"
     service._intake._has_priorities = True
-    assert completion(service, [1], priority=3).priority == 3
+    assert completion(service, [1], priority=3).order.priority == 3
 
 
 def test_a_prompt_cache_key_is_a_session(make: Services) -> None:
     service, _ = make()
-    assert completion(service, [1], prompt_cache_key="mine").session == "mine"
-    assert completion(service, [1]).session == ""
+    assert completion(service, [1], prompt_cache_key="mine").order.session == "mine"
+    assert completion(service, [1]).order.session == ""
 
 
 def test_a_chats_special_tokens_are_added_when_asked_for(make: Services, tmp_path: Path) -> None:

@@ -1,22 +1,25 @@
-"""How large the KV pool and the swap space become, and moving blocks between them."""
+"""Sizes of the KV pool and the swap space, and moves of blocks between them."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pd_cluster.config import EngineConfig
-from pd_cluster.device import Device, Memory, available_nbytes
+from pd_cluster.devices import device as devices
+from pd_cluster.devices.device import Device, MemoryInfo, available_nbytes, pinned_nbytes
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.swap import Kind, SwapSpace
+from pd_cluster.kv.swap import SwapSpace, swap_words
 from pd_cluster.model import sizing
+from pd_cluster.settings.engine import EngineConfig
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 GIB = 1 << 30
 CPU = Device("cpu")
 
@@ -81,6 +84,16 @@ def test_available_memory_is_a_sensible_number() -> None:
     assert 1 << 20 < available_nbytes(CPU) < 1 << 50
 
 
+def test_pinned_memory_is_told_beside_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds a pinned block up to a power of two: 5 GiB take 8."""
+    stats = {"allocated_bytes.current": 8 * GIB, "active_bytes.current": 5 * GIB}
+    monkeypatch.setattr(devices, "_module", lambda device: SimpleNamespace(host_memory_stats=lambda: stats))
+    assert pinned_nbytes(Device("cuda")) == 8 * GIB
+    assert swap_words(5 * GIB, 8 * GIB) == "swap space: 5.00 GiB of blocks, 8.00 GiB of host memory pinned for them"
+    monkeypatch.setattr(devices, "_module", lambda device: SimpleNamespace())
+    assert pinned_nbytes(Device("npu")) is None
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_are_as_if_done_one_after_the_other(seed: int) -> None:
     rng = random.Random(seed)
@@ -89,10 +102,10 @@ def test_moves_are_as_if_done_one_after_the_other(seed: int) -> None:
     pool.data.copy_(torch.randn(pool.data.shape))
     expected = [block.clone() for block in pool.flat()]
     host: dict[int, torch.Tensor] = {}
-    moves: list[tuple[Kind, int, int]] = []
+    moves: list[tuple[Move, int, int]] = []
     for _ in range(30):
         source, target, place = rng.randrange(12), rng.randrange(12), rng.randrange(6)
-        kind: Kind = rng.choice(["copy", "out", "in"])
+        kind: Move = rng.choice(["copy", "out", "in"])
         if kind == "copy":
             moves.append((kind, source, target))
             expected[target] = expected[source].clone()
@@ -113,7 +126,7 @@ def test_moves_are_as_if_done_one_after_the_other(seed: int) -> None:
 
 def cuda_blocks(monkeypatch: pytest.MonkeyPatch, free: float, peak: float = 20.0, **settings: Any) -> int:
     """GiB of an 80 GiB GPU, of which 16 are this process's weights; the largest step takes what is more of `peak`."""
-    monkeypatch.setattr(sizing, "memory", lambda device: Memory(int(free * GIB), 80 * GIB))
+    monkeypatch.setattr(sizing, "memory", lambda device: MemoryInfo(int(free * GIB), 80 * GIB))
     monkeypatch.setattr(sizing, "reserved_nbytes", lambda device: 16 * GIB)
     return sizing.num_pool_blocks(config(**settings), LAYOUT, 64, Device("cuda"), int(peak * GIB))
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 from pd_cluster import wire
-from pd_cluster.cluster.slices import MOST_OF_LEG, SLICE_NUM_TOKENS, Slices
+from pd_cluster.cluster.routing.slices import MOST_OF_LEG, SLICE_NUM_TOKENS, Slices
 from pd_cluster.types import LegEnd, PromptOutput, TokenOutput
 from tests.support.router_world import run, token
 
@@ -24,7 +24,7 @@ async def settle() -> None:
 
 
 def test_every_leg_keeps_its_order() -> None:
-    """Whatever is added when: of each leg come prompt, tokens and end as they were sent, and nothing twice."""
+    """In any order of arrival, each leg's prompt, tokens and end come as they were sent, and nothing twice."""
 
     async def test() -> None:
         for seed in range(100):
@@ -84,7 +84,7 @@ def test_others_do_not_wait_for_a_large_message() -> None:
 
 
 def test_who_has_fallen_behind_hands_over_all_that_waits() -> None:
-    """Five steps at once are not five times as many slices: of each leg come all tokens together."""
+    """Five steps at once do not make five times as many slices: each leg's tokens come together."""
 
     async def test() -> None:
         seen: list[list[TokenOutput]] = []

@@ -1,4 +1,4 @@
-"""What is counted of requests: by one process, told by several, and added up while they die and start again."""
+"""Counters of requests: of one process, reported by several, and added up while they die and start again."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ import prometheus_client
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster import mirror as mirror_module
-from pd_cluster.cluster.api_processes import ApiProcesses
-from pd_cluster.cluster.mirror import Mirror
-from pd_cluster.cluster.predict import Goals
-from pd_cluster.cluster.stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats, added
-from pd_cluster.cluster.timeline import Timeline, WorkerClock
-from pd_cluster.config import ApiProcessConfig
+from pd_cluster.cluster.members import mirror as mirror_module
+from pd_cluster.cluster.members.mirror import Mirror
+from pd_cluster.cluster.processes.api_processes import ApiProcesses
+from pd_cluster.cluster.routing.predict import Goals
+from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats, added
+from pd_cluster.cluster.routing.timeline import Timeline, WorkerClock
 from pd_cluster.errors import GenerationError, Overloaded, Unavailable
-from pd_cluster.mailbox import Mailbox
 from pd_cluster.reports import AllStats, ApiReport, Busy, Stats, ToApi
-from pd_cluster.types import LegEnd, SamplingParams, TokenOutput
+from pd_cluster.settings.config import ApiProcessConfig
+from pd_cluster.types import LegEnd, Sampling, TokenOutput
 from pd_cluster.wire import TraceEvent
 from tests.support.router_world import PROMPT, World, rest_of, run, token
 
@@ -69,7 +68,7 @@ class Counted(World):
         return {name: number for name, number in self.told.counters.items() if number}
 
     def seen(self, name: str) -> tuple[int, float]:
-        """How many values, and their sum."""
+        """Returns the number of values, and their sum."""
         buckets = self.told.histograms[name]
         return sum(buckets.counts), buckets.total_e6 / 1e6
 
@@ -81,7 +80,7 @@ class Counted(World):
 def test_a_request_from_arrival_to_last_token() -> None:
     async def test() -> None:
         world = Counted()
-        serving, first, name = await world.begin(SamplingParams(max_tokens=9), received_s=99.0)
+        serving, first, name = await world.begin(Sampling(max_tokens=9), received_s=99.0)
         timeline = world.router.timelines.find(name)
         assert timeline is not None
         clock = WorkerClock("to-prefill-0", offset_s=50.0)
@@ -111,7 +110,7 @@ def test_a_request_from_arrival_to_last_token() -> None:
 def test_tokens_that_come_together_count_each_and_share_the_time() -> None:
     async def test() -> None:
         world = Counted()
-        serving, first, name = await world.begin(SamplingParams(max_tokens=6), gathers=True)
+        serving, first, name = await world.begin(Sampling(max_tokens=6), gathers=True)
         world.say(101.0, token(name, 0), conn="to-prefill-0")
         world.say(103.0, token(name, 0), TokenOutput(name, 0, 0, 4, 7, earlier=(7, 7, 7)))
         world.say(103.5, token(name, 5, finish="length"))
@@ -144,7 +143,7 @@ def test_each_sequence_counts_by_its_own_reason_and_the_request_once() -> None:
     async def test() -> None:
         world = Counted()
         streams: list[Any] = []
-        serving, first, name = await world.begin(SamplingParams(n=3, max_tokens=4), routed=streams.append)
+        serving, first, name = await world.begin(Sampling(n=3, max_tokens=4), routed=streams.append)
         world.say(101.0, *(token(name, 0, index=index) for index in range(3)), conn="to-prefill-0")
         await first
         world.say(102.0, token(name, 1, index=0, finish="length"), token(name, 1, index=1), token(name, 1, index=2))
@@ -188,11 +187,11 @@ async def fails(world: Counted, serving: AsyncGenerator[TokenOutput, None], name
 
 @pytest.mark.parametrize(("how", "reason"), [(leave, "abort"), (is_cancelled, "abort"), (fails, "error")])
 def test_a_request_that_came_to_no_end_counts_as_that_and_took_no_time(how: Any, reason: str) -> None:
-    """Of its two sequences one had ended before."""
+    """One of its two sequences had ended before."""
 
     async def test() -> None:
         world = Counted()
-        serving, first, name = await world.begin(SamplingParams(n=2, max_tokens=4))
+        serving, first, name = await world.begin(Sampling(n=2, max_tokens=4))
         world.say(101.0, token(name, 0, finish="length"), token(name, 0, index=1), conn="to-prefill-0")
         await first
         await anext(serving)
@@ -212,7 +211,7 @@ def test_a_request_that_came_to_no_end_counts_as_that_and_took_no_time(how: Any,
 def test_the_answer_of_a_beam_search_has_no_time_between_its_tokens() -> None:
     async def test() -> None:
         world = Counted()
-        serving, first, name = await world.begin(SamplingParams(n=1, beam_width=2, max_tokens=2, temperature=0.0))
+        serving, first, name = await world.begin(Sampling(n=1, beam_width=2, max_tokens=2, temperature=0.0))
         world.say(101.0, token(name, 0), token(name, 1, finish="length"))
         world.outputs("to-prefill-0", ended=LegEnd(name, 0))
         await first
@@ -227,7 +226,7 @@ def test_the_answer_of_a_beam_search_has_no_time_between_its_tokens() -> None:
 def test_replays_count_by_their_cause(cause: str) -> None:
     async def test() -> None:
         world = Counted()
-        serving, first, name = await world.begin(SamplingParams(max_tokens=2))
+        serving, first, name = await world.begin(Sampling(max_tokens=2))
         world.say(101.0, token(name, 0), conn="to-prefill-0")
         await first
         second = asyncio.ensure_future(anext(serving))
@@ -316,7 +315,7 @@ def some(rng: random.Random, stats: RequestStats) -> None:
 
 
 def numbers(stats: Stats) -> dict[str, list[int]]:
-    """All of them; without what was never told, which is 0."""
+    """Returns all numbers; one that was never reported is 0."""
     empty = RequestStats().snapshot()
     found = {name: [stats.counters.get(name, 0)] for name in COUNTERS}
     for name in BOUNDS:
@@ -340,7 +339,7 @@ def test_together_is_as_if_one_process_had_counted_it_all() -> None:
 
 
 class Hears:
-    """In the place of the scheduler's end of a channel."""
+    """Replaces the scheduler's end of a channel."""
 
     def __init__(self) -> None:
         self.totals: list[AllStats] = []
@@ -360,7 +359,7 @@ def through_json(report: ApiReport) -> ApiReport:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> None:
-    """All are told the same, and in the end what every life of every process has reported."""
+    """All receive the same, and in the end it covers every report of every life of every process."""
     rng = random.Random(seed)
     processes = ApiProcesses(cast(list[ApiProcessConfig], [None] * 3), cast(list[socket.socket], [None] * 3), [], 1.0)
     hearers = [Hears() for _ in range(3)]
@@ -372,7 +371,7 @@ def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> No
         at = rng.randrange(3)
         api = processes._apis[at]
         match rng.randrange(8):
-            case 0:  # what it had not told is lost with it
+            case 0:  # unreported counts are lost with it
                 processes._hear_end(api)
                 ended.append(reported[at])
                 lives[at], reported[at], api.told_stats = RequestStats(), Stats(), None
@@ -420,7 +419,7 @@ def test_a_process_tells_what_it_has_counted_only_when_that_has_changed(monkeypa
             stats.refused("slo")
 
     async def test() -> None:
-        mirror = Mirror(cast(Mailbox, None), lambda i, why: None, lambda i, why: None)
+        mirror = Mirror(cast(Any, None))
         running = asyncio.ensure_future(mirror.run(tell, lambda: ApiReport({}, stats=stats.snapshot())))
         while len(told) < 6:
             await asyncio.sleep(0)

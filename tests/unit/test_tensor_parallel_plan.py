@@ -1,4 +1,4 @@
-"""Which share of each weight a rank reads: together they read all of it, and what is replicated on purpose."""
+"""Each rank's share of a weight: together the ranks read all of it, with deliberate replication only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import transformers
 from safetensors.torch import save_file
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.parallel.plan import Plan
+from pd_cluster.model.layers.weight import FORMS, Part, PlainWeight, WeightForm
+from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import read_shard, weight_files
 
 CONFIG: dict[str, Any] = {
@@ -28,9 +29,9 @@ LAYER = "model.layers.0"
 
 
 def read_all(tmp_path: Path, config: Any, key: str, shape: tuple[int, ...], size: int) -> list[torch.Tensor]:
-    """What each rank reads of a tensor whose elements are all different."""
+    """Returns each rank's part of a tensor whose elements are all different."""
     save_file({key: torch.arange(torch.Size(shape).numel()).view(shape)}, tmp_path / "model.safetensors")
-    return [read_shard(tmp_path, Plan(config, size), rank)[key] for rank in range(size)]
+    return [read_shard(tmp_path, ParallelPlan(config, size), rank)[key] for rank in range(size)]
 
 
 def whole(shape: tuple[int, ...]) -> torch.Tensor:
@@ -120,7 +121,7 @@ def test_a_style_that_is_not_known_is_refused() -> None:
     config = transformers.LlamaConfig(**CONFIG)
     config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "sequence_parallel"}
     with pytest.raises(ModelError, match="unknown style sequence_parallel"):
-        Plan(config, 2)
+        ParallelPlan(config, 2)
 
 
 def test_an_index_names_the_files(tmp_path: Path) -> None:
@@ -137,6 +138,30 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_local_sizes_follow_the_plan(size: int) -> None:
-    local = Plan(transformers.LlamaConfig(**CONFIG), size).local_config()
+    local = ParallelPlan(transformers.LlamaConfig(**CONFIG), size).local_config()
     assert (local.num_attention_heads, local.num_key_value_heads) == (4 // size, max(1, 2 // size))
     assert (local.intermediate_size, local.head_dim, local.hidden_size) == (24 // size, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "shape", "dim"),
+    [
+        ("k_proj", "words", (16, 8), 1),  # stored the other way round
+        ("o_proj", "words", (16, 16), 0),
+        ("k_proj", "scales", (8,), 0),
+        ("o_proj", "scales", (16,), None),  # of output features, which every rank has
+    ],
+)
+def test_another_form_of_weight_is_cut_by_its_own_rule(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    part: str,
+    shape: tuple[int, ...],
+    dim: int | None,
+) -> None:
+    parts = {"words": Part(outputs=1, inputs=0), "scales": Part(outputs=0, inputs=None)}
+    monkeypatch.setitem(FORMS, "another", WeightForm(parts, PlainWeight))
+    found = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), f"{LAYER}.self_attn.{name}.{part}", shape, 2)
+    expected = [whole(shape)] * 2 if dim is None else whole(shape).chunk(2, dim)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from pd_cluster.checkpoint import SHIPPED_MODEL
 from pd_cluster.errors import ModelError, RequestError
-from pd_cluster.text import Detokenizer, StopStrings, Tokenizer
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.text.detokenizer import Detokenizer
+from pd_cluster.text.stop_strings import StopStrings
+from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import EOS_ID, TEMPLATE, VOCAB_SIZE, make_tokenizer
 
 RUST = make_tokenizer()
@@ -62,7 +64,7 @@ def test_stop_strings_as_brute_force_however_the_text_is_cut(text: str, stops: l
 
 
 def test_a_stop_string_that_ends_first_wins_over_one_that_began_earlier() -> None:
-    """In one piece or in two: the answer is the same."""
+    """The answer is the same in one piece or in two."""
     whole, pieces = StopStrings(["bcd", "c"]), StopStrings(["bcd", "c"])
     assert whole.add("abcd") == pieces.add("abc") + pieces.add("d") == "ab"
     assert whole.matched == pieces.matched == "c"
@@ -117,7 +119,7 @@ def test_real_text_never_shows_half_a_character(text: str) -> None:
 
 
 def byte_fallback_tokenizer() -> RustTokenizer:
-    """As Llama 2 and Mistral have it: bytes for what is no word, a leading space that is dropped."""
+    """Makes a tokenizer like Llama 2's and Mistral's: bytes for unknown words, a leading space that is dropped."""
     words = ["▁", "▁a", "b", "▁hello", "wor", "ld", "é", "▁日本"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     vocab = {name: i for i, name in enumerate(names)}
@@ -197,7 +199,7 @@ def test_a_chat_is_rendered(folder: Folders) -> None:
 
 
 def test_tokens_that_only_transformers_would_add_are_refused_by_name(folder: Folders) -> None:
-    """What is in tokenizer.json under the same id, as transformers saves it, is fine."""
+    """A token in tokenizer.json under the same id, as transformers saves it, is fine."""
     known = RUST.get_vocab(with_added_tokens=True)
     content, token_id = max(known.items(), key=lambda item: item[1])
     path = folder({"added_tokens_decoder": {str(token_id): {"content": content, "special": True}}})
@@ -348,7 +350,7 @@ def test_tokens_of_other_decoders(tmp_path: Path) -> None:
 
 
 def test_bad_words_with_and_without_a_space(tmp_path: Path) -> None:
-    """As vLLM: the spaced form too when it is as long and begins with another token."""
+    """vLLM adds the spaced form, too, if it is as long and begins with another token."""
     words = ["h", "i", "Ġ", "hi", "Ġhi", "Ġh"]
     rust = RustTokenizer(
         models.BPE({w: i for i, w in enumerate(words)}, [("Ġ", "h"), ("h", "i"), ("Ġh", "i")], fuse_unk=False)

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.admin_app import AdminAccess, admin_app
-from pd_cluster.api.timelines import LocalTimelines
-from pd_cluster.cluster import timeline
-from pd_cluster.cluster.timeline import Timeline, Timelines
+from pd_cluster.api.admin.admin_app import AdminAccess, admin_app
+from pd_cluster.api.admin.timelines import LocalTimelines
+from pd_cluster.cluster.routing import timeline
+from pd_cluster.cluster.routing.timeline import Timeline, Timelines
 from pd_cluster.wire import TraceEvent
 from tests.support.elastic_world import ElasticWorld
 
@@ -111,7 +111,7 @@ def test_the_fastest_message_tells_the_clock(seed: int) -> None:
 
 
 def test_a_new_connection_has_a_clock_of_its_own() -> None:
-    """The worker started again: what its predecessor told keeps its place."""
+    """The worker started again: events of its predecessor keep their place."""
     world = World()
     world.route("a")
     world.tell("to-p", event("a", 1.0), now_s=1.0)
@@ -135,7 +135,7 @@ def test_one_process_and_instant_keep_the_order_of_telling() -> None:
 
 
 def test_events_of_strangers_are_dropped() -> None:
-    """Of unknown transfers, and of instances that do not serve the request."""
+    """Strangers are unknown transfers, and instances that do not serve the request."""
     world = World()
     world.route("r")
     world.timelines.add("to-p", [event("r", 1.0)])  # never heard from

@@ -1,4 +1,4 @@
-"""Guides for tool calls and reasoning, walked token by token: what they let a model write, a reader finds."""
+"""Guides for tool calls and reasoning, walked token by token: a reader finds whatever they permit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jsonschema.protocols import Validator
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pd_cluster.errors import GuideError, RequestError
-from pd_cluster.grammar import Compiler, Matcher
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
+from pd_cluster.text.grammar import Compiler, Matcher
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 from tests.support.schemas import random_schema
 
@@ -81,7 +81,7 @@ class World:
         return np.flatnonzero(np.unpackbits(self._words.view(np.uint8), bitorder="little")).tolist()
 
     def verdict(self, guide: Guide | None, text: str) -> str:
-        """Of a text: whole, begun, or what comes before the first token that is refused."""
+        """Judges a text: whole, begun, or the part before the first refused token."""
         assert guide is not None
         matcher = self.compiler.compile(guide)
         ids = self.ids(text)

@@ -1,4 +1,4 @@
-"""What a worker notes of its transfers: cheap, bounded, from any thread, each leg's end once."""
+"""A worker's notes on its transfers: cheap, bounded, from any thread, each leg's end once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.engine.trace import MAX_EVENTS, LegNotes, Tracer
-from pd_cluster.types import Leg, Request, SamplingParams
+from pd_cluster.types import Leg, Order, Request, Sampling
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
 
 def make_request(leg: Leg = "prefill", index: int = 0, num_output_tokens: int = 0) -> Request:
-    request = Request("r", [1] * 10, SamplingParams(n=2), index=index, leg=leg, transfer_id="t")
+    request = Request("r", Order([1] * 10, Sampling(n=2)), index=index, leg=leg, transfer_id="t")
     request.output_token_ids = [7] * num_output_tokens
     return request
 
@@ -56,7 +56,7 @@ def test_what_was_noted_comes_once_in_order_with_its_time(tracer: Tracer, clock:
 
 
 def test_nobody_drains(tracer: Tracer) -> None:
-    """The oldest are lost; noting goes on as before."""
+    """The oldest notes are lost; noting continues as before."""
     for at in range(MAX_EVENTS + 5):
         tracer.note("t", "chunk", start=at)
     events = tracer.drain()

@@ -1,4 +1,4 @@
-"""`pd-cluster trace`: a fixed timeline gives known rows, lines and a picture; what is wrong is one clear line."""
+"""`pd-cluster trace`: a fixed timeline gives known rows, lines and a picture; each fault is one clear line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from pd_cluster import cli
-from pd_cluster.trace.png import WIDTH_PX, write_png
-from pd_cluster.trace.rows import Bar, Mark, chart_of, details_of
-from pd_cluster.trace.text import PLAIN_NUM_COLUMNS, chart_lines, print_timeline
+from pd_cluster.commands import cli
+from pd_cluster.commands.trace.png import WIDTH_PX, write_png
+from pd_cluster.commands.trace.rows import Bar, Mark, chart_of, details_of
+from pd_cluster.commands.trace.text import PLAIN_NUM_COLUMNS, chart_lines, print_timeline
 
 Numbers = dict[str, int]
 
@@ -80,7 +80,7 @@ def test_the_rows() -> None:
 
 
 def test_a_request_that_got_stuck() -> None:
-    """What has begun goes on to the end of what is known; what has not has no bars."""
+    """A phase that has begun lasts to the end of the known time; one that has not has no bar."""
     chart = chart_of(timeline((90.0, "p", "failed", {}), until="offered"))
     found = {row.name: (row.bars, row.note) for row in chart.rows}
     assert found["offer to credit"] == ([Bar(5.0, 90.0)], "85.0 ms, not over")

@@ -9,39 +9,43 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
-from pd_cluster.device import DeviceKind
-from pd_cluster.errors import LinkError, TransferFailed
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.errors import LinkError, TransferFailed, called
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.numerics import Numerics
-from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, Prepared
-from pd_cluster.transport.dist import DistReceiver, DistSender
+from pd_cluster.settings.config import Credentials, WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.processes import PortRange
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.transport.base import Checksum, Ends, KVReceiver, KVSender, LinkContext, Peer, PostKey, Prepared
+from pd_cluster.transport.dist import DistSender
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
-from pd_cluster.transport.ipc import ExportServer, IpcReceiver
-from pd_cluster.transport.local import LocalReceiver, OneSidedSender, offer_pool
-from pd_cluster.transport.pair import Backend
+from pd_cluster.transport.local import LocalReceiver
+from pd_cluster.transport.one_sided import OneSidedSender, PoolAddress
 from pd_cluster.transport.receiving import Probe, ReceiveThread
 from pd_cluster.transport.sending import SendThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
+from pd_cluster.transport.table import BY_NAME, TABLE
 from pd_cluster.transport.unix import UnixServer
 from pd_cluster.types import TokenOutput
 from tests.support.fake_device import FakeModule, MemfdMemory, content, install, put_on
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=4, dtype="float32")
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 NUM_BLOCKS = 12
 WAIT_S = 10.0
 TOKEN = TokenOutput("r", 0, 0, 0, 5)
 CHECKSUM = Checksum(seed=77)
 KEY = LinkKey.derive(b"secret", "link", "p", "d")
-NAMES: tuple[wire.TransportName, ...] = ("local", "shm", "dist")
+NAMES: tuple[wire.TransportName, ...] = tuple(each.name for each in TABLE if "cpu" in each.pools)
 CHECKED = (*NAMES, "cuda dist", "npu dist")
 # On fake devices: tests/support/fake_device.py.
 WAYS = (*CHECKED, "cuda local", "cuda ipc", "cuda nccl", "npu local", "npu ipc", "npu hccl")
@@ -49,10 +53,39 @@ WAYS = (*CHECKED, "cuda local", "cuda ipc", "cuda nccl", "npu local", "npu ipc",
 
 def random_pool(seed: int, layout: KVLayout = LAYOUT) -> KVPool:
     pool = KVPool(layout, NUM_BLOCKS)
-    pool.data[:NUM_BLOCKS].copy_(
-        torch.randn(pool.data[:NUM_BLOCKS].shape, generator=torch.Generator().manual_seed(seed))
-    )
+    numbers = pool.memory.parts[0][:NUM_BLOCKS]
+    numbers.copy_(torch.randn(numbers.shape, generator=torch.Generator().manual_seed(seed)))
     return pool
+
+
+Sender = TypeVar("Sender", bound=KVSender)
+Receiver = TypeVar("Receiver", bound=KVReceiver)
+
+
+def connected(
+    make_sender: Callable[[PostKey], Sender], make_receiver: Callable[[wire.TransportOffer, PostKey], Receiver]
+) -> tuple[Sender, Receiver]:
+    """Makes two ends that send their keys to each other."""
+    ends: list[KVSender | KVReceiver] = []
+
+    def post_to(other: int) -> PostKey:
+        def post(key: str, value: bytes) -> None:
+            meeting = ends[other].meeting
+            assert meeting is not None
+            meeting.put(key, value)
+
+        return post
+
+    sender = make_sender(post_to(1))
+    ends.append(sender)
+    receiver = make_receiver(sender.offer(), post_to(0))
+    ends.append(receiver)
+    return sender, receiver
+
+
+def ends_of(name: wire.TransportName, pool: KVPool) -> Ends:
+    """Returns the row of the table for a worker with this pool."""
+    return BY_NAME[name].ends(LinkContext(pool, MemfdMemory(), False, "127.0.0.1", WAIT_S, WAIT_S))
 
 
 class Pair:
@@ -67,34 +100,16 @@ class Pair:
         into: KVLayout = LAYOUT,
         kinds: tuple[DeviceKind, DeviceKind] | None = None,
     ) -> None:
-        """`kind`: of both devices; `kinds`: of P's and D's."""
+        """`kind`: of both devices; `kinds`: P's and D's."""
         self.source, self.target = random_pool(1, source), random_pool(2, into)
         for pool, of, at in zip((self.source, self.target), kinds or (kind, kind), (1, 0), strict=True):
             if of != "cpu":
                 put_on(pool, at if name in ("nccl", "hccl") else 0, of)
-        self.server: UnixServer | None = PoolServer(self.source) if name == "shm" else None
-        self.sender: KVSender
-        self.receiver: KVReceiver
-        if name == "ipc":
-            self.server = ExportServer(self.source, MemfdMemory())
-            self.sender = OneSidedSender(name, self.server.name, self.source, checksum, "GPU-0")
-            self.receiver = IpcReceiver(
-                self.sender.offer(), self.target, source, NUM_BLOCKS, checksum, WAIT_S, MemfdMemory()
-            )
-        elif name in ("dist", "nccl", "hccl"):
-            backend: Backend = name if name in ("nccl", "hccl") else "gloo"
-            self.sender = DistSender(self.source, checksum, False, "127.0.0.1", WAIT_S, WAIT_S, backend)
-            self.receiver = DistReceiver(
-                self.sender.offer(), self.target, source, checksum, False, "127.0.0.1", "127.0.0.1", WAIT_S, WAIT_S
-            )
-        else:
-            address = self.server.name if self.server is not None else offer_pool(self.source)
-            self.sender = OneSidedSender(name, address, self.source, checksum)
-            offer = self.sender.offer()
-            if name == "shm":
-                self.receiver = ShmReceiver(offer, self.target, source, NUM_BLOCKS, checksum, WAIT_S)
-            else:
-                self.receiver = LocalReceiver(offer, self.target, source, checksum)
+        self.ends = ends_of(name, self.source), ends_of(name, self.target)
+        self.sender, self.receiver = connected(
+            lambda post: self.ends[0].sender(checksum, post),
+            lambda offer, post: self.ends[1].receiver(Peer(offer, source, NUM_BLOCKS), checksum, post),
+        )
         opening = threading.Thread(target=lambda: self.sender.open(into))
         opening.start()
         self.receiver.open()
@@ -116,6 +131,12 @@ class Pair:
     def move_after(self, sequence: int, piece: wire.KVPiece, into: list[int]) -> None:
         self._sequence = sequence
         self.move(piece, into)
+
+    @property
+    def server(self) -> UnixServer | None:
+        """The server of P's pool, if its transport has one; it lives as long as P's process."""
+        server: UnixServer | None = getattr(self.ends[0], "_server", None)
+        return server
 
     def close(self) -> None:
         self.sender.close()
@@ -150,7 +171,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.fixture(params=CHECKED)
 def checked_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Of those whose payloads have checksums."""
+    """Makes a pair whose payloads have checksums."""
     made = make_pair(request.param, request)
     yield made
     made.close()
@@ -269,7 +290,7 @@ def test_shm_is_read_only_for_the_peer() -> None:
 
 def test_shm_is_gone_with_its_server() -> None:
     server = PoolServer(random_pool(1))
-    offer = wire.TransportOffer(transport="shm", address=server.name)
+    offer = PoolAddress(server.name).offer("shm")
     server.close()
     with pytest.raises(LinkError, match="cannot be reached"):
         ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S).open()
@@ -277,14 +298,14 @@ def test_shm_is_gone_with_its_server() -> None:
 
 def test_shm_refuses_a_pool_of_another_size() -> None:
     server = PoolServer(random_pool(1))
-    offer = wire.TransportOffer(transport="shm", address=server.name)
+    offer = PoolAddress(server.name).offer("shm")
     with pytest.raises(LinkError, match="bytes"):
         ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS + 1, CHECKSUM, WAIT_S).open()
     server.close()
 
 
 def test_dist_gives_up_when_nobody_joins() -> None:
-    sender = DistSender(random_pool(1), CHECKSUM, False, "127.0.0.1", 0.3, 0.3)
+    sender = DistSender(random_pool(1), CHECKSUM, False, "127.0.0.1", 0.3, 0.3, lambda key, value: None)
     with pytest.raises(LinkError) as caught:
         sender.open(LAYOUT)
     assert caught.value.retry
@@ -318,9 +339,9 @@ def make_config(transport: str, secret: bytes = b"s", connect_timeout_s: float =
 
 
 class Link:
-    """A link's two threads as two workers would build them, connected; what they say is collected.
+    """A link's two threads as two workers would build them, connected; their reports are collected.
 
-    `tamper` sees every frame on its way and says which ones arrive.
+    `tamper` sees every frame on its way and returns those that arrive.
     """
 
     def __init__(
@@ -350,18 +371,24 @@ class Link:
         lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed)
         opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
         self._ready = threading.Event()
-        self.receive = d.receive_thread("c", "127.0.0.1", opened, KEY, self._to_sender, self.events.put)
+        self.receive = d.receive_thread("c", opened, KEY, self._to_sender, self.events.put)
         self._ready.set()
         self.receive.start()
 
     def _to_sender(self, body: wire.Body) -> None:
         if isinstance(body, wire.LinkAnswer):
             self.send.open(body.transport, LAYOUT, KVLayout.from_info(body.layout))
+        if isinstance(body, wire.LinkValue):
+            self.send.meet(body)
+            return
         self.answers.put(body)
 
     def _to_receiver(self, body: wire.Body) -> None:
-        assert isinstance(body, wire.KVFrame)
         assert self._ready.wait(WAIT_S)
+        if isinstance(body, wire.LinkValue):
+            self.receive.meet(body)
+            return
+        assert isinstance(body, wire.KVFrame)
         for frame in self._tamper(body):
             self.receive.put(frame)
 
@@ -388,6 +415,21 @@ class Link:
             each._thread.join(WAIT_S)  # it still uses the device
 
 
+def test_no_transport_in_common_is_refused_with_both_sides_names() -> None:
+    layout = LAYOUT.to_info()
+    offers = [wire.TransportOffer(transport=name, data=b"") for name in ("nccl", "dist")]
+    lane = wire.LaneOffer(offers=offers, probe_seed=1)
+    opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
+    answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
+    receive = Transports(make_config("shm"), random_pool(2)).receive_thread("c", opened, KEY, answers.put, print)
+    receive.start()
+    refused = answers.get(timeout=WAIT_S)
+    receive.close()
+    assert isinstance(refused, wire.LinkRefused)
+    choice = f"{called('kv_transport')} shm"
+    assert refused.reason == f"no transport in common: the other offers nccl, dist; {choice} here allows shm"
+
+
 @pytest.mark.parametrize(("transport", "chosen"), [("auto", "local"), ("shm", "shm"), ("dist", "dist")])
 def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> None:
     link = Link(transport)
@@ -404,7 +446,7 @@ def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> No
 
 @pytest.mark.parametrize("transport", ["shm", "dist"])
 def test_a_pool_with_another_content_is_not_trusted(transport: str) -> None:
-    """As if the memory that D reads were not the one that P means."""
+    """D seems to read other memory than P means."""
     link = Link(transport, probe_seed=123)
     assert isinstance(link.answers.get(timeout=WAIT_S), wire.LinkAnswer)
     refused = link.answers.get(timeout=WAIT_S)
@@ -509,7 +551,7 @@ def test_a_link_whose_transports_all_fail_is_refused() -> None:
             raise LinkError("no way", retry=True)
 
     target = random_pool(2)
-    receiver = Broken(wire.TransportOffer(transport="local"), target, LAYOUT, CHECKSUM)
+    receiver = Broken(PoolAddress("").offer("local"), target, LAYOUT, CHECKSUM)
     thread = ReceiveThread(
         "c", "link", [receiver], Probe(target, LAYOUT, 0), Opener(KEY), answers.put, lambda event: None, WAIT_S
     )

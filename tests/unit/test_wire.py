@@ -1,4 +1,4 @@
-"""Messages survive the wire, and nothing else gets through."""
+"""Messages survive the wire, and all other bytes are rejected."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import MOST_UNTOLD, LegEnd, SamplingParams, TokenOutput
+from pd_cluster.transport.device_memory import MemoryPart
+from pd_cluster.transport.ipc import MAX_EXPORT_NBYTES, PoolExport, decode_export
+from pd_cluster.types import MOST_UNTOLD, LegEnd, LinkState, Order, Sampling, TokenOutput
 
 LAYOUT = wire.LayoutInfo(
-    num_layers=2, num_kv_heads=2, k_head_dim=8, v_head_dim=8, block_size=16, dtype="float32", tp_size=1, tp_rank=0
+    num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=16, dtype="float32", tp_size=1, tp_rank=0
 )
 TOKEN = TokenOutput("r", 0, 0, 3, 17, "stop", earlier=(2**31 - 1, 0))
 BODIES: list[wire.Body] = [
-    wire.Heartbeat(load=wire.Load(num_blocks=3, links={"decode-0@1": "up (shm)"})),
+    wire.Heartbeat(load=wire.Load(num_blocks=3, links={"decode-0@1": LinkState("up", ("shm",))})),
     wire.Heartbeat(),
     wire.Hello(kind="worker"),
     wire.Welcome(b"p" * 32, b"t" * 16),
     wire.Gone(),
+    wire.Join(role="decode", host="fd00::1", port=65535, device_ids=["4", "5"], model_identity="ab" * 32),
+    wire.JoinAnswer("no"),
+    wire.Leave(),
     wire.Peers(
         [
             wire.PeerInfo(
@@ -30,13 +36,13 @@ BODIES: list[wire.Body] = [
         ]
     ),
     wire.Submit(
-        "r", 0, "t", "prefill", "decode-0@1", [1, 2, 3], SamplingParams(stop_token_ids=(4,), seed=2**64 - 1), 9.5
+        "r", 0, "t", "prefill", "decode-0@1", Order([1, 2, 3], Sampling(stop_token_ids=(4,), seed=2**64 - 1)), 9.5
     ),
-    wire.Submit("r", 0, "t", "decode", "", [1], SamplingParams(beam_width=2, early_stopping="never"), 0.0),
+    wire.Submit("r", 0, "t", "decode", "", Order([1], Sampling(beam_width=2, early_stopping="never")), 0.0),
     wire.Abort("r", 1),
     wire.Outputs([TOKEN], [LegEnd("r", 0, "broken")]),
     wire.Outputs(events=[wire.TraceEvent("t", 2.5, "sent", {"start": 0, "nbytes": 2**62})], now_s=3.5),
-    wire.Submit("r", 0, "t", "hybrid", "", [1], SamplingParams(), 0.0, priority=-7, gathers=True, batch="b"),
+    wire.Submit("r", 0, "t", "hybrid", "", Order([1], Sampling(), priority=-7, gathers=True, batch="b"), 0.0),
     wire.CacheKeys(added=b"8 bytes.", removed=bytes(16), is_whole=True),
     wire.LinkOpen(
         "l",
@@ -48,9 +54,9 @@ BODIES: list[wire.Body] = [
         [
             wire.LaneOffer(
                 offers=[
-                    wire.TransportOffer(transport="shm", address="a"),
-                    wire.TransportOffer(transport="ipc", address="b", device_uuid="GPU-1"),
-                    wire.TransportOffer(transport="nccl", port=7, backend="nccl", device_uuid="GPU-1"),
+                    wire.TransportOffer(transport="shm", data=b"a"),
+                    wire.TransportOffer(transport="ipc", data=b"b GPU-1"),
+                    wire.TransportOffer(transport="nccl"),
                 ],
                 probe_seed=2**62,
             )
@@ -58,6 +64,7 @@ BODIES: list[wire.Body] = [
     ),
     wire.LinkAnswer("l", "dist", LAYOUT),
     wire.LinkReady("l", "shm"),
+    wire.LinkValue("dist", "0/1", b"\2\0", 3),
     wire.LinkRefused("l", "no", False),
     wire.Offer("t", 5),
     wire.Credit("t"),
@@ -115,7 +122,7 @@ def test_sealing_in_two_steps_is_the_same(body: wire.Body) -> None:
 
 def test_what_cannot_be_encoded_is_the_senders_error() -> None:
     with pytest.raises(OverflowError):
-        wire.encode_body(wire.Submit("r", 0, "t", "prefill", "", [1], SamplingParams(top_k=2**70), 0.0))
+        wire.encode_body(wire.Submit("r", 0, "t", "prefill", "", Order([1], Sampling(top_k=2**70)), 0.0))
 
 
 def test_a_foreign_message_is_refused() -> None:
@@ -135,20 +142,20 @@ def test_more_tokens_together_than_are_ever_told_are_no_message() -> None:
 
 
 def test_what_maps_a_pool_survives_and_is_bounded() -> None:
-    part = wire.MemoryPart(handle=b"h" * 512, nbytes=2**61, offset_nbytes=2**61)
+    part = MemoryPart(handle=b"h" * 512, nbytes=2**61, offset_nbytes=2**61)
     for num_parts in (1, 40):
-        export = wire.PoolExport(parts=[part] * num_parts, block_nbytes=2**61)
+        export = PoolExport(parts=[part] * num_parts, block_nbytes=2**61)
         data = msgspec.msgpack.encode(export)
-        assert len(data) <= wire.MAX_EXPORT_NBYTES * num_parts
-        assert wire.decode_export(data) == export
+        assert len(data) <= MAX_EXPORT_NBYTES * num_parts
+        assert decode_export(data) == export
     whole = msgspec.structs.asdict(export)
     for change in ({"handle": b"h" * 513}, {"nbytes": -1}, {"offset_nbytes": 2**62}):
         broken = whole | {"parts": [msgspec.structs.asdict(part), msgspec.structs.asdict(part) | change]}
         with pytest.raises(msgspec.DecodeError):
-            wire.decode_export(msgspec.msgpack.encode(broken))
+            decode_export(msgspec.msgpack.encode(broken))
     for wrong in ({"block_nbytes": 1.5}, {"parts": [part] * 1025}, {"parts": None}):
         with pytest.raises(msgspec.DecodeError):
-            wire.decode_export(msgspec.msgpack.encode(whole | wrong))
+            decode_export(msgspec.msgpack.encode(whole | wrong))
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**31])

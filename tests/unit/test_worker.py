@@ -9,29 +9,33 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from pd_cluster import wire
-from pd_cluster.config import Credentials, EngineConfig, PortRange, Timeouts, WorkerConfig
 from pd_cluster.engine import outbox
-from pd_cluster.engine.beams import are_first_tokens
-from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.events import Closed, Drain, Event, HandedOver, Mail, Opened, Stop
-from pd_cluster.engine.exports import ShipLimits
-from pd_cluster.engine.limits import Limits
-from pd_cluster.engine.links import ReceiveEnd, SendEnd, Side
-from pd_cluster.engine.patience import Patience
-from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, HandedOver, Mail, StartDrain, StopEngine
+from pd_cluster.engine.handover.exports import ShipLimits
+from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
+from pd_cluster.engine.step.beams import are_first_tokens
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.limits import EngineLimits
+from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.model.batch import RunnerOutput
+from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, LegEnd, Request, Resumed, Role, SamplingParams
+from pd_cluster.settings.config import Credentials, WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.processes import PortRange
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, LegEnd, Order, Request, Resumed, Role, Sampling
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, k_head_dim=8, v_head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=BLOCK_SIZE, dtype="float32")
 CONN = "scheduler-conn"
 
 
@@ -64,7 +68,7 @@ class Post:
 
 
 class NoLinks:
-    """LaneEnds that nobody should ask for."""
+    """LaneEnds that must not be used."""
 
     def send_end(self, *_: object) -> SendEnd:
         raise AssertionError("no link is opened")
@@ -79,12 +83,12 @@ class MidStepCredit(ToyRunner):
     worker: Worker
     credit = wire.Credit("r", 0)
 
-    def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        logits = super().forward(chunks)
+    def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> RunnerOutput:
+        output = super().forward(chunks)
         if on_layer is not None:
-            self.worker.credits.put(("link", self.credit))
+            self.worker.handover.credits.put(("link", self.credit))
             on_layer(1)
-        return logits
+        return output
 
 
 class World:
@@ -93,7 +97,7 @@ class World:
         self.post = Post()
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         prefix = PrefixScope("model", Numerics())
-        scheduler = Scheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, 4, 16, prefix)
+        scheduler = StepScheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, 4, 16, prefix)
         config = WorkerConfig(
             name="decode-0",
             role="decode",
@@ -112,19 +116,19 @@ class World:
             config,
             EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler),
             Side("decode-0@1", b"", "model", Numerics(), LAYOUT, NUM_BLOCKS, 0, wire.KVOptions()),
-            Limits(VOCAB_SIZE, 40),
+            EngineLimits(VOCAB_SIZE, 40, RopeLimit()),
             self.post,
             NoLinks(),
             self.inbox,
             clock=lambda: self.now_s,
             shares_cores=shares_cores,
         )
-        self.inbox.put(Opened(CONN, "scheduler@1", "scheduler"))
+        self.inbox.put(ConnOpened(CONN, "scheduler@1", "scheduler"))
 
     def submit(
-        self, name: str, prompt: list[int], sampling: SamplingParams, deadline_s: float = 0.0, gathers: bool = False
+        self, name: str, prompt: list[int], sampling: Sampling, deadline_s: float = 0.0, gathers: bool = False
     ) -> None:
-        self.mail(wire.Submit(name, 0, name, "hybrid", "", prompt, sampling, deadline_s, gathers=gathers))
+        self.mail(wire.Submit(name, 0, name, "hybrid", "", Order(prompt, sampling, gathers=gathers), deadline_s))
 
     def mail(self, body: wire.Body) -> None:
         self.inbox.put(Mail(CONN, "scheduler@1", body))
@@ -147,15 +151,15 @@ class World:
 
     def assert_home(self) -> None:
         assert self.worker.core.scheduler.blocks.num_held == 0
-        assert not self.worker._legs
-        assert not self.worker._deadlines
+        assert not self.worker.legs.sequences
+        assert not self.worker.legs.deadlines
 
 
-def sampling(n: int = 3, **changes: Any) -> SamplingParams:
-    return SamplingParams(**{"n": n, "max_tokens": 8, "temperature": 1.0, "seed": 4, "ignore_eos": True, **changes})
+def sampling(n: int = 3, **changes: Any) -> Sampling:
+    return Sampling(**{"n": n, "max_tokens": 8, "temperature": 1.0, "seed": 4, "ignore_eos": True, **changes})
 
 
-def beams(width: int, **changes: Any) -> SamplingParams:
+def beams(width: int, **changes: Any) -> Sampling:
     return sampling(**{"n": width, "beam_width": width, "temperature": 0.0, **changes})
 
 
@@ -175,7 +179,9 @@ def peer(name: str, epoch: int, role: Role) -> wire.PeerInfo:
 def test_the_scheduler_says_which_role_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     links: list[list[str]] = []
-    monkeypatch.setattr(world.worker.out_links, "set_peers", lambda peers: links.append([p.name for p in peers]))
+    monkeypatch.setattr(
+        world.worker.handover.out_links, "set_peers", lambda peers: links.append([p.name for p in peers])
+    )
     others = [peer("prefill-0", 2, "prefill"), peer("decode-1", 3, "decode"), peer("prefill-1", 4, "decode")]
     for role in ("decode", "prefill", "decode"):
         world.mail(wire.Peers([peer("decode-0", 1, role), *others]))  # type: ignore[arg-type]
@@ -190,13 +196,15 @@ def test_the_scheduler_says_which_role_it_has(monkeypatch: pytest.MonkeyPatch) -
 def test_links_are_taken_from_those_that_the_scheduler_named(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     opened = wire.LinkOpen("l", "model", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [])
-    hosts: list[str | None] = []
-    monkeypatch.setattr(world.worker.in_links, "on_open", lambda conn, peer, opened, host: hosts.append(host))
+    told: list[bool] = []
+    monkeypatch.setattr(
+        world.worker.handover.in_links, "on_open", lambda conn, peer, opened, is_told: told.append(is_told)
+    )
     world.mail(wire.Peers([peer("decode-0", 1, "decode"), peer("prefill-0", 2, "prefill")]))
     for name in ("prefill-0@2", "prefill-0@3", "prefill-9@2"):
         world.inbox.put(Mail("link", name, opened))
     world.step()
-    assert hosts == ["host of prefill-0", None, None]
+    assert told == [True, False, False]
 
 
 def test_all_sequences_come_to_their_end() -> None:
@@ -210,7 +218,10 @@ def test_all_sequences_come_to_their_end() -> None:
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
 def test_one_sequence_is_aborted_and_the_others_go_on(index: int, num_steps: int) -> None:
-    """Before they are forked, just after, and later. The token of the fork itself is told in any case."""
+    """It happens before they are forked, just after, and later.
+
+    The token of the fork itself is reported in any case.
+    """
     world = World()
     world.submit("r", PROMPT, sampling())
     for _ in range(num_steps):
@@ -225,11 +236,11 @@ def test_one_sequence_is_aborted_and_the_others_go_on(index: int, num_steps: int
 
 @pytest.mark.parametrize("lens", [{0: 3}, {0: 0, 1: 2, 2: 7}, {1: 1, 2: 1}, {0: 0, 2: 0}])
 def test_sequences_go_on_after_what_was_told_elsewhere(lens: dict[int, int]) -> None:
-    """Some have ended elsewhere and do not come; of some nothing was told yet."""
+    """Some have ended elsewhere and are not sent; for some nothing was reported yet."""
     world = World()
     expected = generate_alone(PROMPT, sampling())
     resumed = [Resumed(index, expected[index][:num_told]) for index, num_told in lens.items()]
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", PROMPT, sampling(), 0.0, "", resumed))
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling()), 0.0, resumed))
     for index, num_told in lens.items():
         world.post.tokens["r"][index] = list(expected[index][:num_told])
     world.run()
@@ -239,7 +250,7 @@ def test_sequences_go_on_after_what_was_told_elsewhere(lens: dict[int, int]) -> 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_sequences_that_go_on_do_not_take_each_others_blocks(seed: int) -> None:
-    """They compute again what was told, and by then the prefix cache has blocks of siblings."""
+    """They recompute reported tokens, and by then the prefix cache has blocks of siblings."""
     world, rng = World(), random.Random(seed)
     prompt = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
     params = sampling(max_tokens=24, seed=seed)
@@ -247,7 +258,7 @@ def test_sequences_that_go_on_do_not_take_each_others_blocks(seed: int) -> None:
     told = {index: expected[index][: rng.choice([1, 9, 15, rng.randrange(24)])] for index in range(3)}
     resumed = [Resumed(index, token_ids) for index, token_ids in told.items()]
     gathers = rng.random() < 0.5
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", prompt, params, 0.0, "", resumed, gathers=gathers))
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(prompt, params, gathers=gathers), 0.0, resumed))
     world.post.tokens["r"].update({index: list(token_ids) for index, token_ids in told.items()})
     world.run()
     assert found(world, "r") == expected
@@ -259,7 +270,7 @@ def test_one_of_the_sequences_that_go_on_is_aborted(num_steps: int) -> None:
     world = World()
     expected = generate_alone(PROMPT, sampling())
     resumed = [Resumed(index, expected[index][:2]) for index in range(3)]
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", PROMPT, sampling(), 0.0, "", resumed))
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling()), 0.0, resumed))
     for index in range(3):
         world.post.tokens["r"][index] = list(expected[index][:2])
     for _ in range(num_steps):
@@ -284,7 +295,7 @@ def test_one_of_the_sequences_that_go_on_is_aborted(num_steps: int) -> None:
 )
 def test_what_cannot_go_on_is_refused(leg: Leg, resumed: list[Resumed]) -> None:
     world = World()
-    world.mail(wire.Submit("r", 1, "r-1", leg, "decode-0@2", PROMPT, sampling(), 0.0, "", resumed))
+    world.mail(wire.Submit("r", 1, "r-1", leg, "decode-0@2", Order(PROMPT, sampling()), 0.0, resumed))
     world.step()
     (end,) = [ended for _, outputs in world.post.messages for ended in outputs.ended]
     assert "resumed" in (end.error or "")
@@ -299,7 +310,7 @@ def test_beams_leave_all_at_once() -> None:
     for _ in range(4):
         world.step()
     assert not world.post.tokens
-    assert len(world.worker._legs["r#0"]) == 3
+    assert len(world.worker.legs.sequences["r#0"]) == 3
     world.mail(wire.Abort("r", 0, 1))
     world.run()
     assert found(world, "r") == generate_alone(PROMPT, beams(3))
@@ -325,7 +336,7 @@ def test_aborted_beams_leave_nothing(num_steps: int) -> None:
 def test_candidates_are_handed_over_and_not_told(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
     """A search of one token ends where the prompt was computed."""
     world = World()
-    worker, links = world.worker, world.worker.out_links
+    worker, links = world.worker, world.worker.handover.out_links
     ends: list[wire.KVEnd] = []
     sent: list[wire.Body] = []
     monkeypatch.setattr(links, "link_to", lambda peer: "link")
@@ -334,15 +345,15 @@ def test_candidates_are_handed_over_and_not_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(links, "ship", lambda *_: None)
     monkeypatch.setattr(links, "ship_end", lambda conn, end: ends.append(end))
     params = beams(3, max_tokens=max_tokens)
-    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", PROMPT, params, 0.0))
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, params), 0.0))
     world.step()
     if max_tokens > 1:
         world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 0)))
-        worker.credits.put(("link", wire.Credit("r", 0)))
+        worker.handover.credits.put(("link", wire.Credit("r", 0)))
         world.step()
         assert not world.post.tokens
         (end,) = ends
-        assert are_first_tokens(Request("r", PROMPT, params), end.first_tokens, VOCAB_SIZE)
+        assert are_first_tokens(Request("r", Order(PROMPT, params)), end.first_tokens, VOCAB_SIZE)
         world.mail(wire.Abort("r", 0))
         world.step()
     else:
@@ -390,7 +401,7 @@ def test_a_scheduler_that_is_gone_leaves_nothing_behind() -> None:
     world.submit("s", PROMPT, sampling(n=1))
     world.step()
     world.step()
-    world.inbox.put(Closed(CONN, "scheduler@1", "cut"))
+    world.inbox.put(ConnClosed(CONN, "scheduler@1", "cut"))
     world.run()
     world.assert_home()
 
@@ -399,9 +410,11 @@ def test_a_scheduler_that_is_gone_leaves_nothing_behind() -> None:
     ("changes", "problem"),
     [
         ({"n": 0}, "n 0 must be in 1 to 1024"),
-        ({"temperature": float("nan")}, "sampling parameters must be finite numbers"),
-        ({"top_p": 0.0}, "top_p must be in"),
-        ({"repetition_penalty": -1.0}, "top_p must be in"),
+        ({"temperature": float("nan")}, "temperature nan must be in [0, inf)"),
+        ({"min_p": 1.5}, "min_p 1.5 must be in [0, 1]"),
+        ({"logit_bias": ((1, float("nan")),)}, "logit_bias must be finite numbers"),
+        ({"top_p": 0.0}, "top_p 0.0 must be in (0, 1]"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty -1.0 must be in (0, inf)"),
         ({"logit_bias": ((VOCAB_SIZE, 1.0),)}, "token ids in sampling parameters must be in 0 to"),
         ({"allowed_token_ids": (-1,)}, "token ids in sampling parameters must be in 0 to"),
         ({"bad_words": ((),)}, "token ids in sampling parameters must be in 0 to"),
@@ -426,7 +439,7 @@ def test_random_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MOST_UNTOLD", 3)
     rng = random.Random(seed)
     world = World()
-    wanted: dict[str, tuple[list[int], SamplingParams]] = {}
+    wanted: dict[str, tuple[list[int], Sampling]] = {}
     touched: set[tuple[str, int]] = set()
     for at in range(200):
         if at < 60 and rng.random() < 0.4:
@@ -459,8 +472,8 @@ def test_the_loop_says_that_it_came_round_between_steps() -> None:
 
     def came_round() -> None:
         steps.append(world.worker.core.num_steps)
-        if not world.worker._legs:
-            world.inbox.put(Stop())
+        if not world.worker.legs.sequences:
+            world.inbox.put(StopEngine())
 
     world.worker.run(came_round)
     assert steps == list(range(len(steps)))
@@ -474,7 +487,9 @@ def test_the_loop_says_that_it_came_round_between_steps() -> None:
 def test_batches_are_told_apart_by_name_and_priority() -> None:
     world = World()
     for name, batch, priority in (("a", "x", 0), ("b", "x", 1), ("c", "", 0)):
-        submit = wire.Submit(name, 0, name, "hybrid", "", PROMPT, sampling(1), 0.0, priority=priority, batch=batch)
+        submit = wire.Submit(
+            name, 0, name, "hybrid", "", Order(PROMPT, sampling(1), priority=priority, batch=batch), 0.0
+        )
         world.mail(submit)
     world.step()
     batches = {key: request.batch for key, request in world.worker.core.scheduler.requests.items()}
@@ -505,7 +520,7 @@ def test_on_a_device_of_its_own_and_when_it_drains_no_step_waits(
     world.step()
     if shares_cores:
         assert world.worker.core.num_steps == 0
-        world.inbox.put(Drain())
+        world.inbox.put(StartDrain())
     world.run()
     assert len(found(world, "r")[0]) == sampling(1).max_tokens
 
@@ -518,10 +533,10 @@ def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:
     def came_round() -> None:
         nonlocal monotonic_s
         monotonic_s += 1e-6  # far less than what a load may be old
-        if not world.worker._legs and world.worker.core.num_steps:
+        if not world.worker.legs.sequences and world.worker.core.num_steps:
             ends.append(world.worker.load.num_running)
             if len(ends) == 2:
-                world.inbox.put(Stop())
+                world.inbox.put(StopEngine())
 
     world.worker._clock = lambda: monotonic_s
     world.worker.run(came_round)
@@ -532,7 +547,7 @@ def test_heartbeats_hear_at_once_that_nothing_runs_any_more() -> None:
 
 
 def positions_told(world: World, index: int = 0) -> list[list[int]]:
-    """Of one sequence: which tokens came together."""
+    """Returns which tokens of one sequence came together."""
     tokens = [token for _, outputs in world.post.messages for token in outputs.tokens if token.index == index]
     return [[each.position for each in token.apart()] for token in tokens]
 
@@ -552,7 +567,7 @@ def test_a_sequence_that_goes_on_is_told_from_there() -> None:
     world = World()
     (expected,) = generate_alone(PROMPT, sampling(1))
     resumed = [Resumed(0, expected[:3])]
-    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", PROMPT, sampling(1), 0.0, "", resumed, gathers=True))
+    world.mail(wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(1), gathers=True), 0.0, resumed))
     world.post.tokens["r"][0] = expected[:3]
     world.run()
     assert found(world, "r")[0] == expected
@@ -581,7 +596,7 @@ def test_what_was_not_told_before_an_abort_never_is() -> None:
     world.assert_home()
 
 
-# ---- what is told of its transfers
+# ---- reports of its transfers
 
 
 def told(world: World, conn: str = CONN) -> list[str]:
@@ -613,14 +628,14 @@ def test_events_alone_wait_for_the_next_tick() -> None:
 
 
 def test_every_scheduler_is_told() -> None:
-    """Who has no tokens in this step gets them with the next tick; nobody gets them twice."""
+    """A scheduler without tokens in this step gets them with the next tick; none gets them twice."""
     world = World()
-    world.inbox.put(Opened("other-conn", "other@1", "scheduler"))
+    world.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
     world.submit("r", [1, 2, 3], sampling(n=1))
     world.run()
     world.step()
     assert told(world) == told(world, "other-conn") == ["submitted", "admitted", "finished"]
-    world.inbox.put(Closed("other-conn", "other@1", "gone"))
+    world.inbox.put(ConnClosed("other-conn", "other@1", "gone"))
     world.submit("s", [1, 2, 3], sampling(n=1))
     world.run()
     assert len(told(world, "other-conn")) == 3
@@ -637,9 +652,9 @@ def test_a_leg_that_is_refused_or_late_has_failed() -> None:
 
 
 def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a credit that comes while it runs; and what has left is not sent again."""
+    """A credit that arrives during the step counts, too; layers already sent are not sent again."""
     world = World()
-    worker, links = world.worker, world.worker.out_links
+    worker, links = world.worker, world.worker.handover.out_links
     runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     worker.core.runner, runner.worker = runner, worker
     shipped: list[tuple[wire.KVPiece, int]] = []
@@ -649,12 +664,12 @@ def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(links, "send", lambda conn, body: None)
     monkeypatch.setattr(links, "ship", lambda conn, tid, index, piece: shipped.append((piece, worker.core.num_steps)))
     monkeypatch.setattr(links, "ship_end", lambda conn, end: ends.append(end))
-    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", PROMPT, sampling(n=1), 0.0))
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
     world.step()
     (request,) = worker.core.scheduler.requests.values()
     assert shipped == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
     assert [end.num_chunks for end in ends] == [1]
-    assert worker.exports.held.take("link", "r")
+    assert worker.handover.exports.held.take("link", "r")
     world.worker.inbox.put(HandedOver("link", "r"))
     world.step()
     world.assert_home()
@@ -663,14 +678,14 @@ def test_layers_leave_before_the_step_has_ended(monkeypatch: pytest.MonkeyPatch)
 def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends its request, whose blocks the step still writes."""
     world = World()
-    worker, links = world.worker, world.worker.out_links
+    worker, links = world.worker, world.worker.handover.out_links
     runner = MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     worker.core.runner, runner.worker, runner.credit = runner, worker, wire.Credit("r", 3)
     sent: list[wire.Body] = []
     monkeypatch.setattr(links, "link_to", lambda peer: "link")
     monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
     monkeypatch.setattr(links, "send", lambda conn, body: sent.append(body))
-    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", PROMPT, sampling(n=1), 0.0))
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
     world.step()
     assert worker.core.scheduler.requests, "it was ended under the running step"
     world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 3)))

@@ -1,1 +1,1 @@
-"""FastDeploy's package of that name."""
+"""FastDeploy's package `engine`."""

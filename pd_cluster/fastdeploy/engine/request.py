@@ -1,4 +1,4 @@
-"""What FastDeploy's `LLM` returns, in its document's shapes."""
+"""The results of FastDeploy's `LLM`, in its document's shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pd_cluster.offline import outputs as shapes
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput(shapes.CompletionOutput):
-    """One answer. `index` is the number of its prompt among those of the call, which are one batch."""
+    """One answer. `index` is the number of its prompt in the call, whose prompts are one batch."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,16 +31,16 @@ class RequestMetrics(shapes.RequestMetrics):
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput(shapes.RequestOutput):
-    """What became of one prompt. `outputs` is its answer; a list of them where `n` asked for several.
+    """The result of one prompt. `outputs` is its answer, or a list where `n` requested several.
 
-    `error_code` is 200, or an HTTP status; then `error_msg` says why, and the answer has no text.
+    `error_code` is 200, or an HTTP status; then `error_msg` gives the reason, and the answer has no text.
     """
 
     outputs: CompletionOutput | list[CompletionOutput]  # type: ignore[assignment]
 
     @classmethod
     def of(cls, found: shapes.RequestOutput, at: int) -> RequestOutput:
-        """`at`: the prompt's number in the call."""
+        """Converts an output. `at`: the prompt's number in the call."""
         answers = [CompletionOutput(**_values(each) | {"index": at}) for each in found.outputs]
         metrics = None if found.metrics is None else RequestMetrics.of(found.metrics)
         own = {"outputs": answers[0] if len(answers) == 1 else answers, "metrics": metrics}

@@ -11,7 +11,7 @@ from pd_cluster.offline import sampling
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams(sampling.SamplingParams):
-    """As `pd_cluster.SamplingParams`, but `max_tokens` counts the tokens of prompt and answer together.
+    """Like `pd_cluster.SamplingParams`, but `max_tokens` counts the tokens of prompt and answer together.
 
     None, the default: as many as the context has room for.
     """

@@ -22,7 +22,7 @@ Params = SamplingParams | Sequence[SamplingParams]
 
 
 class LLM:
-    """A model, its tokenizer and the memory for its KV cache. Usable in `with`; `close` gives everything back.
+    """A model, its tokenizer and the memory for its KV cache. Usable in `with`; `close` releases everything.
 
     `arguments`: those of FastDeploy's page of parameters, of `pd_cluster.LLM`, or flags of `pd-cluster serve` by their
     Python names; honoured, accepted with one warning where they cannot matter, or refused with the reason.
@@ -43,7 +43,7 @@ class LLM:
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Continues prompts, adding nothing to them. One output for each, in their order.
+        """Continues prompts, adding nothing to them. Returns one output for each, in their order.
 
         `prompts`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of one of these.
         `others`: further ones of `pd_cluster.LLM.generate`. Raises RequestError before any work.
@@ -67,7 +67,7 @@ class LLM:
         return _own(self._llm.chat(messages, params, use_tqdm, chat_template_kwargs=chat_template_kwargs, **others))
 
     def close(self) -> None:
-        """Ends the engine; once is enough."""
+        """Ends the engine; further calls do nothing."""
         self._llm.close()
 
     def __enter__(self) -> Self:
@@ -84,7 +84,7 @@ def _own(found: list[Any]) -> list[RequestOutput]:
 
 
 def _write_log(line: str) -> None:
-    """Where nothing can be written, a warning says so, and what would have been."""
+    """Writes the log file; if that fails, a warning has the line."""
     folder = Path(os.environ.get("FD_LOG_DIR") or "log")
     try:
         folder.mkdir(parents=True, exist_ok=True)

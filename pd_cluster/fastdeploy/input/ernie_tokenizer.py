@@ -1,4 +1,4 @@
-"""FastDeploy's ErnieBotTokenizer, for whatever model: its folder's own tokenizer and chat template."""
+"""FastDeploy's ErnieBotTokenizer, for any model: its folder's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, Self
 
 import msgspec
 
-from pd_cluster.api.chat_protocol import ChatFields
-from pd_cluster.api.conversation import conversation_of
-from pd_cluster.api.parse import parse
+from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.errors import RequestError
-from pd_cluster.hub import resolve_model
-from pd_cluster.text import Tokenizer
+from pd_cluster.service.prompts.conversation import conversation_of
+from pd_cluster.service.schema.chat_protocol import ChatFields
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.text.tokenizer import Tokenizer
 
 
 class ErnieBotTokenizer:
@@ -21,7 +21,7 @@ class ErnieBotTokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str, revision: str = "") -> Self:
-        """A model's folder, or a hub's model. Raises ModelError."""
+        """Opens a model's folder, or a hub's model. Raises ModelError."""
         return cls(Tokenizer(resolve_model(str(path), revision, needs_weights=False)))
 
     @property
@@ -35,7 +35,7 @@ class ErnieBotTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """The prompt that the model's chat template makes, or its token ids. Parts of a message may be texts alone.
+        """Returns the chat template's prompt, or its token ids. Parts of a message must be texts.
 
         `variables` are the template's, such as `enable_thinking`. Raises RequestError.
         """
@@ -49,7 +49,7 @@ class ErnieBotTokenizer:
         }
         try:
             request = parse(msgspec.json.encode(body), ChatFields)
-        except (TypeError, ValueError) as error:  # what JSON has no word for
+        except (TypeError, ValueError) as error:  # values that JSON cannot express
             raise RequestError(f"conversation: {error}", param="messages") from None
         text = conversation_of(request, template.variables).render(template)
         return self._tokenizer.encode(text, False) if tokenize else text

@@ -1,8 +1,8 @@
-"""Paged attention for CPU: per sequence, gather its blocks and call scaled_dot_product_attention.
+"""Paged attention for CPU: per sequence, gathers its blocks and calls scaled_dot_product_attention.
 
 Registered with transformers under `NAME`; a model's attention modules call `forward` with the step's ForwardBatch
-as a keyword. Writes the step's keys and values to the pool first, then attends through the pool. What a module asks for
-and this file cannot do is an error, met by the forward passes that the load ends with.
+as a keyword. It writes the step's keys and values to the pool first, then attends through the pool. A module's request
+that this file cannot fulfil is an error, found by the forward passes at the end of loading.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pd_cluster.model.batch import ForwardBatch
 
 NAME = "pd_cluster"  # transformers gives names with "sdpa" or "paged|" in them a meaning of their own
 
-# What modules hand on that changes nothing here: the batch says where a sequence starts, and nothing is trained.
+# Arguments of modules that change nothing here: the batch says where a sequence starts, and nothing is trained.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """From queries and keys to attention weights: softmax(softcap * tanh(q @ k * scaling / softcap))."""
+    """How attention weights are computed: softmax(softcap * tanh(q @ k * scaling / softcap))."""
 
     scaling: float
-    sliding_window: int | None = None  # a token sees so many, itself included
+    sliding_window: int | None = None  # a token sees this many, including itself
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key, whose value is zero (gpt-oss)
 
@@ -36,7 +36,7 @@ class Scoring:
 
 
 class _OfModule:
-    """The default of `sliding_window`: a module that does not hand its window on may have it as an attribute."""
+    """The default of `sliding_window`: a module that does not pass its window may have it as an attribute."""
 
 
 def forward(
@@ -48,15 +48,18 @@ def forward(
     *,
     scaling: float,
     forward_batch: ForwardBatch,
-    dropout: float = 0.0,
     sliding_window: int | type[_OfModule] | None = _OfModule,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Returns ([1, num_tokens, num_heads, head_dim], None). Raises ModelError for what it would have to ignore."""
+    """Returns ([1, num_tokens, num_heads, head_dim], None).
+
+    Raises ModelError for arguments that it would have to ignore.
+    """
+    dropout = others.pop("dropout", None) or None  # 0 is none
     unknown = {name: given for name, given in others.items() if name not in HARMLESS}
-    _refuse_unknown(module, {**unknown, "attention_mask": attention_mask, "dropout": dropout or None})
+    _refuse_unknown(module, {**unknown, "attention_mask": attention_mask, "dropout": dropout})
     window = getattr(module, "sliding_window", None) if isinstance(sliding_window, type) else sliding_window
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [num_tokens, num_kv_heads, head_dim]
     layer_idx = module.layer_idx
@@ -85,7 +88,7 @@ def write_and_attend(
     batch: ForwardBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Puts the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
+    """Writes the step's keys and values to the pool; returns [num_tokens, num_heads, head_dim]."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
     block_size = batch.pool.layout.block_size
     write_kv(keys, values, key_pool, value_pool, batch.slot_mapping)
@@ -96,13 +99,13 @@ def write_and_attend(
     window = scoring.sliding_window
     for i, context_len in enumerate(batch.context_lens.tolist()):
         rows = slice(query_starts[i], query_starts[i + 1])
-        if context_len == 0:  # a row of padding
+        if context_len == 0:  # padding
             output[rows] = 0
             continue
         query_len = rows.stop - rows.start
         table = batch.block_table[table_starts[i] : table_starts[i + 1]]
         first = 0 if window is None else max(0, context_len - query_len - window + 1) // block_size
-        seen = context_len - first * block_size  # keys at hand; the last query_len of them are the queries' own
+        seen = context_len - first * block_size  # number of keys; the last query_len of them belong to the queries
         if seen == query_len:
             k, v = keys[rows], values[rows]
         else:
@@ -119,7 +122,7 @@ def write_kv(
     value_pool: torch.Tensor,
     slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
 ) -> None:
-    """Puts keys and values of the step into their slots, in the pool's precision."""
+    """Writes the step's keys and values into their slots, in the pool's precision."""
     block, offset = slot_mapping // key_pool.shape[1], slot_mapping % key_pool.shape[1]
     key_pool.index_put_((block, offset), keys.to(key_pool.dtype))
     value_pool.index_put_((block, offset), values.to(value_pool.dtype))
@@ -132,7 +135,7 @@ def _attend(
     batch: ForwardBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """One sequence. Returns [num_heads, query_len, head_dim]."""
+    """Attends for one sequence. Returns [num_heads, query_len, head_dim]."""
     num_heads, query_len, head_dim = q.shape
     seen, num_kv_heads, _ = k.shape
     scaling, sliding_window = scoring.scaling, scoring.sliding_window
@@ -145,7 +148,7 @@ def _attend(
             k, v = k[:, :, -window:], v[:, :, -window:]
         grouped = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         attended = scaled_dot_product_attention(grouped, k, v, scale=scaling)
-        return attended.reshape(num_heads, 1, head_dim)  # in float32 on CUDA its heads come strided
+        return attended.reshape(num_heads, 1, head_dim)  # on CUDA, float32 heads are strided
     if seen == query_len and not window:
         return scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling, enable_gqa=True)[0]
     mask = _mask(batch, query_len, seen, window)
@@ -155,7 +158,7 @@ def _attend(
 def _attend_step_by_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """With what scaled_dot_product_attention has no place for: a softcap (Gemma 2), sinks (gpt-oss)."""
+    """Attends with the features that scaled_dot_product_attention lacks: a softcap (Gemma 2), sinks (gpt-oss)."""
     num_heads, query_len, head_dim = q.shape
     num_kv_heads = k.shape[0]
     grouped = q.reshape(num_kv_heads, -1, query_len, head_dim)  # [num_kv_heads, group, query_len, head_dim]
@@ -163,7 +166,7 @@ def _attend_step_by_step(
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     scores = scores.masked_fill(~mask, float("-inf"))
-    if scoring.sinks is not None:  # takes its share of the weights, and adds nothing
+    if scoring.sinks is not None:  # it takes its share of the weights, and adds nothing
         sinks = scoring.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1).expand(-1, -1, query_len, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[1]].to(q.dtype)
@@ -171,10 +174,10 @@ def _attend_step_by_step(
 
 
 def _mask(batch: ForwardBatch, query_len: int, seen: int, window: int) -> torch.Tensor:
-    """[query_len, seen] bool: key j is visible to query i when it is not later, and within the window if any."""
+    """Returns [query_len, seen] bool: key j is visible to query i unless it is later, or outside the window."""
     found = batch.masks.get((query_len, seen, window))
     if found is None:
-        device = batch.positions.device
+        device = batch.slot_mapping.device
         query_at = torch.arange(seen - query_len, seen, device=device)[:, None]
         key_at = torch.arange(seen, device=device)[None]
         found = key_at <= query_at

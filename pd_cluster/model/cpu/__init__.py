@@ -1,1 +1,1 @@
-"""The C kernels of the CPU forward pass: source, how it is built, how it is called."""
+"""The C kernels of the CPU forward pass: their source, build and calls."""

@@ -1,4 +1,4 @@
-"""The C kernels as `Ops`. Everything that C takes on trust is checked here: dtypes, shapes, contiguity.
+"""The C kernels as `Ops`. Checks everything that C relies on: dtypes, shapes, contiguity.
 
 Block ids were checked against the pool when the batch was built.
 """
@@ -16,17 +16,22 @@ import torch
 
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.cpu import build
-from pd_cluster.model.ops import Activation, Heads, Norm, Rope
+from pd_cluster.model.layers.expert_weight import ExpertWeights
+from pd_cluster.model.layers.gated import Activation, Experts
+from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
+from pd_cluster.model.layers.weight import LinearWeight
+from pd_cluster.native import build
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # rows.h
 
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class _Step(ctypes.Structure):
-    """Step in attention.h: one batch."""
+    """Step in paged.h: one batch."""
 
     _fields_ = (
         *((name, _Int) for name in ("num_tokens", "num_seqs", "num_threads")),
@@ -36,19 +41,19 @@ class _Step(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    """Layer in attention.h: one layer in one pool."""
+    """Layer in paged.h: one layer in one pool."""
 
     _fields_ = (
         *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "block_size")),
         *((name, _Int) for name in ("block_stride", "key_offset", "value_offset")),
         *((name, _Float) for name in ("scaling", "softcap", "eps")),
-        *((name, _Pointer) for name in ("q_norm", "k_norm")),
+        *((name, _Pointer) for name in ("q_norm", "k_norm", "sinks")),
     )
 
 
 @dataclass(slots=True)
 class _BatchState:
-    """What C sees of a batch, and what must live as long."""
+    """C's view of a batch with one kind of rope, and the objects that must live as long."""
 
     step: _Step
     address: int
@@ -68,7 +73,7 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def supports(config: Any) -> bool:
-    """Whether the attention kernel takes heads of this size (a transformers config)."""
+    """Whether the attention kernel supports heads of this size (a transformers config)."""
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return head_dim % HEAD_DIM_MULTIPLE == 0 and head_dim <= MAX_HEAD_DIM
 
@@ -78,11 +83,15 @@ class CpuOps:
 
     name = "C"
     attention = "C"
+    is_capturable = False  # there are no graphs on a CPU
 
     def __init__(self, flags: tuple[str, ...] = build.FLAGS) -> None:
         library = _library(flags)
         self._norm, self._gate, self._attend = library.pd_norm, library.pd_gate, library.pd_attend
         self._layers: dict[Heads, tuple[KVPool, _Layer, int]] = {}
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        return weight.linear()
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return self._add_norm(x, None, norm)
@@ -120,10 +129,13 @@ class CpuOps:
             out.data_ptr(),
             num_rows,
             features // 2,
-            int(activation == "gelu_tanh"),
+            ACTIVATIONS[activation],
             torch.get_num_threads(),
         )
         return out
+
+    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
+        return Experts(gate, weights, self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         num_tokens, width = qkv.shape
@@ -131,9 +143,12 @@ class CpuOps:
         assert width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         assert qkv.dtype == torch.float32
         assert qkv.is_contiguous()
-        state = batch.kernel_state
-        if not isinstance(state, _BatchState):
-            state = batch.kernel_state = _batch_state(batch, rope, heads.head_dim)
+        states = batch.kernel_state
+        if not isinstance(states, dict):
+            states = batch.kernel_state = {}
+        state = states.get(rope)
+        if state is None:
+            state = states[rope] = _batch_state(batch, rope, heads.head_dim)
         pool, _, layer = self._layers.get(heads) or self._bind(heads, batch.pool)
         if pool is not batch.pool:
             _, _, layer = self._bind(heads, batch.pool)
@@ -146,9 +161,13 @@ class CpuOps:
         data, layout = pool.data, pool.layout
         assert data.dtype == torch.float32
         assert data.is_contiguous()
-        assert (layout.local_kv_heads, layout.k_head_dim) == (heads.num_kv_heads, heads.head_dim)
+        assert (layout.local_kv_heads, layout.head_dim) == (heads.num_kv_heads, heads.head_dim)
         assert heads.num_heads % heads.num_kv_heads == 0
         assert heads.layer_idx < layout.num_layers
+        if heads.sinks is not None:
+            assert heads.sinks.shape == (heads.num_heads,)
+            assert heads.sinks.dtype == torch.float32
+            assert heads.sinks.is_contiguous()
         layer = _Layer(
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -163,6 +182,7 @@ class CpuOps:
             eps=heads.q_norm.eps if heads.q_norm is not None else 0.0,
             q_norm=heads.q_norm.weight.data_ptr() if heads.q_norm is not None else None,
             k_norm=heads.k_norm.weight.data_ptr() if heads.k_norm is not None else None,
+            sinks=heads.sinks.data_ptr() if heads.sinks is not None else None,
         )
         bound = self._layers[heads] = (pool, layer, ctypes.addressof(layer))
         return bound
@@ -173,7 +193,7 @@ def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
         assert table.shape == (batch.num_tokens, head_dim)
         assert table.dtype == torch.float32
         assert table.is_contiguous()
-    order = np.argsort(-batch.context_lens.numpy(), kind="stable").astype(np.int32)  # the longest first
+    order = np.argsort(-batch.context_lens.numpy(), kind="stable").astype(np.int32)  # longest first
     step = _Step(
         batch.num_tokens,
         batch.num_seqs,

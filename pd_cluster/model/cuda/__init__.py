@@ -1,1 +1,1 @@
-"""The model's kernels on CUDA, in Triton. Outside it only transport/copy_kernel imports triton."""
+"""The model's kernels on CUDA, in Triton. Outside it only kv/copy_kernel imports triton."""

@@ -1,4 +1,4 @@
-"""Greedy sampling on the device. Knows nothing of requests; changes no logit and waits for nothing."""
+"""Greedy sampling on the device. Knows nothing of requests, changes no logit and never waits for the device."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 import triton
 
 from pd_cluster.model.cuda import argmax_kernels as kernels
-from pd_cluster.model.cuda.ops import DTYPES
+from pd_cluster.model.cuda.elementwise_kernels import DTYPES
 
-FEW_ROWS = 8  # below, parts are small, so that there are as many programs as the device can hold
+FEW_ROWS = 8  # with fewer rows, parts are small, so that enough programs run to fill the device
 FEW_ROWS_BLOCK, BLOCK = 1024, 8192
 
 
 class Best(NamedTuple):
-    """Of each row of logits; each [num_rows]."""
+    """The best token of each row of logits; every field is [num_rows]."""
 
     token_ids: torch.Tensor  # int64: the most likely token, the lowest id among equals
     logits: torch.Tensor  # float32: its logit, finite
-    irregular: torch.Tensor  # bool: there was NaN or +inf, or nothing but -inf
+    irregular: torch.Tensor  # bool: the row had NaN or +inf, or nothing but -inf
 
 
 def argmax_rows(logits: torch.Tensor) -> Best:
-    """[num_rows, vocab_size]. What no distribution follows from counts as `pd_cluster.model.passes.peaks` mends it.
+    """Returns the best of logits [num_rows, vocab_size]. Irregular logits count as `sampling.passes.peaks` mends them.
 
-    That is: NaN as -inf, +inf as the largest float32, and a row without anything is token 0 with logit 0; only a
-    caller with another fallback has to look at `irregular`.
+    NaN counts as -inf, and +inf as the largest float32; a row without any finite logit gives token 0 with logit 0. Only
+    a caller with another fallback needs `irregular`.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype in DTYPES

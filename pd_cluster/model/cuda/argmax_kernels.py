@@ -19,7 +19,7 @@ def best_of_parts(
     VOCAB_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program is one row and BLOCK of its logits."""
+    """Each program reduces BLOCK logits of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
@@ -45,7 +45,7 @@ def best_of_rows(
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row."""
+    """Each program reduces one row's parts."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < NUM_PARTS

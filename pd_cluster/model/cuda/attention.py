@@ -1,4 +1,4 @@
-"""Paged attention on CUDA: what is launched for a batch. Nothing here waits for the device, or asks it anything.
+"""Paged attention on CUDA: launches the kernels for a batch. Nothing here synchronizes with the device.
 
 Launches go to the process's current device and stream. Importing this file imports Triton.
 """
@@ -15,27 +15,29 @@ from pd_cluster.model.cuda.attention_configs import padded
 from pd_cluster.model.cuda.attention_decode import decode_kernel, merge_kernel
 from pd_cluster.model.cuda.attention_kernels import prefill_kernel
 from pd_cluster.model.cuda.attention_write import write_kernel
-from pd_cluster.model.cuda.plan import AttentionPlan
+from pd_cluster.model.cuda.plan import MAX_SPLITS, AttentionPlan
 
 LOG2_E = math.log2(math.e)
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
 MERGE_CHUNK = 16  # splits that a program of the merge reads at once
-WRITE_CHUNK = 1024  # numbers of a token that a program writes
+SEARCHED = 128  # rows whose splits a program of decode counts at once, one a thread
+WRITE_CHUNK = 1024  # elements of a token that a program writes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchMetadata:
-    """On the device, int32. Sequence i owns query rows [query_starts[i], query_starts[i + 1]) and a part of the table.
+    """A batch's metadata on the device, int32. Sequence i owns query rows [query_starts[i], query_starts[i + 1]).
 
-    A padding row has context_len 0 and an empty table; its output is zero.
+    Its blocks are block_table[table_starts[i]:table_starts[i + 1]]. A padding row has context_len 0 and no blocks; its
+    output is zero.
     """
 
     query_starts: torch.Tensor  # [num_seqs + 1]
     context_lens: torch.Tensor  # [num_seqs]
-    block_table: torch.Tensor  # [sum of blocks]
+    block_table: torch.Tensor  # [total number of blocks]
     table_starts: torch.Tensor  # [num_seqs + 1]
-    decode_seqs: torch.Tensor  # [num_decode], of the plan; not read when all sequences are decoded
-    tiles: torch.Tensor  # [num_tiles, 2], of the plan
+    decode_seqs: torch.Tensor  # [num_decode], from the plan; not read when all sequences decode
+    tiles: torch.Tensor  # [num_tiles, 2], from the plan
 
 
 def attend(
@@ -63,13 +65,13 @@ def attend(
 
 
 def write_kv(
-    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], a token's numbers contiguous
+    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], contiguous within a token
     values: torch.Tensor,
     key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_pool: torch.Tensor,
     slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
 ) -> None:
-    """Puts keys and values of the step into their slots, in the pool's precision."""
+    """Writes the step's keys and values into their slots, in the pool's precision."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     _check_pools(key_pool, value_pool)
     for given, pool in ((keys, key_pool), (values, value_pool)):
@@ -96,7 +98,7 @@ def write_kv(
 
 
 def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
-    """The kernels trust what passes here; block ids were checked when the batch was built."""
+    """Asserts what the kernels rely on; block ids were checked when the batch was built."""
     _, block_size, _, head_dim = key_pool.shape
     assert key_pool.shape == value_pool.shape
     assert key_pool.stride() == value_pool.stride()
@@ -121,14 +123,14 @@ def _check(
 
 
 def _scales(scoring: Scoring) -> tuple[float, float]:
-    """(scale, softcap) as `_attend_tile` wants them: in units of log2."""
+    """Returns (scale, softcap) as `_attend_tile` expects them: in units of log2."""
     if scoring.softcap is None:
         return scoring.scaling * LOG2_E, 0.0
     return 2 * LOG2_E * scoring.scaling / scoring.softcap, scoring.softcap * LOG2_E
 
 
 def _constants(query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring) -> dict[str, object]:
-    """What both attention kernels are specialised for."""
+    """Returns the constants for which both attention kernels are specialised."""
     head_dim = query.shape[2]
     return {
         "GROUP": query.shape[1] // key_pool.shape[2],
@@ -138,7 +140,7 @@ def _constants(query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring) ->
         "HAS_WINDOW": scoring.sliding_window is not None,
         "HAS_SOFTCAP": scoring.softcap is not None,
         "HAS_SINKS": scoring.sinks is not None,
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",  # of no meaning for 16 bits
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",  # ignored for 16 bits
     }
 
 
@@ -175,6 +177,7 @@ def _prefill(
         *_scales(scoring),
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
+        UNIFORM=plan.configs.is_uniform,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_constants(query, key_pool, scoring),
@@ -191,15 +194,16 @@ def _decode(
     out: torch.Tensor,
     workspace: torch.Tensor,
 ) -> None:
-    config, num_splits, num_decode = plan.configs.decode, plan.num_splits, len(plan.decode_seqs)
+    config, max_splits, num_decode = plan.configs.decode, plan.max_splits, len(plan.decode_seqs)
     _, num_heads, head_dim = query.shape
     assert workspace.dtype == torch.float32
     assert workspace.numel() >= plan.workspace_numel(num_heads, head_dim)
     assert not plan.all_decode or num_decode == len(query)
-    partial = workspace[: num_decode * num_heads * num_splits * head_dim] if num_splits > 1 else out
-    partial_lse = workspace[partial.numel() :] if num_splits > 1 else out
+    assert plan.split_keys % config.keys == 0
+    partial = workspace[: num_decode * num_heads * max_splits * head_dim] if max_splits > 1 else workspace
+    partial_lse = workspace[partial.numel() :] if max_splits > 1 else workspace
     sinks = scoring.sinks if scoring.sinks is not None else out
-    decode_kernel[key_pool.shape[2], num_splits, num_decode](
+    decode_kernel[key_pool.shape[2], plan.num_workers](
         query,
         out,
         partial,
@@ -212,7 +216,8 @@ def _decode(
         batch.table_starts,
         batch.decode_seqs,
         sinks,
-        num_splits,
+        num_decode,
+        max_splits,
         query.stride(0),
         query.stride(1),
         out.stride(0),
@@ -223,28 +228,43 @@ def _decode(
         *_scales(scoring),
         BLOCK_M=config.rows,
         BLOCK_N=config.keys,
+        SPLIT_KEYS=plan.split_keys,
+        MAX_SPLITS=MAX_SPLITS,
+        SEARCHED=SEARCHED,
         ALL_DECODE=plan.all_decode,
-        SPLIT=num_splits > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_constants(query, key_pool, scoring),
     )
-    if num_splits == 1:
-        return
-    merge_kernel[num_heads, num_decode](
+    if max_splits > 1:
+        _merge(partial, partial_lse, batch, plan, scoring, out)
+
+
+def _merge(
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    batch: BatchMetadata,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    out: torch.Tensor,
+) -> None:
+    """The splits' results into one for each head."""
+    _, num_heads, head_dim = out.shape
+    merge_kernel[num_heads, len(plan.decode_seqs)](
         partial,
         partial_lse,
         out,
         batch.query_starts,
         batch.context_lens,
         batch.decode_seqs,
-        sinks,
-        num_splits,
+        scoring.sinks if scoring.sinks is not None else out,
+        plan.max_splits,
         out.stride(0),
         scoring.sliding_window or 0,
         HEAD_DIM=head_dim,
         D=padded(head_dim),
-        BLOCK_N=config.keys,
+        SPLIT_KEYS=plan.split_keys,
+        MAX_SPLITS=MAX_SPLITS,
         CHUNK=MERGE_CHUNK,
         HAS_WINDOW=scoring.sliding_window is not None,
         HAS_SINKS=scoring.sinks is not None,

@@ -1,4 +1,4 @@
-"""Which tiles the attention kernels use: one table, by head size, precision and generation of GPU.
+"""Tile sizes of the attention kernels: one table, by head size, precision and GPU generation.
 
 The choice depends on nothing else, so every process and every run computes the same. Knows nothing of batches.
 """
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_HEAD_DIM = 256
-MAX_GROUP = 32  # query heads of one KV head
-MIN_ROWS = 16  # the least that a matrix product takes
+MAX_GROUP = 32  # query heads per KV head
+MIN_ROWS = 16  # the minimum for a matrix product
 Arch = Literal[80, 90]
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """`rows` of queries times `keys` of the context at once. Powers of two."""
+    """A tile of `rows` queries by `keys` of the context. Both are powers of two."""
 
     rows: int
     keys: int
@@ -26,13 +26,16 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfigs:
+    """`is_uniform`: prefill masks every tile of keys, so that all queries run the same instructions."""
+
     prefill: TileConfig
     decode: TileConfig
+    is_uniform: bool = False
 
 
 # (padded head_dim, bits of an element, arch) -> rows, keys, warps, stages of prefill; keys, warps, stages of decode
-# Chosen by what ptxas says, not by measurements yet: no spills, two or more decode programs on a multiprocessor. With
-# two stages nothing is under way while a tile is computed; that is for what does not fit otherwise.
+# Chosen from ptxas output, not from measurements yet: no spills, at least two decode programs per multiprocessor. With
+# two stages no load overlaps the computation of a tile, so they are used only where more do not fit.
 _TABLE: dict[tuple[int, int, Arch], tuple[tuple[int, int, int, int], tuple[int, int, int]]] = {
     (64, 16, 90): ((128, 64, 8, 3), (64, 4, 4)),
     (128, 16, 90): ((128, 128, 8, 3), (64, 4, 3)),
@@ -50,17 +53,20 @@ _TABLE: dict[tuple[int, int, Arch], tuple[tuple[int, int, int, int], tuple[int, 
 
 
 def padded(size: int) -> int:
-    """The least power of two that is not smaller, at least 16."""
+    """Returns the least power of two not below `size`, at least 16."""
     return max(MIN_ROWS, 1 << (size - 1).bit_length())
 
 
 def configs_for(head_dim: int, dtype_bits: int, group: int, compute_capability: tuple[int, int]) -> AttentionConfigs:
-    """`group`: query heads of one KV head. Raises ValueError for shapes that the kernels do not take."""
+    """Returns the configs; `group`: query heads per KV head.
+
+    Raises ValueError for shapes that the kernels do not take.
+    """
     if not 0 < head_dim <= MAX_HEAD_DIM or head_dim % 8:
         raise ValueError(f"head_dim {head_dim}: the Triton attention takes multiples of 8 up to {MAX_HEAD_DIM}")
     if not 0 < group <= MAX_GROUP:
         raise ValueError(f"{group} query heads to a KV head: the Triton attention takes 1 to {MAX_GROUP}")
-    # Consumers' GPUs have 99 KiB of shared memory, newer than Hopper or not: what the table for 80 keeps within.
+    # Consumer GPUs, even newer than Hopper, have 99 KiB of shared memory; the table for 80 stays within that.
     arch: Arch = 90 if 9 <= compute_capability[0] <= 11 else 80
     (rows, *of_prefill), of_decode = _TABLE[max(64, padded(head_dim)), dtype_bits, arch]
     return AttentionConfigs(TileConfig(max(rows, padded(group)), *of_prefill), TileConfig(padded(group), *of_decode))

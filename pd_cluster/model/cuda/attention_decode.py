@@ -1,6 +1,8 @@
-"""Triton kernels of decode: one query a sequence, its keys split over programs, and the merge of what these found.
+"""Triton kernels for decode: one query per sequence, with its keys split by position, and the merge of the results.
 
-Know nothing of how the number of splits was chosen; where a split begins follows from the context.
+A row's splits follow from its own context, so its bits depend on no other row. Each program takes splits in turn from
+the list of all rows' splits, which it derives from context_lens: a long context among short ones occupies the whole
+device, and no program starts for nothing.
 """
 
 from __future__ import annotations
@@ -12,21 +14,49 @@ from pd_cluster.model.cuda.attention_kernels import add_sink, sweep
 
 
 @triton.jit
-def _split_of(context_len, window, num_splits, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """A sequence's keys in BLOCK_N tiles: (first tile, end, tiles a split). Splits from the end on have nothing."""
-    first = 0
+def _splits_of(context_len, window, SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Returns (first split, end, keys per split), at least one split and at most MAX_SPLITS; scalars or vectors.
+
+    Split i holds the keys from i * keys on. Contexts too long for MAX_SPLITS have wider ones, in whole SPLIT_KEYS.
+    """
+    seen_from = context_len * 0
     if HAS_WINDOW:
-        first = tl.maximum(context_len - window, 0) // BLOCK_N
-    end = tl.cdiv(context_len, BLOCK_N)
-    return first, end, tl.maximum(tl.cdiv(end - first, num_splits), 1)
+        seen_from = tl.maximum(context_len - window, 0)
+    widening = tl.cdiv(context_len - seen_from, SPLIT_KEYS * (MAX_SPLITS - 1))
+    keys = SPLIT_KEYS * tl.maximum(widening, 1)
+    first = seen_from // keys
+    return first, tl.maximum(tl.cdiv(context_len, keys), first + 1), keys
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
+def _counts_at(
+    base,
+    context_lens,
+    decode_seqs,
+    num_decode,
+    window,
+    SPLIT_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SEARCHED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    ALL_DECODE: tl.constexpr,
+):
+    """Returns the numbers of splits of SEARCHED rows from `base` on; 0 behind the last one."""
+    at = base + tl.arange(0, SEARCHED)
+    seqs = at
+    if not ALL_DECODE:
+        seqs = tl.load(decode_seqs + at, mask=at < num_decode, other=0)
+    lens = tl.load(context_lens + seqs, mask=at < num_decode, other=0)
+    first, end, _ = _splits_of(lens, window, SPLIT_KEYS, MAX_SPLITS, HAS_WINDOW)
+    return tl.where(at < num_decode, end - first, 0)
+
+
+@triton.jit(do_not_specialize=["num_decode", "max_splits"])
 def decode_kernel(
     query,
     out,
-    partial,  # [num_decode, num_heads, num_splits, HEAD_DIM] float32
-    partial_lse,  # [num_decode, num_heads, num_splits] float32: log2 of the sum of weights
+    partial,  # [num_decode, num_heads, max_splits, HEAD_DIM] float32
+    partial_lse,  # [num_decode, num_heads, max_splits] float32: log2 of the sum of weights
     key_pool,
     value_pool,
     query_starts,
@@ -35,7 +65,8 @@ def decode_kernel(
     table_starts,
     decode_seqs,  # [num_decode]
     sinks,
-    num_splits,
+    num_decode,
+    max_splits,
     query_stride,
     query_head_stride,
     out_stride,
@@ -51,69 +82,91 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SEARCHED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     ALL_DECODE: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
-    """Grid: (num_kv_heads, num_splits, num_decode). Rows of the tile are the query heads of one KV head.
+    """Grid: (num_kv_heads, workers). The tile's rows are the query heads of one KV head.
 
-    ALL_DECODE: sequence i is the i-th and its query is row i. SPLIT: partial results are left for the merge.
+    Worker w takes the splits w, w + workers, ... of all rows. A row with one split is complete; otherwise partial
+    results are stored for the merge. ALL_DECODE: sequence i is the i-th one and its query is row i.
     """
-    kv_head, split, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if ALL_DECODE:  # no load stands between the program's number and its context
-        seq = place
-        row = place
-    else:
-        seq = tl.load(decode_seqs + place)
-        row = tl.load(query_starts + seq)
-    context_len = tl.load(context_lens + seq)
-    table = block_table + tl.load(table_starts + seq)
-    first, end, per_split = _split_of(context_len, window, num_splits, BLOCK_N, HAS_WINDOW)
-    first += split * per_split
-    end = tl.minimum(first + per_split, end)
-    if SPLIT and first >= end:
-        return
-
+    kv_head = tl.program_id(0)
+    num_items = 0
+    for base in range(0, num_decode, SEARCHED):
+        num_items += tl.sum(
+            _counts_at(
+                base, context_lens, decode_seqs, num_decode, window,
+                SPLIT_KEYS, MAX_SPLITS, SEARCHED, HAS_WINDOW, ALL_DECODE,
+            )
+        )  # fmt: skip
     r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     heads = kv_head * GROUP + r
     there = (r < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    q_at = (heads * query_head_stride)[:, None] + d[None, :]
-    q = tl.load(query + row.to(tl.int64) * query_stride + q_at, mask=there, other=0.0)
 
-    lo = first * BLOCK_N
-    hi = tl.minimum(end * BLOCK_N, context_len)
-    whole_lo = lo
-    whole_hi = hi // BLOCK_N * BLOCK_N
-    seen_from = 0
-    if HAS_WINDOW:
-        seen_from = tl.maximum(context_len - window, 0)
-        edge = tl.cdiv(seen_from, BLOCK_N) * BLOCK_N
-        whole_lo = tl.maximum(lo, tl.minimum(edge, end * BLOCK_N))
-        whole_hi = tl.maximum(whole_lo, whole_hi)
-    positions = tl.full([BLOCK_M], 0, tl.int32) + (context_len - 1)
-    acc, top, total = sweep(
-        q, positions, seen_from, lo, whole_lo, whole_hi, hi,
-        key_pool + kv_head * head_stride, value_pool + kv_head * head_stride, table, block_stride, token_stride,
-        window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
-    )  # fmt: skip
-    if SPLIT:
-        slot = (place.to(tl.int64) * tl.num_programs(0) * GROUP + heads) * num_splits + split
-        tl.store(partial + (slot * HEAD_DIM)[:, None] + d[None, :], acc / total[:, None], mask=there)
-        tl.store(partial_lse + slot, top + tl.log2(total), mask=r < GROUP)
-    else:
-        if HAS_SINKS:
-            fade, total = add_sink(top, total, sinks, heads, r < GROUP)
-            acc *= fade[:, None]
-        acc /= tl.where(total > 0, total, 1.0)[:, None]  # padding has seen nothing
-        out_at = row.to(tl.int64) * out_stride + (heads * HEAD_DIM)[:, None] + d[None, :]
-        tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=there)
+    for item in range(tl.program_id(1), num_items, tl.num_programs(1)):
+        place = tl.program_id(1) * 0  # of the row whose splits include this one
+        before = 0  # splits of the rows before it
+        passed = 0
+        for base in range(0, num_decode, SEARCHED):
+            counts = _counts_at(
+                base, context_lens, decode_seqs, num_decode, window,
+                SPLIT_KEYS, MAX_SPLITS, SEARCHED, HAS_WINDOW, ALL_DECODE,
+            )  # fmt: skip
+            ends = passed + tl.cumsum(counts, 0)
+            is_before = (counts > 0) & (ends <= item)
+            place += tl.sum(is_before.to(tl.int32))
+            before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0)))
+            passed += tl.sum(counts)
+        seq = place
+        row = place
+        if not ALL_DECODE:
+            seq = tl.load(decode_seqs + place)
+            row = tl.load(query_starts + seq)
+        context_len = tl.load(context_lens + seq)
+        table = block_table + tl.load(table_starts + seq)
+        first, end, keys = _splits_of(context_len, window, SPLIT_KEYS, MAX_SPLITS, HAS_WINDOW)
+        split = item - before
+        q_at = (heads * query_head_stride)[:, None] + d[None, :]
+        q = tl.load(query + row.to(tl.int64) * query_stride + q_at, mask=there, other=0.0)
+
+        lo = (first + split) * keys
+        hi = tl.minimum(lo + keys, context_len)
+        whole_lo = lo
+        whole_hi = hi // BLOCK_N * BLOCK_N
+        seen_from = 0
+        if HAS_WINDOW:
+            seen_from = tl.maximum(context_len - window, 0)
+            lo = tl.maximum(lo, seen_from // BLOCK_N * BLOCK_N)
+            edge = tl.cdiv(seen_from, BLOCK_N) * BLOCK_N
+            whole_lo = tl.maximum(lo, tl.minimum(edge, tl.cdiv(hi, BLOCK_N) * BLOCK_N))
+            whole_hi = tl.maximum(whole_lo, whole_hi)
+        positions = tl.full([BLOCK_M], 0, tl.int32) + (context_len - 1)
+        acc, top, total = sweep(
+            q, positions, seen_from, lo, whole_lo, whole_hi, hi,
+            key_pool + kv_head * head_stride, value_pool + kv_head * head_stride, table, block_stride, token_stride,
+            window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+        )  # fmt: skip
+        if end - first > 1:
+            slot = (place.to(tl.int64) * tl.num_programs(0) * GROUP + heads) * max_splits + split
+            tl.store(partial + (slot * HEAD_DIM)[:, None] + d[None, :], acc / total[:, None], mask=there)
+            tl.store(partial_lse + slot, top + tl.log2(total), mask=r < GROUP)
+        else:
+            if HAS_SINKS:
+                fade, total = add_sink(top, total, sinks, heads, r < GROUP)
+                acc *= fade[:, None]
+            acc /= tl.where(total > 0, total, 1.0)[:, None]  # padding has seen no key
+            out_at = row.to(tl.int64) * out_stride + (heads * HEAD_DIM)[:, None] + d[None, :]
+            tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["max_splits"])
 def merge_kernel(
     partial,
     partial_lse,
@@ -122,18 +175,23 @@ def merge_kernel(
     context_lens,
     decode_seqs,
     sinks,
-    num_splits,
+    max_splits,
     out_stride,
     window,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     ALL_DECODE: tl.constexpr,
 ):
-    """Grid: (num_heads, num_decode). Reads only what splits of this context have written."""
+    """Grid: (num_heads, num_decode). Reads only the splits that were written for this context.
+
+    Rows with one split are complete already. A launch of its own orders it behind all splits; the last of them could
+    merge instead, but only over counters in memory that every launch must leave at zero, also after a failure.
+    """
     head, place = tl.program_id(0), tl.program_id(1)
     if ALL_DECODE:
         seq = place
@@ -141,9 +199,11 @@ def merge_kernel(
     else:
         seq = tl.load(decode_seqs + place)
         row = tl.load(query_starts + seq)
-    first, end, per_split = _split_of(tl.load(context_lens + seq), window, num_splits, BLOCK_N, HAS_WINDOW)
-    num_used = tl.cdiv(end - first, per_split)
-    slot = (place.to(tl.int64) * tl.num_programs(0) + head) * num_splits
+    first, end, _ = _splits_of(tl.load(context_lens + seq), window, SPLIT_KEYS, MAX_SPLITS, HAS_WINDOW)
+    num_used = end - first
+    if num_used == 1:
+        return
+    slot = (place.to(tl.int64) * tl.num_programs(0) + head) * max_splits
     d = tl.arange(0, D)
     acc = tl.zeros([D], tl.float32)
     top = tl.full([1], float("-inf"), tl.float32)
@@ -156,7 +216,7 @@ def merge_kernel(
         lse = tl.load(partial_lse + slot + split, mask=split < num_used, other=float("-inf"))
         there = (split < num_used)[:, None] & (d < HEAD_DIM)[None, :]
         part = tl.load(partial + ((slot + split) * HEAD_DIM)[:, None] + d[None, :], mask=there, other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))  # finite: a split that was written has seen a key
+        new_top = tl.maximum(top, tl.max(lse, 0))  # finite: every written split has seen a key
         weights = tl.exp2(lse - new_top)
         fade = tl.exp2(top - new_top)
         acc = acc * fade + tl.sum(weights[:, None] * part, 0)

@@ -1,7 +1,7 @@
-"""Triton kernels of paged attention: a sweep over keys, and the prefill through it (decode: `attention_decode`).
+"""Triton kernels for paged attention: a sweep over keys, and the prefill built on it (decode: `attention_decode`).
 
-Scores are kept in units of log2, so that a weight is one exp2. A program sweeps its keys tile by tile; only tiles that
-the context's end, the diagonal or a window's edge cuts through are masked. Know nothing of how the grid was planned.
+Scores are kept in units of log2, so that a weight is one exp2. A program sweeps its keys tile by tile; only tiles cut
+by the context's end, the diagonal or a window's edge are masked. They know nothing of how the grid was planned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The block of a tile of keys, or that of each of its keys; 0 from `hi` on."""
+    """Returns the block of a tile of keys, or that of each of its keys; 0 from `hi` on."""
     if BLOCK_N <= BLOCK_SIZE:
         block = tl.load(table + start // BLOCK_SIZE, mask=start < hi, other=0)
     else:
@@ -27,11 +27,11 @@ def _attend_tile(
     top,  # [M] float32: highest score so far
     total,  # [M] float32: sum of weights so far
     q,  # [M, D]
-    positions,  # [M] int32: of the queries
-    block,  # of `blocks_at`
+    positions,  # [M] int32: the queries' positions
+    block,  # from `blocks_at`
     start,  # first key, a multiple of BLOCK_N
     seen_from,  # the first key that any query sees
-    hi,  # no key from here on
+    hi,  # the end of the keys
     key_base,
     value_base,
     block_stride,
@@ -48,7 +48,7 @@ def _attend_tile(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Returns (acc, top, total) with BLOCK_N more keys."""
+    """Returns (acc, top, total) after BLOCK_N more keys."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
     if BLOCK_N <= BLOCK_SIZE:
@@ -56,7 +56,7 @@ def _attend_tile(
     else:
         rows = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * token_stride
     offsets = rows[:, None] + d[None, :]
-    if MASKED:  # what no query sees may be anything, also NaN, which no weight of zero would silence
+    if MASKED:  # unseen values may be anything, even NaN, which a weight of zero would not cancel
         is_seen = start + n < hi
         if HAS_WINDOW:
             is_seen = is_seen & (start + n >= seen_from)
@@ -71,7 +71,7 @@ def _attend_tile(
         v = tl.load(value_base + offsets)
 
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, BLOCK_N]
-    if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 x) + 1); scale and softcap have the factors to and from log2 in them
+    if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 x) + 1); scale and softcap include the factors to and from log2
         scores = softcap - 2.0 * softcap / (tl.exp2(scores * scale) + 1.0)
     if MASKED:
         at = (start + n)[None, :]
@@ -82,9 +82,9 @@ def _attend_tile(
     if HAS_SOFTCAP:
         factor = 1.0
     else:
-        factor = scale  # here and not before: so it costs one fused multiply-add with the subtraction below
+        factor = scale  # applied late, it fuses with the subtraction below into one multiply-add
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    if MASKED:  # a row that has seen no key yet stays at weights of zero
+    if MASKED:  # a row that has seen no key yet keeps weights of zero
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     else:
         shift = new_top
@@ -120,9 +120,9 @@ def sweep(
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Three loops over the keys: the window's lower edge, what needs no mask, the upper edge.
+    """Sweeps the keys in three loops: the window's lower edge, the unmasked middle, the upper edge.
 
-    Blocks are looked up a tile ahead: else keys would wait for them, and fewer tiles would be under way.
+    Blocks are looked up one tile ahead; otherwise keys would wait for them, and fewer tiles would be in flight.
     """
     acc = tl.zeros([M, D], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -158,14 +158,14 @@ def sweep(
 
 @triton.jit
 def add_sink(top, total, sinks, heads, is_head):
-    """One more key with a score of its own and a value of zero. Returns (factor on what was summed, total)."""
+    """Adds one key with a score of its own and a value of zero. Returns (factor for the previous sums, total)."""
     sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
     new_top = tl.maximum(top, sink)
     fade = tl.exp2(top - new_top)
     return fade, total * fade + tl.exp2(sink - new_top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["query_starts", "context_lens", "block_table", "table_starts", "tiles"])
 def prefill_kernel(
     query,
     out,
@@ -175,7 +175,7 @@ def prefill_kernel(
     context_lens,
     block_table,
     table_starts,
-    tiles,  # [num_tiles, 2]: sequence, its first query
+    tiles,  # [num_tiles, 2]: sequence, first query
     sinks,
     num_kv_heads,
     query_stride,
@@ -197,8 +197,13 @@ def prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNIFORM: tl.constexpr,
 ):
-    """Grid: num_tiles * num_kv_heads. Row r of a tile is query r // GROUP through head r % GROUP of the KV head's."""
+    """Grid: num_tiles * num_kv_heads. Row r of a tile is query r // GROUP, with the KV head's query head r % GROUP.
+
+    UNIFORM: all tiles of keys are masked, so a query's result does not depend on the other queries of its tile: tiles
+    start at multiples of BLOCK_N whatever the chunk, and one of which a query sees nothing leaves its sums as they are.
+    """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
@@ -231,6 +236,9 @@ def prefill_kernel(
         lo = seen_from // BLOCK_N * BLOCK_N
         whole_lo = tl.cdiv(tl.maximum(most - window + 1, 0), BLOCK_N) * BLOCK_N
         whole_hi = tl.maximum(whole_lo, whole_hi)
+    if UNIFORM:
+        whole_lo = lo
+        whole_hi = lo
     acc, top, total = sweep(
         q, prefix + index, seen_from, lo, whole_lo, whole_hi, hi,
         key_pool + kv_head * head_stride, value_pool + kv_head * head_stride, table, block_stride, token_stride,
@@ -239,6 +247,6 @@ def prefill_kernel(
     if HAS_SINKS:
         fade, total = add_sink(top, total, sinks, heads, is_row)
         acc *= fade[:, None]
-    acc /= total[:, None]
+    acc /= tl.where(total > 0, total, 1.0)[:, None]  # padding has seen no key
     out_at = (token * out_stride + heads * HEAD_DIM)[:, None] + d[None, :]
     tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=there)

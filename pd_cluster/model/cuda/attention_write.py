@@ -1,4 +1,4 @@
-"""The Triton kernel that puts a step's keys and values into the pool."""
+"""The Triton kernel that writes a step's keys and values into the pool."""
 
 from __future__ import annotations
 

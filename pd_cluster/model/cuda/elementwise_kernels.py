@@ -1,4 +1,4 @@
-"""Triton kernels between a decoder's linear layers: norms, the gate, and what turns a row of QKV into heads.
+"""Triton kernels between a decoder's linear layers: norms, the gate, and the step from a row of QKV to heads.
 
 All arithmetic is float32; values are rounded to the activations' dtype where transformers' modules round them. Knows
 nothing of launch sizes: see `pd_cluster.model.cuda.ops`.
@@ -6,13 +6,22 @@ nothing of launch sizes: see `pd_cluster.model.cuda.ops`.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from pd_cluster.model.layers.gated import Activation
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of activations
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # `activated`'s numbers for them
 
 
 @triton.jit
 def scaled(normed, weight, dtype: tl.constexpr):
-    """Llama rounds before it multiplies by a weight of its own dtype, Gemma multiplies by a float32 one."""
+    """Scales by the weight.
+
+    Llama rounds before it multiplies by a weight of its own dtype; Gemma's weight is float32.
+    """
     if weight.dtype != tl.float32:
         normed = normed.to(dtype).to(tl.float32)
     return normed * weight.to(tl.float32)
@@ -31,7 +40,7 @@ def rms_norm(
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """One program a row: x += delta, out = norm(x)."""
+    """Each program computes one row: x += delta, out = norm(x)."""
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -49,9 +58,16 @@ def rms_norm(
 
 
 @triton.jit
-def activated(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
-    """float32 in and out; the activation is rounded before the product."""
-    if GELU:  # 0.5 * x * (1 + tanh(u)) is x / (1 + exp(-2u)), with u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)
+def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Returns activation(gate) * up, with float32 in and out; the activation is rounded before the product.
+
+    swigluoai (2) limits both first, and multiplies by up + 1, which is rounded, too.
+    """
+    if ACTIVATION == 2:
+        gate = tl.minimum(gate, 7.0)
+        up = (tl.maximum(tl.minimum(up, 7.0), -7.0) + 1.0).to(dtype).to(tl.float32)
+        exponent = 1.702 * gate
+    elif ACTIVATION == 1:  # 0.5 * x * (1 + tanh(u)) is x / (1 + exp(-2u)), u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)
         exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
         exponent = gate
@@ -60,8 +76,8 @@ def activated(gate, up, dtype: tl.constexpr, GELU: tl.constexpr):
 
 
 @triton.jit
-def gated(gate_up, out, row_stride, NUM_FEATURES: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    """One program a part of a row."""
+def gated(gate_up, out, row_stride, NUM_FEATURES: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Each program computes a part of one row."""
     dtype: tl.constexpr = gate_up.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -69,7 +85,7 @@ def gated(gate_up, out, row_stride, NUM_FEATURES: tl.constexpr, BLOCK: tl.conste
     source = gate_up + row * row_stride + at
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + NUM_FEATURES, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * NUM_FEATURES + at, activated(gate, up, dtype, GELU).to(dtype), mask=inside)
+    tl.store(out + row * NUM_FEATURES + at, activated(gate, up, dtype, ACTIVATION).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -77,15 +93,16 @@ def rotated(
     source,  # [HEADS, HALF] pointers to the left halves
     inside,
     weight,
-    cos,  # [1, HALF] pointers, as of the next
+    cos,  # [1, HALF] pointers, like sin; products are rounded to its dtype
     sin,
     eps,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Left and right halves of some heads, normed and rotated, in float32 but rounded."""
+    """Returns the left and right halves of some heads, normed and rotated, in float32 but rounded."""
     dtype: tl.constexpr = source.dtype.element_ty
+    table: tl.constexpr = cos.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
     left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
@@ -99,8 +116,8 @@ def rotated(
         right = scaled(right * factor, right_weight, dtype).to(dtype).to(tl.float32)
     c = tl.load(cos + at, mask=at < half, other=0.0).to(tl.float32)
     s = tl.load(sin + at, mask=at < half, other=0.0).to(tl.float32)
-    turned_left = (left * c).to(dtype).to(tl.float32) - (right * s).to(dtype).to(tl.float32)
-    turned_right = (right * c).to(dtype).to(tl.float32) + (left * s).to(dtype).to(tl.float32)
+    turned_left = (left * c).to(table).to(tl.float32) - (right * s).to(table).to(tl.float32)
+    turned_right = (right * c).to(table).to(tl.float32) + (left * s).to(table).to(tl.float32)
     return turned_left.to(dtype), turned_right.to(dtype)
 
 
@@ -130,7 +147,7 @@ def prepare_heads(
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """One program is one token and HEADS of its query heads, or of its key and value heads."""
+    """Each program processes one token and HEADS of its query heads, or of its key and value heads."""
     half: tl.constexpr = HEAD_DIM // 2
     query_tiles: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)

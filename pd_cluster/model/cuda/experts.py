@@ -1,49 +1,31 @@
-"""A sparse MLP on the device: each row goes through the experts its router likes best, all of them in two products.
+"""A sparse MLP on the device: each row goes through its router's top experts, all of them in two products.
 
-The grids follow from the number of rows alone, never from what the router chose: nothing waits for the device, and
-a CUDA graph can hold it. An expert without rows costs nothing. Shared experts are somebody else's.
+Grid sizes follow from the number of rows alone, never from the router's choice, so nothing waits for the device, and
+a CUDA graph can capture it. An expert without rows costs nothing. Shared experts are not handled here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-from torch.nn.functional import linear
 
 from pd_cluster.model.cuda import experts_kernels as kernels
-from pd_cluster.model.cuda.ops import DTYPES
-from pd_cluster.model.ops import Activation
+from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
+from pd_cluster.model.cuda.linear import ROW_TILES_TOGETHER, Tiling, TritonLinear
+from pd_cluster.model.layers.expert_weight import ExpertWeights
+from pd_cluster.model.layers.gated import Activation, Routing, bias_of, routing_of
+from pd_cluster.model.layers.linear import Linear, PlainLinear
 
-MAX_PAIRS_COMPARED = 8192  # more are sorted by torch: comparing each with each grows with the square
+MAX_PAIRS_COMPARED = 8192  # beyond this, torch sorts them: comparing all pairs grows quadratically
 SORT_BLOCK = 64
-ROUTED_ELEMENTS = 4096  # rows times experts, of one program
-ROW_TILES_TOGETHER = 16  # that share columns, in the order of programs
+ROUTED_ELEMENTS = 4096  # rows times experts per program
+MAX_ROUTED_ROWS = 16  # per program
+SUM_BLOCK = 1024  # columns per program
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """From router logits to weights: softmax in float32, the `top_k` largest, and what the architecture does then."""
-
-    top_k: int
-    renormalise: bool = True  # the chosen weights add up to 1
-    round_weights: bool = False  # to the logits' dtype, as all but Mixtral do
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Of one program of a grouped product: rows, columns, inner numbers at a time."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-# The first whose `block_m` the pairs of one expert fill by half on average, else the last.
+# The first whose `block_m` an expert's pairs fill by half on average; otherwise the last.
 TILINGS_16_BITS = (
     Tiling(128, 128, 64, 8, 3),
     Tiling(64, 128, 64, 4, 3),
@@ -51,6 +33,8 @@ TILINGS_16_BITS = (
     Tiling(16, 64, 128, 4, 4),
 )
 TILINGS_32_BITS = (Tiling(64, 64, 32, 8, 2), Tiling(16, 32, 64, 4, 2))
+# With `is_deterministic`, whatever the number of pairs. Not measured yet.
+FIXED_16_BITS, FIXED_32_BITS = TILINGS_16_BITS[1], TILINGS_32_BITS[0]
 
 
 def tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
@@ -59,19 +43,12 @@ def tiling(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiling:
 
 
 def num_row_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that so many pairs can need, however they are spread: every expert in use wastes part of one."""
+    """Returns the most tiles that this many pairs can need: every expert in use may leave a part of one empty."""
     return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
 
 
-def routing_of(gate: Any) -> Routing:
-    """Of transformers' router modules."""
-    if type(gate).__name__ == "MixtralTopKRouter":
-        return Routing(gate.top_k)
-    return Routing(gate.top_k, renormalise=gate.norm_topk_prob, round_weights=True)
-
-
-class GroupedExperts:
-    """[num_rows, hidden_size] to the same shape. Takes its weights as they are: contiguous, of one dtype."""
+class TritonGroupedExperts:
+    """Maps [num_rows, hidden_size] to the same shape. Uses its weights without copies: contiguous, of one dtype."""
 
     def __init__(
         self,
@@ -80,7 +57,12 @@ class GroupedExperts:
         down: torch.Tensor,  # [num_experts, hidden_size, num_features]
         routing: Routing,
         activation: Activation,
+        router_bias: torch.Tensor | None = None,  # [num_experts]
+        gate_up_bias: torch.Tensor | None = None,  # [num_experts, 2 * num_features]
+        down_bias: torch.Tensor | None = None,  # [num_experts, hidden_size]
+        is_deterministic: bool = False,
     ) -> None:
+        """`is_deterministic`: a row's bits do not depend on the other rows."""
         num_experts, hidden_size, num_features = down.shape
         assert router.shape == (num_experts, hidden_size)
         assert gate_up.shape == (num_experts, 2 * num_features, hidden_size)
@@ -89,23 +71,39 @@ class GroupedExperts:
         assert gate_up.is_contiguous()
         assert down.is_contiguous()
         assert 0 < routing.top_k <= num_experts
-        self._router, self._gate_up, self._down = router, gate_up, down
-        self._routing, self._gelu = routing, activation == "gelu_tanh"
+        for bias, width in ((gate_up_bias, 2 * num_features), (down_bias, hidden_size)):
+            assert bias is None or (bias.shape == (num_experts, width) and bias.is_contiguous())
+        self._gate_up, self._down = gate_up, down
+        self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
+        self._is_deterministic = is_deterministic
+        self._router: Linear = (TritonLinear if is_deterministic else PlainLinear)(router, router_bias)
+        self._routing, self._activation = routing, ACTIVATIONS[activation]
         self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=down.device)
 
     @classmethod
-    def of_block(cls, block: Any, activation: Activation) -> GroupedExperts:
-        """Of transformers' sparse block, whose experts' module is gone afterwards."""
-        gate_up, down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
-        del block.experts
-        return cls(block.gate.weight.detach(), gate_up, down, routing_of(block.gate), activation)
+    def of(
+        cls, gate: Any, weights: ExpertWeights, activation: Activation, is_deterministic: bool = False
+    ) -> TritonGroupedExperts:
+        """Takes over the weights behind one of transformers' router modules."""
+        gate_up, down = weights.gate_up.whole(), weights.down.whole()
+        return cls(
+            gate.weight.detach(),
+            gate_up.matrix().contiguous(),
+            down.matrix().contiguous(),
+            routing_of(gate),
+            activation,
+            bias_of(gate),
+            gate_up.bias,
+            down.bias,
+            is_deterministic,
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == self._down.dtype
         assert x.stride(1) == 1
         if not len(x):
             return torch.empty_like(x)
-        chosen, weights = route(linear(x, self._router), self._routing)
+        chosen, weights = route(self._router(x), self._routing, MAX_ROUTED_ROWS if self._is_deterministic else len(x))
         order, starts = sort_pairs(chosen, self._experts)
         return self._multiply(x, weights, order, starts)
 
@@ -114,7 +112,10 @@ class GroupedExperts:
     ) -> torch.Tensor:
         num_experts, hidden_size, num_features = self._down.shape
         num_pairs = len(order)
-        tile = tiling(num_pairs, num_experts, x.dtype)
+        if self._is_deterministic:
+            tile = FIXED_32_BITS if x.dtype == torch.float32 else FIXED_16_BITS
+        else:
+            tile = tiling(num_pairs, num_experts, x.dtype)
         row_tiles = num_row_tiles(num_pairs, num_experts, tile.block_m)
         common = {
             "num_row_tiles": row_tiles,
@@ -131,25 +132,56 @@ class GroupedExperts:
         }
         inner = x.new_empty(num_pairs, num_features)
         kernels.gate_up_product[(row_tiles * triton.cdiv(num_features, tile.block_n // 2),)](
-            x, self._gate_up, inner, order, starts, x.stride(0), TOP_K=self._routing.top_k, GELU=self._gelu, **common
+            x,
+            self._gate_up,
+            inner if self._gate_up_bias is None else self._gate_up_bias,
+            inner,
+            order,
+            starts,
+            x.stride(0),
+            TOP_K=self._routing.top_k,
+            ACTIVATION=self._activation,
+            HAS_BIAS=self._gate_up_bias is not None,
+            **common,
         )
         out = x.new_empty(num_pairs, hidden_size)
         kernels.down_product[(row_tiles * triton.cdiv(hidden_size, tile.block_n),)](
-            inner, self._down, weights, out, order, starts, **common
+            inner,
+            self._down,
+            out if self._down_bias is None else self._down_bias,
+            weights,
+            out,
+            order,
+            starts,
+            HAS_BIAS=self._down_bias is not None,
+            **common,
         )
-        return out.view(len(x), self._routing.top_k, hidden_size).sum(1)
+        if not self._is_deterministic:
+            return out.view(len(x), self._routing.top_k, hidden_size).sum(1)
+        total = torch.empty_like(x, memory_format=torch.contiguous_format)
+        kernels.sum_pairs[(len(x), triton.cdiv(hidden_size, SUM_BLOCK))](
+            out, total, NUM_FEATURES=hidden_size, TOP_K=self._routing.top_k, BLOCK=SUM_BLOCK, num_warps=4
+        )
+        return total
 
 
-def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """[num_rows, num_experts], contiguous, to experts (int32) and weights (float32), both [num_rows, top_k].
+def route(
+    logits: torch.Tensor, routing: Routing, most_rows: int = MAX_ROUTED_ROWS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maps contiguous logits [num_rows, num_experts] to experts (int32) and weights (float32), both [num_rows, top_k].
 
-    Experts come by falling weight, the lowest first among equals.
+    Experts are in order of falling weight; among equals the lowest comes first. `most_rows`: rows per program, if that
+    many fit; a row's weights are rounded alike wherever that number is the same.
     """
     num_rows, num_experts = logits.shape
     assert logits.is_contiguous()
     chosen = logits.new_empty(num_rows, routing.top_k, dtype=torch.int32)
     weights = logits.new_empty(num_rows, routing.top_k, dtype=torch.float32)
-    rows = min(triton.next_power_of_2(num_rows), max(1, ROUTED_ELEMENTS // triton.next_power_of_2(num_experts)), 16)
+    rows = min(
+        triton.next_power_of_2(most_rows),
+        max(1, ROUTED_ELEMENTS // triton.next_power_of_2(num_experts)),
+        MAX_ROUTED_ROWS,
+    )
     kernels.route[(triton.cdiv(num_rows, rows),)](
         logits,
         chosen,
@@ -168,9 +200,9 @@ def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.T
 
 
 def sort_pairs(chosen: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs by expert, then by number, [num_pairs] int32; where each expert's start, [num_experts + 1] int32.
+    """Sorts pairs by expert, then by number: [num_pairs] int32. Also returns experts' starts, [num_experts + 1] int32.
 
-    `experts` counts from 0 to num_experts, itself included.
+    `experts` counts from 0 to num_experts inclusive.
     """
     pairs, num_experts = chosen.view(-1), len(experts) - 1
     if len(pairs) > MAX_PAIRS_COMPARED:

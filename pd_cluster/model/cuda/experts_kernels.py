@@ -1,7 +1,7 @@
 """Triton kernels of a sparse MLP: routing, sorting by expert, and one grouped product each for gate_up and down.
 
-A pair is one row and one of the `TOP_K` experts chosen for it; pair i is row i // TOP_K. Pairs in the order of their
-experts are called sorted; those of expert e are [starts[e], starts[e + 1]). Knows nothing of launch sizes: see
+A pair is one row and one of the `TOP_K` experts chosen for it; pair i belongs to row i // TOP_K. Sorted pairs are in
+the order of their experts; those of expert e are [starts[e], starts[e + 1]). Knows nothing of launch sizes: see
 `pd_cluster.model.cuda.experts`.
 """
 
@@ -27,7 +27,7 @@ def route(
     EXPERTS_BLOCK: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
 ):
-    """One program is ROWS rows. The lowest expert among equals comes first; a row of NaN chooses experts that exist."""
+    """Each program routes ROWS rows. Among equals the lowest expert comes first; a row of NaN gets valid experts."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS_BLOCK)[None, :]
     rank = tl.arange(0, TOP_K_BLOCK)[None, :]
@@ -65,9 +65,9 @@ def sort_pairs(
     NUM_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A pair's place is the number of pairs before it: of lower experts, or earlier ones of the same.
+    """Writes each pair to its place: the number of pairs of lower experts, plus earlier pairs of the same expert.
 
-    The programs behind those of the pairs ask the same for a pair of each expert that would come first: its start.
+    The programs after those of the pairs compute the same for a hypothetical first pair of each expert: its start.
     """
     tile = tl.program_id(0)
     if tile < num_pair_tiles:
@@ -91,7 +91,10 @@ def sort_pairs(
 
 @triton.jit
 def tile_of(num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """Row tile and column tile of this program: GROUP row tiles at a time, so that both operands stay in the cache."""
+    """Returns this program's row and column tile.
+
+    GROUP row tiles are adjacent, so that both operands stay in the cache.
+    """
     at = tl.program_id(0)
     group = at // (GROUP * NUM_COLUMN_TILES)
     first = group * GROUP
@@ -102,7 +105,7 @@ def tile_of(num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def rows_of_tile(starts, row_tile, NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first sorted pair, the one after the expert's last); no pairs where no expert needs the tile."""
+    """Returns (expert, first sorted pair, end of the expert's pairs); no pairs if no expert needs the tile."""
     expert = tl.arange(0, EXPERTS_BLOCK)
     exists = expert < NUM_EXPERTS
     start = tl.load(starts + expert, mask=exists, other=0)
@@ -117,14 +120,14 @@ def rows_of_tile(starts, row_tile, NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.
 
 @triton.jit
 def product(
-    a,  # [BLOCK_M, 1] pointers to rows of NUM_INNER numbers
-    b,  # [1, BLOCK_N] the same
+    a,  # [BLOCK_M, 1] pointers to rows of NUM_INNER elements
+    b,  # [1, BLOCK_N] likewise
     NUM_INNER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """a @ b, [BLOCK_M, BLOCK_N] float32."""
+    """Returns a @ b, [BLOCK_M, BLOCK_N] float32."""
     inner = tl.arange(0, BLOCK_K)
     result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for first in range(0, NUM_INNER, BLOCK_K):
@@ -143,6 +146,7 @@ def product(
 def gate_up_product(
     x,  # [num_rows, HIDDEN_SIZE]
     matrices,  # [NUM_EXPERTS, 2 * NUM_FEATURES, HIDDEN_SIZE]
+    biases,  # [NUM_EXPERTS, 2 * NUM_FEATURES], read if HAS_BIAS
     out,  # [num_pairs, NUM_FEATURES], sorted
     order,
     starts,
@@ -152,14 +156,15 @@ def gate_up_product(
     TOP_K: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
     NUM_FEATURES: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program is BLOCK_M sorted pairs and BLOCK_N columns: gates and ups of BLOCK_N / 2 features, by turns."""
+    """Each program computes BLOCK_M sorted pairs by BLOCK_N columns: gates and ups of BLOCK_N / 2 features in turn."""
     dtype: tl.constexpr = x.dtype.element_ty
     features: tl.constexpr = BLOCK_N // 2
     row_tile, column_tile = tile_of(num_row_tiles, (NUM_FEATURES + features - 1) // features, GROUP)
@@ -178,17 +183,20 @@ def gate_up_product(
             BLOCK_N,
             BLOCK_K,
         )
+        if HAS_BIAS:
+            result = result + tl.load(biases + matrix_row).to(tl.float32)[None, :]
         gate, up = tl.split(tl.reshape(result.to(dtype).to(tl.float32), (BLOCK_M, features, 2)))
         at = column_tile * features + tl.arange(0, features)
         target = out + place.to(tl.int64)[:, None] * NUM_FEATURES + at[None, :]
         stored = (place < stop)[:, None] & (at < NUM_FEATURES)[None, :]
-        tl.store(target, activated(gate, up, dtype, GELU).to(dtype), mask=stored)
+        tl.store(target, activated(gate, up, dtype, ACTIVATION).to(dtype), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_row_tiles"])
 def down_product(
     x,  # [num_pairs, NUM_FEATURES], sorted
     matrices,  # [NUM_EXPERTS, HIDDEN_SIZE, NUM_FEATURES]
+    biases,  # [NUM_EXPERTS, HIDDEN_SIZE], read if HAS_BIAS
     weights,  # [num_pairs] float32
     out,  # [num_pairs, HIDDEN_SIZE]
     order,
@@ -197,13 +205,14 @@ def down_product(
     NUM_EXPERTS: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
     NUM_FEATURES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program is BLOCK_M sorted pairs and BLOCK_N columns; results go back to the order of pairs, weighted."""
+    """Each program computes BLOCK_M sorted pairs by BLOCK_N columns; weighted results return to the order of pairs."""
     dtype: tl.constexpr = x.dtype.element_ty
     row_tile, column_tile = tile_of(num_row_tiles, (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert, first, stop = rows_of_tile(starts, row_tile, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
@@ -220,7 +229,21 @@ def down_product(
             BLOCK_N,
             BLOCK_K,
         )
+        if HAS_BIAS:
+            result = result + tl.load(biases + matrix_row).to(tl.float32)[None, :]
         pair = tl.load(order + row)
         weighted = result.to(dtype).to(tl.float32) * tl.load(weights + pair)[:, None]
         target = out + pair.to(tl.int64)[:, None] * HIDDEN_SIZE + at[None, :]
         tl.store(target, weighted.to(dtype), mask=(place < stop)[:, None] & (at < HIDDEN_SIZE)[None, :])
+
+
+@triton.jit
+def sum_pairs(pairs, out, NUM_FEATURES: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program adds up a part of one row's TOP_K results, in the order of its pairs; in float32, rounded once."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < NUM_FEATURES
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for rank in tl.static_range(TOP_K):
+        total += tl.load(pairs + (row * TOP_K + rank) * NUM_FEATURES + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * NUM_FEATURES + at, total.to(out.dtype.element_ty), mask=inside)

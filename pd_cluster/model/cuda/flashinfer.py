@@ -1,9 +1,9 @@
 """A step's attention through FlashInfer: planned on the host once a step, then run in every layer that scores alike.
 
-The pool's own pages are read through their strides. A batch that decodes goes to the decode kernels, every other one,
-with all its sequences, to those for prefill. Knows nothing of when a graph is captured: a batch that has `replay_lens`
-is one, gets buffers that stay, and is planned again before each replay. `problem` tells beforehand what FlashInfer
-cannot do. Written against flashinfer-python 0.6.18.post1; importing this file imports it.
+It reads the pool's pages through their strides. A batch that only decodes uses the decode kernels; any other batch uses
+the prefill kernels for all its sequences. Knows nothing of when a graph is captured: a batch with `replay_lens` belongs
+to a graph, gets permanent buffers, and is planned again before each replay. `problem` reports in advance what
+FlashInfer cannot do. Written against flashinfer-python 0.6.18.post1; importing this file imports it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ import flashinfer
 import numpy as np
 import torch
 
-from pd_cluster.device import Device, num_multiprocessors
-from pd_cluster.errors import ModelError
+from pd_cluster.devices.device import Device, num_multiprocessors
+from pd_cluster.devices.streams import Marker, mark
+from pd_cluster.errors import ModelError, called
 from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout
 from pd_cluster.model.attention.sdpa import Scoring, write_kv
 from pd_cluster.model.batch import ForwardBatch, packed
-from pd_cluster.streams import Marker, mark
 
+VERSION: str = flashinfer.__version__
 HEAD_DIMS = (64, 128, 256)
 DTYPES = ("float16", "bfloat16")
 LEAST_CAPABILITY = (8, 0)
-MAX_PAGE_ELEMENTS = 1 << 32  # from one page to the next, counted in 32 bits
-MAX_GROUP = 64  # query heads of one KV head: they share a tile of rows
+MAX_PAGE_ELEMENTS = 1 << 32  # the stride of a page, counted in 32 bits
+MAX_GROUP = 64  # query heads per KV head: they share a tile of rows
 LEAST_WORKSPACE_NBYTES = 128 << 20
-GRAPH_PLAN_NBYTES = 1 << 20  # of a graph's plan; 13 bytes or so for each of twice as many tiles as sequences
-PREFILL_ROWS = 128  # of a tile, at most
-PROGRAMS_PER_SM = 2  # that a plan splits contexts for
+GRAPH_PLAN_NBYTES = 1 << 20  # a graph's plan has two tiles per sequence, about 13 bytes each
+PREFILL_ROWS = 128  # per tile, at most
+PROGRAMS_PER_SM = 2  # for which a plan splits contexts
 
 
 def problem(
@@ -41,18 +42,19 @@ def problem(
     *,
     has_sinks: bool = False,
 ) -> str:
-    """Why FlashInfer cannot serve such a model and pool on such a GPU; "" when it can. `num_heads`: of one rank."""
+    """Returns why FlashInfer cannot serve this model and pool on this GPU; "" if it can. `num_heads`: per rank."""
     if compute_capability < LEAST_CAPABILITY:
         return "compute capability {}.{}: FlashInfer's kernels need 8.0".format(*compute_capability)
     if layout.dtype not in DTYPES:
         return f"dtype {layout.dtype}: FlashInfer computes in {' or '.join(DTYPES)}"
-    if layout.k_head_dim not in HEAD_DIMS:
-        return f"head_dim {layout.k_head_dim}: FlashInfer takes {', '.join(map(str, HEAD_DIMS))}"
+    if layout.head_dim not in HEAD_DIMS:
+        return f"head_dim {layout.head_dim}: FlashInfer takes {', '.join(map(str, HEAD_DIMS))}"
     if num_heads // layout.local_kv_heads > MAX_GROUP:
         return f"{num_heads // layout.local_kv_heads} query heads to a KV head: FlashInfer is used for 1 to {MAX_GROUP}"
     if layout.block_nbytes // DTYPE_NBYTES[layout.dtype] >= MAX_PAGE_ELEMENTS:
         return (
-            f"--block-size {layout.block_size}: FlashInfer's pages, all layers of a block, have less than 2**32 numbers"
+            f"{called('block_size')} {layout.block_size}: FlashInfer's pages, all layers of a block, have less than "
+            f"2**32 numbers"
         )
     if has_sinks:
         return "attention sinks: FlashInfer's paged kernels have them only for some GPUs"
@@ -60,7 +62,7 @@ def problem(
 
 
 class _Shape(NamedTuple):
-    """What a plan holds for: layers that have all of this in common share one."""
+    """The key of a plan: layers that agree in all of this share one."""
 
     num_heads: int
     num_kv_heads: int
@@ -73,13 +75,13 @@ class _Shape(NamedTuple):
 
     @property
     def for_plan(self) -> dict[str, Any]:
-        """Named alike in both wrappers."""
+        """Arguments with the same names in both wrappers."""
         return {
             "num_qo_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
             "page_size": self.block_size,
             "sm_scale": self.scaling,
-            "window_left": -1 if self.sliding_window is None else self.sliding_window - 1,  # itself not counted
+            "window_left": -1 if self.sliding_window is None else self.sliding_window - 1,  # excluding the token itself
             "logits_soft_cap": self.softcap,
             "q_data_type": self.dtype,
             "kv_data_type": self.dtype,
@@ -87,16 +89,16 @@ class _Shape(NamedTuple):
 
 
 class _Pages(NamedTuple):
-    """A step's sequences as FlashInfer wants to be told of them: int32, on the host."""
+    """A step's sequences in FlashInfer's form: int32, on the host."""
 
     query_starts: torch.Tensor  # [num_seqs + 1]
     page_starts: torch.Tensor  # [num_seqs + 1]
-    last_page_lens: torch.Tensor  # [num_seqs]; 0 where there is no page
+    last_page_lens: torch.Tensor  # [num_seqs]; 0 if there is no page
     context_lens: torch.Tensor  # [num_seqs]
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> _Pages:
-        """In pinned memory where there is an accelerator, so that no copy makes the host wait."""
+        """Uses pinned memory if there is an accelerator, so that no copy blocks the host."""
         lens = batch.host_context_lens if batch.replay_lens is None else batch.replay_lens
         block_size = batch.pool.layout.block_size
         counts = -(-lens // block_size)
@@ -111,7 +113,7 @@ class _Pages(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Planner:
-    """One wrapper. Its plan travels through host memory of its own, which must not change before it has left."""
+    """One wrapper. Its plan is copied from host memory of its own, which must not change until the copy is done."""
 
     wrapper: Any
     decodes: bool
@@ -121,7 +123,7 @@ class _Planner:
 
     def plan(self, pages: _Pages, table: torch.Tensor, shape: _Shape, step: object, device: Device) -> None:
         table = table[: int(pages.page_starts[-1])]
-        self.copied.wait()  # of the step before last at the most: plans come ahead of a step's layers
+        self.copied.wait()  # at most the step before last's: plans precede a step's layers
         if self.decodes:
             self.wrapper.plan(
                 indptr=pages.page_starts,
@@ -146,8 +148,11 @@ class _Planner:
         self.planned_for = step
 
 
-class _Step:
-    """A batch's plans, from its first layer on; those of a graph live as long as it does. Holds no batch: no cycles."""
+class _PlannedStep:
+    """A batch's plans, from its first layer on; a graph's plans live as long as it does.
+
+    Holds no batch, to avoid cycles.
+    """
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.pages = _Pages.of(batch)
@@ -159,7 +164,7 @@ class _Step:
         self.planners[shape].plan(self.pages, batch.block_table, shape, self, batch.pool.device)
 
     def plan_again(self, batch: ForwardBatch) -> None:
-        """The buffers hold another step, and `replay_lens` are its contexts."""
+        """Plans again for the step now in the buffers, whose contexts are `replay_lens`."""
         self.pages = _Pages.of(batch)
         for shape in self.planners:
             self.plan(batch, shape)
@@ -171,8 +176,8 @@ class FlashInfer:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device.torch_name)
-        self._eager: dict[tuple[bool, int], _Planner] = {}  # by kind, and by how many shapes a step had before
-        self._graph_plans: list[torch.Tensor] = []  # by the same number: where the graph that is replayed has its plan
+        self._eager: dict[tuple[bool, int], _Planner] = {}  # by kind, and by the number of earlier shapes in a step
+        self._graph_plans: list[torch.Tensor] = []  # by the same number: the plan of the graph being replayed
 
     def attend_batch(
         self,
@@ -182,9 +187,10 @@ class FlashInfer:
         batch: ForwardBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Returns the query's shape; this step's keys and values are in the pool."""
+        """Returns a tensor of the query's shape; this step's keys and values must be in the pool."""
         if scoring.sinks is not None:
-            raise ModelError("attention sinks: FlashInfer does not serve them; use --attention-backend triton")
+            way_out = f"use {called('attention_backend')} triton"
+            raise ModelError(f"attention sinks: FlashInfer does not serve them; {way_out}")
         assert key_pool.stride() == value_pool.stride()
         assert key_pool.stride(3) == query.stride(2) == 1
         _, num_heads, head_dim = query.shape
@@ -210,7 +216,7 @@ class FlashInfer:
         batch: ForwardBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Puts the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
+        """Writes the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
         key_pool, value_pool = batch.pool.layer(layer_idx)
         write_kv(keys, values, key_pool, value_pool, batch.slot_mapping)
         batch.layer_written(layer_idx, scoring.sliding_window)
@@ -218,12 +224,12 @@ class FlashInfer:
 
     def _planned(self, batch: ForwardBatch, shape: _Shape) -> _Planner:
         step = batch.kernel_state
-        if not isinstance(step, _Step):
-            step = batch.kernel_state = _Step(batch)
+        if not isinstance(step, _PlannedStep):
+            step = batch.kernel_state = _PlannedStep(batch)
         if shape not in step.planners:
             step.planners[shape] = self._planner(batch, shape, len(step.planners))
         found = step.planners[shape]
-        if found.planned_for is not step:  # new, or another step had it meanwhile
+        if found.planned_for is not step:  # it is new, or another step used it meanwhile
             step.plan(batch, shape)
         return found
 
@@ -231,7 +237,7 @@ class FlashInfer:
         nbytes = workspace_nbytes(
             batch.num_seqs, shape.num_heads, shape.num_kv_heads, shape.head_dim, num_multiprocessors(self._device)
         )
-        if len(self._workspace) < nbytes:  # whoever has the old one keeps it
+        if len(self._workspace) < nbytes:  # users of the old one keep it
             self._workspace = torch.zeros(nbytes, dtype=torch.uint8, device=self._device.torch_name)
         if batch.replay_lens is not None:
             return self._made(self._graph_wrapper(batch, slot), True)
@@ -249,7 +255,7 @@ class FlashInfer:
         return _Planner(wrapper, decodes, len(self._workspace), mark(self._device))
 
     def _graph_wrapper(self, batch: ForwardBatch, slot: int) -> Any:
-        """The table is read where the batch has it. One graph is replayed at a time: plans take turns in one place."""
+        """Makes a wrapper that reads the batch's own table. One graph replays at a time, so plans share one buffer."""
         device = self._device.torch_name
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
@@ -267,11 +273,11 @@ class FlashInfer:
 
 
 def workspace_nbytes(num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, num_sms: int) -> int:
-    """What FlashInfer keeps of split contexts, at the most: an output and a log-sum-exp, float32, of each tile's rows.
+    """Returns the maximum size of FlashInfer's split results: float32 output and log-sum-exp of each tile's rows.
 
-    Where it splits, it makes no more tiles than run side by side, or two a sequence that is decoded.
+    When it splits, it makes no more tiles than can run side by side, or two per decoding sequence.
     """
     side_by_side = PROGRAMS_PER_SM * num_sms // num_kv_heads
-    rows = 16 if num_heads // num_kv_heads <= 16 else 64  # of a tile of decoding
+    rows = 16 if num_heads // num_kv_heads <= 16 else 64  # of a decode tile
     num_rows = max(side_by_side * PREFILL_ROWS, max(side_by_side, 2 * num_seqs) * rows)
     return max(LEAST_WORKSPACE_NBYTES, num_heads * num_rows * (head_dim + 1) * 4 + 1024)

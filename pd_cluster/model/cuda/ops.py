@@ -1,12 +1,13 @@
-"""The Triton kernels as `Ops`, but for attention itself, which is given. Nothing here waits for the device.
+"""The Triton kernels as `Ops`, with attention passed in. Nothing here waits for the device.
 
-What the kernels take on trust is checked here: dtypes, shapes, strides. Knows nothing of graphs or streams: a launch
+Preconditions of the kernels are checked here: dtypes, shapes, strides. Knows nothing of graphs or streams: a launch
 goes to the current stream, and its sizes follow from shapes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -14,27 +15,37 @@ import triton
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cuda import elementwise_kernels as kernels
-from pd_cluster.model.ops import Activation, Heads, Norm, Rope
+from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
+from pd_cluster.model.cuda.experts import TritonGroupedExperts
+from pd_cluster.model.layers.expert_weight import ExpertWeights
+from pd_cluster.model.layers.gated import Activation
+from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
+from pd_cluster.model.layers.weight import LinearWeight
 
-# (query [num_tokens, num_heads, head_dim], key pool, value pool, batch, scoring) to the shape of query
+# (query [num_tokens, num_heads, head_dim], key pool, value pool, batch, scoring) -> tensor of the query's shape
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch, Scoring], torch.Tensor]
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_FEATURES = 32768  # of a norm: a row stays in one program's registers
-ROW_ELEMENTS_PER_WARP = 512  # of a norm: 16 a thread
-FEW_GATED = 1 << 20  # elements; so many fill the device with small programs
-HEAD_ELEMENTS = 512  # of half heads, by two warps: 16 bytes a thread in 16 bits
+ROW_ELEMENTS_PER_WARP = 512  # of a norm: 16 per thread
+FEW_GATED = 1 << 20  # elements; this many fill the device with small programs
+HEAD_ELEMENTS = 512  # elements of half heads, for two warps: 16 bytes per thread at 16 bits
 
 
 class CudaOps:
-    """`Ops` in Triton. `attend_paged` attends to keys and values that are in the pool already."""
+    """`Ops` in Triton. `attend_paged` attends to keys and values that are already in the pool."""
 
     name = "Triton"
+    is_capturable = True
+    few_gated = FEW_GATED
 
     def __init__(self, attend_paged: Attend, attention: str = "Triton") -> None:
-        """`attention`: what it is called, for the log."""
+        """`attention`: its name, for the log."""
         self._attend = attend_paged
         self.attention = attention
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        return weight.linear()
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return _norm(x, None, norm)
@@ -53,24 +64,26 @@ class CudaOps:
         out = gate_up.new_empty(num_rows, num_features)
         if not num_rows:
             return out
-        block = 1024 if num_rows * num_features <= FEW_GATED else 4096
+        block = 1024 if num_rows * num_features <= self.few_gated else 4096
         kernels.gated[(num_rows, triton.cdiv(num_features, block))](
             gate_up,
             out,
             gate_up.stride(0),
             NUM_FEATURES=num_features,
             BLOCK=block,
-            GELU=activation == "gelu_tanh",
+            ACTIVATION=ACTIVATIONS[activation],
             num_warps=block // 256,
         )
         return out
+
+    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
+        return TritonGroupedExperts.of(gate, weights, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         key_pool, value_pool = batch.pool.layer(heads.layer_idx)
         query = prepare(heads, qkv, rope, key_pool, value_pool, batch.slot_mapping)
         batch.layer_written(heads.layer_idx, heads.sliding_window)
-        scoring = Scoring(heads.scaling, heads.sliding_window, heads.softcap)
-        return self._attend(query, key_pool, value_pool, batch, scoring).reshape(len(qkv), -1)
+        return self._attend(query, key_pool, value_pool, batch, heads.scoring).reshape(len(qkv), -1)
 
 
 def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
@@ -102,7 +115,7 @@ def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tens
 
 
 def _check_weight(norm: Norm, num_features: int, dtype: torch.dtype) -> None:
-    """A weight is in the activations' dtype (Llama's order of rounding) or in float32 (Gemma's)."""
+    """Asserts a weight in the activations' dtype (Llama's order of rounding) or in float32 (Gemma's)."""
     assert norm.weight.shape == (num_features,)
     assert norm.weight.dtype in (dtype, torch.float32)
     assert norm.weight.is_contiguous()
@@ -116,9 +129,9 @@ def prepare(
     value_pool: torch.Tensor,
     slot_mapping: torch.Tensor,  # [num_tokens] int64
 ) -> torch.Tensor:
-    """Norms and rotates queries and keys, writes keys and values to their slots, in the pool's dtype.
+    """Norms and rotates queries and keys, and writes keys and values to their slots, in the pool's dtype.
 
-    Returns the queries, [num_tokens, num_heads, head_dim], contiguous; qkv stays.
+    Returns the queries, [num_tokens, num_heads, head_dim], contiguous; qkv is unchanged.
     """
     num_tokens = len(qkv)
     _check_heads(heads, qkv, rope, key_pool, value_pool, slot_mapping)
@@ -174,7 +187,8 @@ def _check_heads(
     assert qkv.stride(1) == 1
     for table in (rope.cos, rope.sin):
         assert table.shape == (num_tokens, heads.head_dim)
-        assert table.dtype == qkv.dtype
+        assert table.dtype in (qkv.dtype, torch.float32)
+        assert table.dtype == rope.cos.dtype
         assert table.stride() == (rope.cos.stride(0), 1)
     assert (heads.q_norm is None) == (heads.k_norm is None)
     for norm in (heads.q_norm, heads.k_norm):

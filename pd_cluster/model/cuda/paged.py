@@ -1,7 +1,7 @@
-"""A step's attention through Triton: its plan and what of it the device must know, made once for all layers.
+"""A step's attention through Triton: its plan and metadata on the device, made once for all layers.
 
-`attend_batch` is what the fused layers call, `write_and_attend` what transformers' modules reach. `problem` tells
-beforehand what the kernels cannot do: then nobody calls them, and the log says so.
+The fused layers call `attend_batch`; transformers' modules reach `write_and_attend`. `problem` reports in advance what
+the kernels cannot do: then they are not used, and the log says so.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from pd_cluster.device import Device, compute_capability, num_multiprocessors
+from pd_cluster.devices.device import Device, compute_capability, num_multiprocessors
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, on_device
 from pd_cluster.model.cuda.attention import (
@@ -27,7 +27,7 @@ Planned = tuple[AttentionPlan, BatchMetadata]
 
 
 def problem(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int) -> str:
-    """Why these kernels cannot serve such a model and pool; "" when they can."""
+    """Returns why these kernels cannot serve this model and pool; "" if they can."""
     if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
         return f"blocks of {block_size} tokens: the Triton attention takes powers of 2 from {MIN_BLOCK_SIZE} on"
     try:
@@ -40,7 +40,7 @@ def problem(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int) -
 def attend_batch(
     query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, batch: ForwardBatch, scoring: Scoring
 ) -> torch.Tensor:
-    """[num_tokens, num_heads, head_dim] to the same; this step's keys and values are in the pool."""
+    """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
     plan, metadata = _planned(batch, query, key_pool.shape[2])
     return attend(query, key_pool, value_pool, metadata, plan, scoring)
 
@@ -53,7 +53,7 @@ def write_and_attend(
     batch: ForwardBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Puts the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
+    """Writes the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
     write_kv(keys.contiguous(), values.contiguous(), key_pool, value_pool, batch.slot_mapping)
     batch.layer_written(layer_idx, scoring.sliding_window)
@@ -61,7 +61,7 @@ def write_and_attend(
 
 
 def _planned(batch: ForwardBatch, query: torch.Tensor, num_kv_heads: int) -> Planned:
-    """The batch's own; made by its first layer."""
+    """Returns the batch's plan, which its first layer makes."""
     _, num_heads, head_dim = query.shape
     key = num_heads, num_kv_heads, head_dim
     known = batch.kernel_state

@@ -1,12 +1,11 @@
-"""How a step's attention is cut into programs: integers from lengths, on the host. Knows nothing of tensors or kernels.
+"""Divides a step's attention into programs: integers from lengths, on the host. Knows nothing of tensors or kernels.
 
-Which splits have keys is decided by the kernels, from context_lens. So a plan of `plan_decode` holds for every batch of
-that size: a CUDA graph that was captured with it is replayed with other contexts and tables in the same buffers.
+The kernels find each row's splits from context_lens. A plan of `plan_decode` therefore holds for every batch of that
+size: a CUDA graph captured with it can be replayed with other contexts and tables in the same buffers.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,23 +13,31 @@ import numpy.typing as npt
 
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs
 
-MAX_SPLITS = 128
-PROGRAMS_PER_SM = 2  # that run side by side, to have enough bytes under way
-START_TILES = 2  # what starting a program costs, in tiles of keys; the merge costs as much again
+# Splits of a context are fixed by position, so that a row's bits do not depend on the batch. In the 8B model's shape
+# one is 128 KiB of keys and values of one KV head: about 11 us of a program's share of an H100's bandwidth, against 1
+# to 2 us until its first key arrives; and its stored result is 1/64 of what it read. With 512, a context of 1,024
+# tokens would occupy only 16 programs.
+SPLIT_KEYS = 256
+MAX_SPLITS = 64  # of a context; bounds the workspace. Contexts of more than 16,128 keys have wider splits.
+PROGRAMS_PER_SM = 2  # that run side by side, to keep enough bytes in flight
 
 Ids = npt.NDArray[np.int32]
+NO_SEQS: Ids = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """Sequences with one query are decoded, `num_splits` programs for each KV head; the others' queries form tiles.
+    """Sequences with one query decode, their splits taken by `num_workers` programs per KV head; others form tiles.
 
-    `tiles` and `decode_seqs` go to the device with the batch (`BatchMetadata`).
+    No context has more than `max_splits` splits, of `split_keys` keys or a multiple.
+    `tiles` and `decode_seqs` are copied to the device with the batch (`BatchMetadata`).
     """
 
     configs: AttentionConfigs
     num_seqs: int
-    num_splits: int
+    max_splits: int
+    split_keys: int
+    num_workers: int
     decode_seqs: Ids  # [num_decode] ascending
     tiles: Ids  # [num_tiles, 2]: sequence, first query of the tile; most keys first
 
@@ -39,8 +46,8 @@ class AttentionPlan:
         return len(self.decode_seqs) == self.num_seqs
 
     def workspace_numel(self, num_heads: int, head_dim: int) -> int:
-        """float32 elements that the splits need: output and log-sum-exp of each."""
-        return 0 if self.num_splits == 1 else len(self.decode_seqs) * num_heads * self.num_splits * (head_dim + 1)
+        """Returns the float32 elements that the splits need: output and log-sum-exp of each."""
+        return 0 if self.max_splits == 1 else len(self.decode_seqs) * num_heads * self.max_splits * (head_dim + 1)
 
 
 def plan_attention(
@@ -50,15 +57,25 @@ def plan_attention(
     num_kv_heads: int,
     configs: AttentionConfigs,
     num_sms: int,
-    num_splits: int | None = None,
+    split_keys: int = SPLIT_KEYS,
 ) -> AttentionPlan:
-    """`group`: query heads of one KV head. A given `num_splits` makes a row independent of the others' number."""
+    """Plans a batch. `group`: query heads per KV head."""
     decode_seqs = np.flatnonzero(query_lens == 1).astype(np.int32)
-    if num_splits is None:
-        longest = int(context_lens[decode_seqs].max(initial=0))
-        num_splits = splits_for(len(decode_seqs), num_kv_heads, longest, configs.decode.keys, num_sms)
-    tiles = _tiles(query_lens, context_lens, configs.prefill.rows // group)
-    return AttentionPlan(configs, len(query_lens), num_splits, decode_seqs, tiles)
+    max_splits = most_splits(int(context_lens[decode_seqs].max(initial=0)), split_keys)
+    num_workers = workers_for(len(decode_seqs) * max_splits, num_kv_heads, num_sms)
+    tiles = tiles_of(query_lens, context_lens, configs.prefill.rows // group, least=2)
+    return AttentionPlan(configs, len(query_lens), max_splits, split_keys, num_workers, decode_seqs, tiles)
+
+
+def plan_tiles(
+    query_lens: npt.NDArray[np.integer],  # [num_seqs], each at least 1
+    context_lens: npt.NDArray[np.integer],  # [num_seqs]
+    group: int,
+    configs: AttentionConfigs,
+) -> AttentionPlan:
+    """Plans a batch with tiles for all sequences, so that no context is split. `group`: query heads per KV head."""
+    tiles = tiles_of(query_lens, context_lens, configs.prefill.rows // group)
+    return AttentionPlan(configs, len(query_lens), 1, SPLIT_KEYS, 1, NO_SEQS, tiles)
 
 
 def plan_decode(
@@ -67,19 +84,23 @@ def plan_decode(
     num_kv_heads: int,
     configs: AttentionConfigs,
     num_sms: int,
-    num_splits: int | None = None,
+    split_keys: int = SPLIT_KEYS,
 ) -> AttentionPlan:
-    """For a padded batch whose sequences have one query each, and contexts from 0 (padding) to `max_context_len`."""
-    if num_splits is None:
-        num_splits = splits_for(num_seqs, num_kv_heads, max_context_len, configs.decode.keys, num_sms)
-    return AttentionPlan(
-        configs, num_seqs, num_splits, np.arange(num_seqs, dtype=np.int32), np.empty((0, 2), dtype=np.int32)
-    )
+    """Plans a padded batch whose sequences have one query each, and contexts from 0 (padding) to `max_context_len`."""
+    max_splits = most_splits(max_context_len, split_keys)
+    num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)
+    decode_seqs, no_tiles = np.arange(num_seqs, dtype=np.int32), np.empty((0, 2), dtype=np.int32)
+    return AttentionPlan(configs, num_seqs, max_splits, split_keys, num_workers, decode_seqs, no_tiles)
 
 
-def _tiles(query_lens: npt.NDArray[np.integer], context_lens: npt.NDArray[np.integer], queries: int) -> Ids:
-    """Tiles of `queries` queries for all sequences that have more than one."""
-    counts = np.where(query_lens > 1, -(-query_lens // queries), 0)
+def tiles_of(
+    query_lens: npt.NDArray[np.integer], context_lens: npt.NDArray[np.integer], queries: int, least: int = 1
+) -> Ids:
+    """Returns [num_tiles, 2], the sequence and the first query of each tile of `queries` queries; most keys first.
+
+    Sequences with fewer than `least` queries have none.
+    """
+    counts = np.where(query_lens >= least, -(-query_lens // queries), 0)
     seqs = np.repeat(np.arange(len(query_lens)), counts)
     first = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
     num_keys = np.minimum((context_lens - query_lens)[seqs] + first + queries, context_lens[seqs])
@@ -87,19 +108,11 @@ def _tiles(query_lens: npt.NDArray[np.integer], context_lens: npt.NDArray[np.int
     return np.stack((seqs, first), axis=1)[order].astype(np.int32)
 
 
-def splits_for(num_seqs: int, num_kv_heads: int, longest_context: int, keys: int, num_sms: int) -> int:
-    """The number with the least (rounds of programs) * (tiles of each), the smallest of equals."""
-    return _splits(num_seqs * num_kv_heads, -(-longest_context // keys), PROGRAMS_PER_SM * num_sms)
+def most_splits(longest_context: int, split_keys: int = SPLIT_KEYS) -> int:
+    """Returns the largest number of splits of any context up to `longest_context`, with or without a window."""
+    return max(1, min(MAX_SPLITS, -(-longest_context // split_keys)))
 
 
-@functools.lru_cache(4096)
-def _splits(num_programs: int, num_tiles: int, num_places: int) -> int:
-    if num_programs == 0 or num_tiles == 0:
-        return 1
-
-    def cost(num_splits: int) -> int:
-        per_split = -(-num_tiles // num_splits)
-        rounds = -(-num_programs * -(-num_tiles // per_split) // num_places)
-        return rounds * (per_split + START_TILES) + (START_TILES if num_splits > 1 else 0)
-
-    return min(range(1, min(num_tiles, MAX_SPLITS) + 1), key=cost)
+def workers_for(num_items: int, num_kv_heads: int, num_sms: int) -> int:
+    """Returns the programs per KV head that take `num_items` splits: no more than run side by side."""
+    return max(1, min(num_items, -(-PROGRAMS_PER_SM * num_sms // num_kv_heads)))

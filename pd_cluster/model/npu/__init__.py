@@ -1,1 +1,1 @@
-"""What Ascend NPUs compute with: torch-npu's operators, which `device` has made known to torch; none of our own."""
+"""Computation on Ascend NPUs: torch-npu's operators, which `device` registers with torch; no kernels of our own."""

@@ -1,9 +1,10 @@
 """Paged attention and KV writes on NPUs, by torch-npu's fused operators.
 
-A step's sequences go in one call, packed (layout TND), whatever of them are prompts or decoded. Where the operator does
-not take a model's heads so, decode steps go as a batch of one token each (BSND), and steps with prompts through
-attention/sdpa.py. Lengths are values of the host, block tables the device's. What neither can do is told by `problem`,
-at load. Operators and their limits: torch-npu 2.13's schemas and CANN's descriptions; nothing here has run on hardware.
+A step's sequences go in one call, packed (layout TND), whether they are prompts or decode. If the operator does not
+support a model's heads in this form, decode steps go as a batch of one token each (BSND), and steps with prompts
+through attention/sdpa.py. Lengths are host values, block tables are on the device. `problem` reports at load what
+neither can do. Operators and their limits follow torch-npu 2.13's schemas and CANN's descriptions; nothing here has run
+on hardware.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from pd_cluster.device import Device
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.streams import HostValues
+from pd_cluster.errors import called
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch, Ints
-from pd_cluster.streams import HostValues
 
 DTYPES = ("float16", "bfloat16")
 PACKED_HEAD_DIM = 128  # values of 192 only without blocks
-PACKED_HEAD_DIM_ALONE = 64  # only where every query head has a key head of its own
+PACKED_HEAD_DIM_ALONE = 64  # only if every query head has a key head of its own
 PACKED_BLOCK_SIZE = 128  # tokens
 MAX_PACKED_SEQS = 4096
 BATCHED_STEP = 16  # head dims and block sizes of decode steps are multiples of it
 MAX_BATCHED_HEAD_DIM = 512
 MAX_BATCHED_BLOCK_SIZE = 512
-MAX_GROUP = 64  # query heads of a key head
+MAX_GROUP = 64  # query heads per key head
 MAX_WIDTH = 65535  # key heads times head dim
 MASK_SIZE = 2048  # the operator makes any causal or banded mask from this one
 CAUSAL, BAND = 3, 4  # sparse_mode: both are aligned to the last query and key
@@ -37,13 +39,13 @@ Way = Literal["TND", "BSND"]
 
 
 def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str]) -> str:
-    """Why these operators cannot serve such a pool and model; "" when they can.
+    """Returns why these operators cannot serve this pool and model; "" if they can.
 
-    `traits` of the model: "softcap", "sinks", "window".
+    `traits` are the model's: "softcap", "sinks", "window".
     """
     if layout.dtype not in DTYPES:
-        return f"--dtype {layout.dtype}: attention on NPUs takes {' or '.join(DTYPES)}"
-    group, width = num_heads // layout.local_kv_heads, layout.local_kv_heads * layout.k_head_dim
+        return f"{called('dtype')} {layout.dtype}: attention on NPUs takes {' or '.join(DTYPES)}"
+    group, width = num_heads // layout.local_kv_heads, layout.local_kv_heads * layout.head_dim
     if group > MAX_GROUP:
         return f"{group} query heads for each of keys: attention on NPUs takes at most {MAX_GROUP}"
     if width > MAX_WIDTH:
@@ -52,14 +54,14 @@ def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str
         return "the model caps its attention scores (softcap), which attention on NPUs cannot"
     if not _why_not_packed(layout, num_heads):
         if max_num_seqs > MAX_PACKED_SEQS:
-            return f"--max-num-seqs {max_num_seqs}: attention on NPUs takes at most {MAX_PACKED_SEQS} at once"
+            return f"{called('max_num_seqs')} {max_num_seqs}: attention on NPUs takes at most {MAX_PACKED_SEQS} at once"
         return ""
     why = _why_not_packed(layout, num_heads)
     if others := sorted(traits & {"sinks", "window"}):
         return f"{why}, and without that no {' and '.join(others)}"
-    size, dim = layout.block_size, layout.k_head_dim
+    size, dim = layout.block_size, layout.head_dim
     if size % BATCHED_STEP or size > MAX_BATCHED_BLOCK_SIZE:
-        return f"--block-size {size}: on NPUs a multiple of {BATCHED_STEP} up to {MAX_BATCHED_BLOCK_SIZE}"
+        return f"{called('block_size')} {size}: on NPUs a multiple of {BATCHED_STEP} up to {MAX_BATCHED_BLOCK_SIZE}"
     if dim % BATCHED_STEP or dim > MAX_BATCHED_HEAD_DIM:
         return f"head_dim {dim}: attention on NPUs takes multiples of {BATCHED_STEP} up to {MAX_BATCHED_HEAD_DIM}"
     return ""
@@ -71,28 +73,29 @@ def way_of(layout: KVLayout, num_heads: int) -> Way:
 
 def _why_not_packed(layout: KVLayout, num_heads: int) -> str:
     if layout.block_size != PACKED_BLOCK_SIZE:
-        return f"--block-size {layout.block_size}: attention on NPUs takes prompts in blocks of {PACKED_BLOCK_SIZE}"
-    dim = layout.k_head_dim
+        blocks = called("block_size")
+        return f"{blocks} {layout.block_size}: attention on NPUs takes prompts in blocks of {PACKED_BLOCK_SIZE}"
+    dim = layout.head_dim
     if dim == PACKED_HEAD_DIM or (dim == PACKED_HEAD_DIM_ALONE and num_heads == layout.num_kv_heads):
         return ""
     return f"head_dim {dim}: attention on NPUs takes prompts with {PACKED_HEAD_DIM}"
 
 
 class _Planned(NamedTuple):
-    """Of a step, for all its layers."""
+    """A step's plan, for all its layers."""
 
-    tables: torch.Tensor  # [num_seqs, width] int32: blocks, then whatever
+    tables: torch.Tensor  # [num_seqs, width] int32: blocks, then arbitrary valid ids
     query_ends: list[int]  # [num_seqs] running sums of the query lengths
     context_lens: list[int]  # [num_seqs]
 
 
 class NpuAttention:
-    """`write_and_attend` is what transformers' modules and fused layers call."""
+    """Transformers' modules and fused layers call `write_and_attend`."""
 
     def __init__(self, device: Device, way: Way) -> None:
         self.way: Way = way
         ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=device.torch_name)
-        self._mask = ones.triu(1)  # 1: not seen
+        self._mask = ones.triu(1)  # 1: masked
 
     def write_and_attend(
         self,
@@ -103,7 +106,7 @@ class NpuAttention:
         batch: ForwardBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Puts the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
+        """Writes the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
         if self._goes_by_sdpa(batch):
             return sdpa.write_and_attend(layer_idx, query, keys, values, batch, scoring)
         write_kv(layer_idx, keys.contiguous(), values.contiguous(), batch)
@@ -115,12 +118,12 @@ class NpuAttention:
     def _attend(
         self, query: torch.Tensor, layer_idx: int, batch: ForwardBatch, planned: _Planned, scoring: Scoring
     ) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim] to the same; this step's keys and values are in the pool."""
+        """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
         query = query if self.way == "TND" else query[:, None]  # [num_seqs, 1, num_heads, head_dim]
         options: dict[str, Any] = {"block_table": planned.tables, "input_layout": self.way}
         if self.way == "TND":
             options |= {"atten_mask": self._mask, "sparse_mode": CAUSAL}
-            if scoring.sliding_window is not None:  # a token sees so many before itself
+            if scoring.sliding_window is not None:  # tokens visible before the token itself
                 options |= {"sparse_mode": BAND, "pre_tokens": scoring.sliding_window - 1, "next_tokens": 0}
         keys, values = (pool.flatten(2) for pool in batch.pool.layer(layer_idx))
         found = _call(query, keys, values, planned, scoring, options)
@@ -131,7 +134,7 @@ class NpuAttention:
 
 
 def write_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
-    """[num_tokens, num_kv_heads, head_dim] to the step's slots, of which no two are the same."""
+    """Writes [num_tokens, num_kv_heads, head_dim] to the step's slots, which are distinct."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
     torch.ops.npu.npu_scatter_pa_kv_cache(keys, values, key_pool, value_pool, batch.slot_mapping, cache_mode="Norm")
 
@@ -144,7 +147,7 @@ def _call(
     scoring: Scoring,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """By the first operator; sinks are known to the second only, which calls the same things otherwise."""
+    """Calls the first operator, or the second for sinks, which has other names for the same arguments."""
     num_heads, head_dim = query.shape[-2:]
     num_kv_heads, block_size = keys.shape[2] // head_dim, keys.shape[1]
     options |= {"block_size": block_size, "num_key_value_heads": num_kv_heads}
@@ -177,23 +180,23 @@ def _call(
 
 
 def _plan(batch: ForwardBatch) -> _Planned:
-    """Made by a step's first layer, so that a graph makes it anew at each replay, from its buffers."""
+    """Plans in a step's first layer, so that a graph plans again at each replay, from its buffers."""
     lens = batch.host_context_lens if batch.replay_lens is None else batch.replay_lens
     width = batch.pool.layout.num_blocks_for(int(batch.host_context_lens.max()))
     columns = torch.arange(width, device=batch.block_table.device)
     at = batch.table_starts[:-1, None].long() + columns
-    tables = batch.block_table[at.clamp(max=len(batch.block_table) - 1)]  # the device checks no id: each must be one
+    tables = batch.block_table[at.clamp(max=len(batch.block_table) - 1)]  # the device checks no id: all must be valid
     batch.host_values = _host_values
     return _Planned(tables, np.cumsum(batch.query_lens).tolist(), _at_least_one(lens))
 
 
 def _host_values(lens: Ints) -> HostValues:
-    """What a graph's attention is told at a replay, by either operator's name for it."""
+    """Returns the values that a graph's attention receives at replay, under either operator's names."""
     context_lens = _at_least_one(lens)
     return {"actual_seq_lengths_kv": context_lens, "actual_seq_kvlen": context_lens}
 
 
 def _at_least_one(lens: Ints) -> list[int]:
-    """A row of padding sees one token, whichever: of nothing nobody knows what the operator makes."""
+    """Lets a padding row see one arbitrary token: the operator's result for zero tokens is undefined."""
     found: list[int] = np.maximum(lens, 1).tolist()
     return found

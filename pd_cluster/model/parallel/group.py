@@ -1,4 +1,4 @@
-"""What the ranks of one instance compute together: sums over all of them, and the pieces of a row of logits.
+"""Joint computations of the ranks of one instance: sums over all of them, and the pieces of a row of logits.
 
 gloo on CPU, NCCL on CUDA, HCCL on NPUs, between processes of one host. Knows nothing of models or of plans.
 """
@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import (
     ReduceOp,
 )
 
-from pd_cluster import device_group
-from pd_cluster.device import CPU, Device
+from pd_cluster.devices import group as device_group
+from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import InstanceLost
 
-TAG = 1  # messages between two ranks come in order
+TAG = 1  # messages between two ranks arrive in order
 HOST = "127.0.0.1"  # all devices of an instance are on one host
 
 
@@ -37,19 +37,19 @@ class Group(Protocol):
     reduce_s: float
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's x, the same bits on each of them; x is overwritten."""
+        """Returns the sum of every rank's x, the same bits on each of them; overwrites x."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """On rank 0 all ranks' x side by side, joined along the last dimension; elsewhere x itself."""
+        """Returns all ranks' x joined along the last dimension on rank 0; elsewhere x itself."""
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x on every rank; elsewhere x is overwritten."""
+        """Returns rank 0's x on every rank; elsewhere overwrites x."""
 
     def least(self, number: int) -> int:
-        """The least of every rank's number."""
+        """Returns the least of every rank's number."""
 
     def loaded(self) -> None:
-        """From now on the others are waited for as long as in a step."""
+        """Switches from the timeout of loading to that of a step."""
 
 
 class Alone:
@@ -75,7 +75,7 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one instance find each other: a file in a folder that only their user can enter."""
+    """The meeting place of one instance's ranks: a file in a folder that only their user can enter."""
 
     path: str
     rank: int
@@ -85,7 +85,7 @@ class Rendezvous:
 
 
 class GlooGroup:
-    """Raises InstanceLost when another rank is gone or keeps all waiting for longer than the timeout."""
+    """Raises InstanceLost when another rank is gone or delays all others for longer than the timeout."""
 
     def __init__(self, place: Rendezvous) -> None:
         self.rank, self.size = place.rank, place.size
@@ -114,7 +114,8 @@ class GlooGroup:
         return x
 
     def _double(self, x: torch.Tensor) -> None:
-        """Recursive doubling: pairs, then pairs of pairs. Several times as fast as gloo's own for what a step sums.
+        """Sums by recursive doubling: pairs, then pairs of pairs. Several times as fast as gloo's own for a step's
+        sums.
 
         Addition commutes, and all ranks add the same pairs, so that they get the same bits.
         """
@@ -165,29 +166,44 @@ class GlooGroup:
 
 
 class DeviceGroup:
-    """Sums and gathers on the devices, in the order of each one's stream; the host waits for none of them.
+    """Sums and gathers on the devices, in the order of each one's stream; the host does not wait.
 
-    What NCCL or HCCL finds wrong ends the process, after the timeout at the latest. Numbers of the host go over gloo.
+    Errors of NCCL or HCCL end the process, at the latest after the timeout. Numbers of the host go over gloo.
+
+    NCCL and HCCL choose the order of a sum by its size. `sums_in_order`: every element is the float32 sum of the ranks'
+    in their order, rounded once; each rank receives all of the others' numbers for that.
     """
 
-    def __init__(self, place: Rendezvous, device: Device) -> None:
+    def __init__(self, place: Rendezvous, device: Device, sums_in_order: bool = False) -> None:
         self.rank, self.size = place.rank, place.size
-        self.reduce_s = 0.0  # not known: the host does not wait
+        self.reduce_s = 0.0  # not measured: the host does not wait
         self._host = GlooGroup(place)
         store = PrefixStore(device.dist_backend, self._host.store)
         self._group: Any = device_group.make_ranks(store, place.rank, place.size, place.load_timeout_s, device)
         self._timeout = timedelta(seconds=place.timeout_s)
+        self._sums_in_order = sums_in_order
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
+        if self._sums_in_order:
+            first, *others = self._parts(x)
+            total = first.float()
+            for other in others:
+                total += other
+            return x.copy_(total)
         self._group.allreduce([x], AllreduceOptions()).wait()
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
+        parts = self._parts(x)
+        return torch.cat(parts, dim=-1) if self.rank == 0 else x
+
+    def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Returns every rank's x, which is contiguous."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._group.allgather([parts], [x]).wait()
-        return torch.cat(parts, dim=-1) if self.rank == 0 else x
+        return parts
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -202,8 +218,8 @@ class DeviceGroup:
         self._group._set_default_timeout(self._timeout)
 
 
-def join(place: Rendezvous | None, device: Device = CPU) -> Group:
-    """Raises InstanceLost."""
+def join(place: Rendezvous | None, device: Device = CPU, sums_in_order: bool = False) -> Group:
+    """Joins the ranks of an instance; `sums_in_order` as `DeviceGroup` has it. Raises InstanceLost."""
     if place is None or place.size == 1:
         return Alone()
-    return DeviceGroup(place, device) if device.is_accelerator else GlooGroup(place)
+    return DeviceGroup(place, device, sums_in_order) if device.is_accelerator else GlooGroup(place)

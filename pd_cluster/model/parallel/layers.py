@@ -1,4 +1,4 @@
-"""What a rank's share of a model does otherwise than a whole one: embeddings of its part of the vocabulary, and sums.
+"""The parts of a rank's share of a model that differ from a whole one: embeddings of its vocabulary, and sums.
 
 Put into transformers' modules from outside; the fused model calls the same functions. Knows nothing of files.
 """
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from pd_cluster.model.parallel.group import Group
-from pd_cluster.model.parallel.plan import Plan
+from pd_cluster.model.parallel.plan import ParallelPlan
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """Looks up the ids of this rank's rows; the sum over all ranks has everybody's."""
+    """Looks up the ids of this rank's rows; the sum over all ranks has every id's."""
 
     def __init__(self, inner: torch.nn.Module, first_id: int, num_ids: int, group: Group) -> None:
         super().__init__()
@@ -44,9 +44,9 @@ class SpanningNorm(torch.nn.Module):
 
 
 class Share:
-    """One rank's share of a model of transformers: what must be put into it, and can be taken out again."""
+    """One rank's share of a model of transformers: the parts to install in it, and to remove again."""
 
-    def __init__(self, plan: Plan, group: Group) -> None:
+    def __init__(self, plan: ParallelPlan, group: Group) -> None:
         self.plan, self.group = plan, group
         self._hooks: list[Any] = []
 
@@ -62,7 +62,7 @@ class Share:
             self._hooks += [module.register_forward_hook(self._add_up) for module in (layer.self_attn, layer.mlp)]
 
     def remove(self, model: Any) -> None:
-        """For who takes the model apart and does the sums itself. Norms that span heads stay."""
+        """Restores the model for a caller that takes it apart and does the sums itself. Norms that span heads stay."""
         model.set_input_embeddings(model.get_input_embeddings().inner)
         for hook in self._hooks:
             hook.remove()

@@ -1,7 +1,7 @@
-"""Which share of each weight a rank holds, from transformers' `base_model_tp_plan`. Sizes and names: no weights.
+"""The share of each weight that a rank holds, from transformers' `base_model_tp_plan`. Sizes and names: no weights.
 
-Megatron's scheme: what makes heads or intermediate features is split by rows of its weight (`colwise`), what takes
-them in by columns (`rowwise`), so that a layer needs two sums: after attention and after the MLP. KV heads fewer than
+Megatron's scheme: weights that produce heads or intermediate features are split by rows (`colwise`), those that consume
+them by columns (`rowwise`), so that a layer needs two sums: after attention and after the MLP. KV heads fewer than
 ranks are replicated. Embedding and output layer are split by vocabulary.
 """
 
@@ -11,19 +11,20 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pd_cluster.errors import ModelError
-from pd_cluster.kv.layout import KVLayout, can_split_heads
+from pd_cluster.errors import ModelError, called
+from pd_cluster.kv.layout import KVLayout, can_split_heads, keys_and_values
+from pd_cluster.model.layers.weight import part_of
 
 Style = Literal["column", "row", "whole"]
 
 STYLES: dict[str, Style] = {
     "colwise": "column",
     "packed_colwise": "column",
-    "colwise_gather_output": "column",  # gathered by transformers only because what follows is not told its share
+    "colwise_gather_output": "column",  # gathered by transformers only because later code does not know the share
     "rowwise": "row",
     "rowwise_split_input": "row",
     "replicated_with_grad_allreduce": "whole",
-    "moe_tp_experts": "whole",  # says how experts compute, not how they are split
+    "moe_tp_experts": "whole",  # concerns the computation of experts, not their split
 }
 NO_FIT = "transformers' plan does not fit the shapes of its weights"
 REFUSED = {
@@ -33,8 +34,11 @@ REFUSED = {
 }
 EXPERT_ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's files
 SPLIT_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(?P<path>.+)\.(?P<kind>weight|bias)$")
-FUSED_EXPERTS = re.compile(r"(?:^|\.)layers\.\d+\..*experts\.(?P<name>gate_up_proj|down_proj)$")
+LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(?P<path>.+)\.(?P<part>\w+)$")
+# gate_up_proj is the part "weight", gate_up_proj_bias or gate_up_proj.bias the part "bias"
+FUSED_EXPERTS = re.compile(
+    r"(?:^|\.)layers\.\d+\.(?P<path>.*experts)\.(?P<name>gate_up_proj|down_proj)(?:[._](?P<part>\w+))?$"
+)
 
 Piece = tuple[int, int]  # [start, stop) along the dimension that is split
 
@@ -43,7 +47,7 @@ Piece = tuple[int, int]  # [start, stop) along the dimension that is split
 class Cut:
     """`pieces` of a weight along `dim`, joined; None: all of it. `padded_to` rows, with zeros, where it has fewer.
 
-    `on_rank_0_only`: zeros elsewhere, for what is added to a sum.
+    `on_rank_0_only`: zeros elsewhere, for a term that is added to a sum.
     """
 
     dim: int = 0
@@ -55,15 +59,15 @@ class Cut:
 WHOLE = Cut()
 
 
-class Plan:
-    """One architecture on `size` ranks. Raises ModelError, naming what cannot be split and what to do."""
+class ParallelPlan:
+    """One architecture on `size` ranks. Raises ModelError, naming what cannot be split and the remedy."""
 
     def __init__(self, config: Any, size: int) -> None:
         """`config` is transformers' own."""
         self.size = size
         self.config = config
         self.vocab_size: int = config.vocab_size
-        flag = f"--tensor-parallel-size {size}"
+        flag = f"{called('tensor_parallel_size')} {size}"
         if config.model_type in REFUSED:
             raise ModelError(f"{flag}: {config.model_type} cannot be split: {REFUSED[config.model_type]}; use 1")
         plan: dict[str, str] | None = getattr(config, "base_model_tp_plan", None)
@@ -71,10 +75,10 @@ class Plan:
             raise ModelError(f"{flag}: transformers has no tensor parallel plan for {config.model_type}; use 1")
         if unknown := sorted(set(plan.values()) - set(STYLES)):
             raise ModelError(f"{flag}: the plan of {config.model_type} has the unknown style {unknown[0]}; use 1")
-        # Why else should transformers gather what each rank has computed of the queries?
+        # The only reason for transformers to gather each rank's queries.
         self.norms_span_heads = plan.get("layers.*.self_attn.q_proj") == "colwise_gather_output"
         self._styles = {pattern.rpartition(".")[2]: STYLES[style] for pattern, style in plan.items()}
-        if "gate_up_proj" in self._styles:  # in the files of some, its halves are apart
+        if "gate_up_proj" in self._styles:  # some files have its halves apart
             self._styles |= {"gate_proj": "column", "up_proj": "column"}
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
@@ -93,7 +97,7 @@ class Plan:
 
     @property
     def local_vocab_size(self) -> int:
-        """Rows of embedding and output layer on each rank; the last rank's are padded."""
+        """Returns the rows of embedding and output layer on each rank; the last rank's are padded."""
         return -(-self.vocab_size // self.size)
 
     @property
@@ -101,7 +105,7 @@ class Plan:
         return max(1, self.num_kv_heads // self.size)
 
     def local_config(self) -> Any:
-        """The config of a model that is one rank's share."""
+        """Returns the config of a model that is one rank's share."""
         local = type(self.config).from_dict(self.config.to_dict())
         local.num_attention_heads = self.num_heads // self.size
         local.num_key_value_heads = self.local_kv_heads
@@ -115,63 +119,63 @@ class Plan:
         return local
 
     def layout_of_rank(self, local: KVLayout, rank: int) -> KVLayout:
-        """`local`: of this rank's model, taken for a whole one."""
+        """Returns a rank's layout; `local` is that of its model, taken as a whole one."""
         layout = replace(local, num_kv_heads=self.num_kv_heads, tp_size=self.size, tp_rank=rank)
         assert layout.local_kv_heads == local.num_kv_heads
         return layout
 
     def cut(self, key: str, shape: tuple[int, ...], rank: int) -> Cut:
-        """`key`: a tensor's name in the safetensors files."""
+        """Returns the cut of a tensor, by its name in the safetensors files."""
         if key.endswith(("embed_tokens.weight", "lm_head.weight", "lm_head.bias")):
             step = self.local_vocab_size
             start = min(rank * step, self.vocab_size)
             return Cut(0, ((start, min(start + step, self.vocab_size)),), padded_to=step)
-        if found := FUSED_EXPERTS.search(key):  # [num_experts, out_features, in_features]
-            if found["name"] == "down_proj":
-                return Cut(2, (self._even(shape[2], rank),))
-            return Cut(1, self._halves(shape[1], rank))
-        found = LAYER.search(key)
-        if not found:
+        if found := FUSED_EXPERTS.search(key):
+            name, part, num_leading = found["name"], part_of(found["part"] or "weight"), 1  # dimension 0: the experts
+            style: Style = "row" if name == "down_proj" else "column"
+        elif found := LAYER.search(key):
+            name, part, num_leading = found["path"].rpartition(".")[2], part_of(found["part"]), 0
+            name = EXPERT_ALIASES.get(name, name)
+            style = self._styles.get(name, "whole")
+        else:
             return WHOLE
-        name = found["path"].rpartition(".")[2]
-        name = EXPERT_ALIASES.get(name, name)
+        if part is None:
+            return WHOLE
         if name in ("q_norm", "k_norm"):
-            return Cut(0, (self._heads(name[0], shape[0], rank),)) if self.norms_span_heads else WHOLE
-        style = self._styles.get(name, "whole")
-        if style == "row":
-            if found["kind"] == "bias":
-                return Cut(on_rank_0_only=rank != 0)
-            return Cut(1, (self._even(shape[1], rank),))
-        if style == "whole":
+            style = "column" if self.norms_span_heads else "whole"
+        if style == "row" and part.inputs is None:
+            return Cut(on_rank_0_only=rank != 0) if part.is_added else WHOLE
+        dim = part.inputs if style == "row" else part.outputs
+        if style == "whole" or dim is None:
             return WHOLE
+        total, pieces = (self.size, [(rank, rank + 1)]) if style == "row" else self._outputs(name, rank)
+        dim += num_leading
+        return Cut(dim, tuple(self._elements(piece, total, shape[dim], key) for piece in pieces))
+
+    def _elements(self, piece: Piece, total: int, length: int, key: str) -> Piece:
+        """Returns the elements that hold a piece of `total` shares of a dimension. Raises ModelError for half ones."""
+        start, stop = piece[0] * length, piece[1] * length
+        if start % total or stop % total:
+            raise ModelError(
+                f"{called('tensor_parallel_size')} {self.size}: {key} has {length} elements in the dimension that is "
+                f"split, which cannot be split in whole ones; use a divisor"
+            )
+        return start // total, stop // total
+
+    def _outputs(self, name: str, rank: int) -> tuple[int, list[Piece]]:
+        """Returns a number of equal shares of a layer's output features, and the rank's pieces of them."""
+        even = (rank, rank + 1)
+        if name == "gate_up_proj":  # gates, then ups
+            return 2 * self.size, [even, (self.size + rank, self.size + rank + 1)]
+        if name in ("k_proj", "v_proj", "k_norm"):
+            return self.num_kv_heads, [self._kv_heads(rank)]
         if name == "qkv_proj":
-            return Cut(0, self._packed_heads(rank))
-        if name == "gate_up_proj":
-            return Cut(0, self._halves(shape[0], rank))
-        if name in ("q_proj", "k_proj", "v_proj"):
-            return Cut(0, (self._heads(name[0], shape[0], rank),))
-        return Cut(0, (self._even(shape[0], rank),))
+            step, (start, stop) = self.num_heads // self.size, self._kv_heads(rank)
+            queries, keys = self.num_heads, self.num_heads + self.num_kv_heads
+            found = [(rank * step, (rank + 1) * step), (queries + start, queries + stop), (keys + start, keys + stop)]
+            return self.num_heads + 2 * self.num_kv_heads, found
+        return self.size, [even]
 
-    def _even(self, length: int, rank: int) -> Piece:
-        step = length // self.size
-        return rank * step, (rank + 1) * step
-
-    def _halves(self, length: int, rank: int) -> tuple[Piece, ...]:
-        """Gate and up, one after the other."""
-        start, stop = self._even(length // 2, rank)
-        return (start, stop), (start + length // 2, stop + length // 2)
-
-    def _heads(self, which: str, length: int, rank: int) -> Piece:
-        """`which`: q, k or v."""
-        if which == "q":
-            return self._even(length, rank)
-        layout = KVLayout(1, self.num_kv_heads, self.head_dim, self.head_dim, 1, "float32", self.size, rank)
-        start, stop = layout.head_range
-        return start * self.head_dim, stop * self.head_dim
-
-    def _packed_heads(self, rank: int) -> tuple[Piece, ...]:
-        """Queries, keys and values, one after the other."""
-        num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        q_start, q_stop = self._even(num_q, rank)
-        start, stop = self._heads("k", num_kv, rank)
-        return (q_start, q_stop), (num_q + start, num_q + stop), (num_q + num_kv + start, num_q + num_kv + stop)
+    def _kv_heads(self, rank: int) -> Piece:
+        layout = KVLayout(1, self.num_kv_heads, keys_and_values(self.head_dim), 1, "float32", self.size, rank)
+        return layout.head_range

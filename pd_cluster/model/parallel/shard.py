@@ -1,5 +1,6 @@
-"""Reads weights from the safetensors files slice by slice: never those of other ranks, nor, for the text part of a
-multimodal model, those of its other parts.
+"""Reads weights from the safetensors files slice by slice.
+
+Skips other ranks' weights and, for the text part of a multimodal model, those of its other parts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.parallel.plan import WHOLE, Cut, Plan
+from pd_cluster.model.parallel.plan import WHOLE, Cut, ParallelPlan
 
 INDEX = "model.safetensors.index.json"
 # Names of a text model's weights in a multimodal folder: as transformers 5 and 4 write them, without a head, and where
@@ -26,7 +27,7 @@ TEXT_WEIGHTS = re.compile(
 Cutter = Callable[[str, tuple[int, ...]], Cut]
 
 
-def read_shard(folder: Path, plan: Plan, rank: int, is_text_part: bool = False) -> dict[str, torch.Tensor]:
+def read_shard(folder: Path, plan: ParallelPlan, rank: int, is_text_part: bool = False) -> dict[str, torch.Tensor]:
     """Maps names to this rank's shares. Raises ModelError."""
     return _read(folder, lambda key, shape: plan.cut(key, shape, rank), text_name if is_text_part else str)
 
@@ -36,9 +37,20 @@ def read_text_part(folder: Path) -> dict[str, torch.Tensor]:
     return _read(folder, lambda key, shape: WHOLE, text_name)
 
 
+def read_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Maps names to all weights. Raises ModelError."""
+    return _read(folder, lambda key, shape: WHOLE, str)
+
+
 def has_head(folder: Path) -> bool:
-    """Tells whether a multimodal folder has weights of its text model's output layer. Raises ModelError."""
-    return any(text_name(key).startswith("lm_head.") for file in weight_files(folder) for key in _names(file))
+    """Whether a multimodal folder has weights of its text model's output layer. Raises ModelError."""
+    return any(text_name(key).startswith("lm_head.") for key in names(folder))
+
+
+def names(folder: Path) -> Iterator[str]:
+    """Yields the names of all tensors. Raises ModelError."""
+    for file in weight_files(folder):
+        yield from _names(file)
 
 
 def _names(file: Path) -> list[str]:
@@ -73,7 +85,7 @@ def _read(folder: Path, cut: Cutter, name_of: Callable[[str], str]) -> dict[str,
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
-    """The files of the index if there is one, else all safetensors files."""
+    """Yields the files of the index if there is one, otherwise all safetensors files."""
     index = folder / INDEX
     if index.exists():
         try:
@@ -85,7 +97,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 
 def take(stored: object, cut: Cut) -> torch.Tensor:
-    """`stored` is a slice of safetensors: indexing it reads."""
+    """Reads a cut of `stored`, a slice of safetensors: indexing it reads."""
     if cut.pieces is None:
         whole: torch.Tensor = stored[:]  # type: ignore[index]
         return torch.zeros_like(whole) if cut.on_rank_0_only else whole

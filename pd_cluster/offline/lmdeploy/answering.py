@@ -10,24 +10,24 @@ from dataclasses import replace
 from typing import NamedTuple
 from uuid import uuid4
 
-from pd_cluster.api.generation import Generation
-from pd_cluster.api.merge import merged
-from pd_cluster.api.protocol import CompletionRequest
-from pd_cluster.api.sequence import Piece
-from pd_cluster.api.service import TextService
 from pd_cluster.errors import GenerationError, GuideError, Overloaded, RequestError, Unavailable
 from pd_cluster.offline.lmdeploy.messages import Response, placed, renamed
 from pd_cluster.offline.lmdeploy.prompts import Prompt, token_ids_of
 from pd_cluster.offline.lmdeploy.templates import Way
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.merge import merged
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.sequence import Piece
+from pd_cluster.service.service import TextService
 
-# What ends one answer and not the others.
+# Errors that end one answer and not the others.
 FAULTS = (GenerationError, GuideError, Overloaded, RequestError, Unavailable)
 
 
 class Job(NamedTuple):
-    """A prompt, how it is to be answered, what errors call it, and the tokens that a plain text goes on from.
+    """A prompt, its parameters, its name in errors, and the tokens before a plain text.
 
-    `copies`: how often each of its answers is told; more than once where `n` greedy ones must be alike.
+    `copies`: how often each of its answers is returned; more than once where `n` greedy ones must be alike.
     """
 
     at: int
@@ -49,7 +49,7 @@ class Begun(NamedTuple):
     copies: int = 1
 
     async def responses(self, service: TextService) -> AsyncGenerator[Response, None]:
-        """As they come; the last one has a finish_reason."""
+        """Yields the responses as they come; the last one has a finish_reason."""
         if self.generation is None:
             why = f"{len(self.token_ids)} prompt tokens leave no room for an answer; session_len is {self.limit}"
             for choice in range(self.copies):
@@ -95,7 +95,7 @@ class Begun(NamedTuple):
 
 
 async def begin(service: TextService, job: Job) -> Begun:
-    """Raises RequestError, but not for a prompt that is too long: it hurts only itself."""
+    """Starts a job. Raises RequestError, except for a prompt that is too long, which affects only itself."""
     try:
         found = await token_ids_of(service.tokenizer, job.prompt, job.way, not job.history, service.guard)
         token_ids, limit = [*job.history, *found], service.max_model_len
@@ -113,12 +113,13 @@ async def begin(service: TextService, job: Job) -> Begun:
 async def answers(
     service: TextService, jobs: Sequence[Job], num_at_once: int, batch: str = ""
 ) -> AsyncGenerator[Response, None]:
-    """Of all jobs, as they come; of a `batch` in large parts. Nothing is computed before all of them are known to be
-    good. Raises RequestError.
+    """Yields the responses of all jobs as they come; those of a `batch` in large parts.
+
+    Nothing is computed before all jobs are known to be valid. Raises RequestError.
     """
     begun = [await begin(service, job) for job in jobs]
     for generation in [one.generation for one in begun if one.generation is not None]:
-        generation.batch = batch
+        generation.amend(batch=batch)
     places = asyncio.Semaphore(num_at_once)
 
     async def in_turn(one: Begun) -> AsyncGenerator[Response, None]:
@@ -134,7 +135,7 @@ async def answers(
 async def whole_answers(
     service: TextService, jobs: Sequence[Job], num_at_once: int, ended: Callable[[Response], object]
 ) -> list[Response]:
-    """One for each job, in order. `ended` gets the last part of each one's first answer. Raises RequestError."""
+    """Returns one for each job, in order. `ended` gets the last part of each first answer. Raises RequestError."""
     parts: list[dict[int, list[Response]]] = [{} for _ in jobs]
     async with contextlib.aclosing(answers(service, jobs, num_at_once, uuid4().hex)) as responses:
         async for response in responses:
@@ -145,12 +146,12 @@ async def whole_answers(
 
 
 def _whole(choices: list[Response]) -> Response:
-    """The first of them, which has all of them if there are several."""
+    """Returns the first one, which contains all of them if there are several."""
     return replace(choices[0], choices=choices) if len(choices) > 1 else choices[0]
 
 
 def joined(parts: list[Response]) -> Response:
-    """All responses of one stream as one."""
+    """Joins all responses of one stream."""
     last = parts[-1]
     has_logprobs = any(part.logprobs is not None for part in parts)
     return replace(

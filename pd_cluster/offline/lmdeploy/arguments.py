@@ -1,6 +1,6 @@
-"""Arguments under other projects' names: what is unknown is refused with the nearest name, what is idle is told once.
+"""Arguments under other projects' names: unknown ones are refused with the nearest name, idle ones are reported once.
 
-Knows nothing of what the arguments mean.
+Independent of the arguments' meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE = "pd_cluster."
 
 
 def checks_names(kind: type[T]) -> type[T]:
-    """Of a dataclass: an unknown field is a ConfigError, raised before it is made."""
+    """Makes a dataclass raise ConfigError for an unknown field."""
     make: Any = kind.__init__
     known = [name for name in inspect.signature(make).parameters if name != "self"]
 
@@ -36,7 +36,7 @@ def checks_names(kind: type[T]) -> type[T]:
 
 
 def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for an unknown name."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -45,14 +45,14 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> 
 
 
 def refuse(owner: str, given: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """`refused`: name -> (values that ask for nothing, why others cannot be). Raises ConfigError."""
+    """Refuses arguments. `refused`: name -> (values without effect, why others are refused). Raises ConfigError."""
     for name, (neutral, why) in refused.items():
         if name in given and not any(_is(given[name], value) for value in neutral):
             raise ConfigError(f"{owner}.{name} {reprlib.repr(given[name])}: {why}")
 
 
 def idle(given: Mapping[str, Any], without_effect: Mapping[str, tuple[tuple[Any, ...], str]]) -> list[str]:
-    """What to tell of arguments that change nothing here, in the same form."""
+    """Returns remarks on arguments that change nothing here; `without_effect` has the same form."""
     return [
         f"{name}={reprlib.repr(given[name])} ({why})"
         for name, (neutral, why) in without_effect.items()
@@ -61,7 +61,7 @@ def idle(given: Mapping[str, Any], without_effect: Mapping[str, tuple[tuple[Any,
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """At the line of the caller's program that called into this package."""
+    """Warns at the line of the caller's program that called into this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -69,7 +69,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def count(owner: str, name: str, value: Any, least: int) -> int:
-    """Raises ConfigError for what is no whole number of at least so much."""
+    """Raises ConfigError for a value that is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{owner}.{name} {reprlib.repr(value)}: must be a whole number of at least {least}")
     return value

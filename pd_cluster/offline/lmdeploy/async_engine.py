@@ -1,6 +1,6 @@
 """LMDeploy's AsyncEngine: batches of prompts and sessions, over an engine in this process or over worker processes.
 
-Knows nothing of how an engine is configured (pipeline.py) or of how answers come about (answering.py).
+Knows nothing of how an engine is configured (pipeline.py) or of how answers are made (answering.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal, Self
 
-from pd_cluster.api.protocol import CompletionRequest
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.answering import Job, answers, begin, joined, whole_answers
 from pd_cluster.offline.lmdeploy.bridge import Stopped, bridged
@@ -23,15 +22,16 @@ from pd_cluster.offline.lmdeploy.sessions import Session, Sessions
 from pd_cluster.offline.lmdeploy.setup import Setup
 from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig, Way, way_of
 from pd_cluster.offline.progress import Progress
+from pd_cluster.service.schema.protocol import CompletionRequest
 
 GenConfigs = GenerationConfig | list[GenerationConfig] | None  # one for all prompts, or one for each
 
 
 class AsyncEngine:
-    """Ready when it is made. May be called from any thread, and `generate` from any event loop.
+    """Ready once it is made. May be called from any thread, and `generate` from any event loop.
 
-    With `prefill` and `decode` these numbers of worker processes do the work, without them this process does; a `tp`
-    above 1 takes one of each.
+    With `prefill` and `decode` that many worker processes do the work, without them this process does; a `tp` above 1
+    uses one of each.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AsyncEngine:
         return self._offline.service.tokenizer
 
     def close(self) -> None:
-        """Ends the engine and what it answers; once is enough."""
+        """Ends the engine and its answers; further calls do nothing."""
         self._offline.close()
 
     def __enter__(self) -> Self:
@@ -87,10 +87,10 @@ class AsyncEngine:
         ignore_eos: bool | None = None,
         **options: Any,
     ) -> list[Response] | Response:
-        """A response for each prompt, in order. `options`: further ones of `Call`.
+        """Returns a response for each prompt, in order. `options`: further ones of `Call`.
 
-        LMDeploy's first document has the chat template's configuration in the third place, its next one the switch
-        `do_preprocess`: either may stand there. Raises RequestError before any work.
+        LMDeploy's first document has the chat template's configuration as the third argument, its next one the switch
+        `do_preprocess`: either is accepted. Raises RequestError before any work.
         """
         old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
         return self._infer(prompts, gen_config, options_of(chat_template_config, old, options))
@@ -110,7 +110,7 @@ class AsyncEngine:
         ignore_eos: bool | None = None,
         **options: Any,
     ) -> Iterator[Response]:
-        """What is new of each prompt's text, as it comes; `index` tells whose. Leaving the iteration ends the work."""
+        """Yields new text of each prompt, as it comes; `index` is the prompt's. Leaving the iteration ends the work."""
         old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
         jobs, _, call = self._jobs(prompts, gen_config, options_of(chat_template_config, old, options))
         return self._streamed(jobs, call)
@@ -182,10 +182,10 @@ class AsyncEngine:
         ignore_eos: bool | None = None,
         **options: Any,
     ) -> AsyncGenerator[GenOut, None]:
-        """One turn of a session, in steps or (without `stream_response`) at once. Raises RequestError.
+        """Runs one turn of a session, in steps or (without `stream_response`) at once. Raises RequestError.
 
         `sequence_start` begins it anew, `sequence_end` forgets it afterwards, `step` goes back to the turn that ended
-        with so many tokens, `stop` ends the answer under way instead. `options`: further ones of `Call`.
+        with that many tokens, `stop` ends the current answer instead. `options`: further ones of `Call`.
         """
         old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos, stop_words)
         call = Call(**options_of(chat_template_config, old, options))
@@ -214,7 +214,7 @@ class AsyncEngine:
             self._sessions.finish(session, sequence_end)
 
     async def _turn(self, session: Session, job: Job, is_streamed: bool) -> AsyncGenerator[GenOut, None]:
-        """What was answered stays in the session, also when it was stopped."""
+        """Answers a turn; the answer so far stays in the session, even if it was stopped."""
         new, num_before, parts = job.prompt, session.num_tokens, list[Response]()
         whole = session.with_history(new)
         job = job._replace(prompt=whole, history=session.token_ids if session.is_plain else ())
@@ -249,15 +249,15 @@ class AsyncEngine:
             yield _out(joined(parts), num_before)
 
     def stop_session(self, session_id: int) -> None:
-        """Ends the answer under way; what has been said stays in the session."""
+        """Ends the current answer; its text so far stays in the session."""
         self._sessions.stop(session_id)
 
     def end_session(self, session_id: int) -> None:
-        """Forgets the session, and ends its answer before that."""
+        """Ends the session's answer, then forgets the session."""
         self._sessions.end(session_id)
 
     async def get_generator(self, stop: bool, session_id: int) -> SessionGenerator:
-        """What answers for this session, once it has answered what came before. `stop` does not let it finish that."""
+        """Returns the session's generator once earlier turns have ended. `stop` ends them early."""
         if stop:
             self.stop_session(session_id)
         generator = SessionGenerator(self, session_id)
@@ -265,7 +265,7 @@ class AsyncEngine:
         return generator
 
     def turn(self, session_id: int) -> Future[None] | None:
-        """Done when the session's answer under way has been read."""
+        """Returns a future that is done when the session's current answer has been read."""
         return self._sessions.turn(session_id)
 
 

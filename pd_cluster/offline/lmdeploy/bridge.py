@@ -1,4 +1,4 @@
-"""An asynchronous generator on the engine's event loop, read on the caller's. Knows nothing of its items."""
+"""An asynchronous generator on the engine's event loop, read on the caller's. Independent of its items."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pd_cluster.offline.session import Offline
 
 T = TypeVar("T")
 
-END_TIMEOUT_S = 10.0  # for what was cancelled to end
+END_TIMEOUT_S = 10.0  # for cancelled work to end
 
 
 class Stopped(Exception):
-    """The work was cancelled by somebody other than its reader."""
+    """Another caller than its reader cancelled the work."""
 
 
 async def bridged(
     offline: Offline, items: AsyncGenerator[T, None], started: Callable[[Future[None]], None]
 ) -> AsyncGenerator[T, None]:
-    """`started` hears of the work, which may be cancelled: then this raises Stopped.
+    """Yields the items. `started` receives the work's future; if that is cancelled, this raises Stopped.
 
-    However this ends, `items` is closed by then.
+    `items` is always closed at the end.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
@@ -46,13 +46,13 @@ async def bridged(
         except asyncio.CancelledError:
             last = Stopped()
             raise
-        except Exception as error:  # the reader's to handle
+        except Exception as error:  # the reader handles it
             last = error
         finally:
             put(last)
 
     work = offline.start(pump())
-    # One that is cancelled before it has begun never runs, and so cannot tell.
+    # Work that is cancelled before it has begun never runs, and so cannot report it.
     work.add_done_callback(lambda _: None if has_begun else put(Stopped()))
     started(work)
     has_ended = False

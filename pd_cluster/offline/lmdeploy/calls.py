@@ -1,4 +1,4 @@
-"""What LMDeploy's calls take beside the prompts: options of today, and keywords that GenerationConfig has replaced."""
+"""Arguments of LMDeploy's calls besides prompts: current options, and keywords that GenerationConfig has replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pd_cluster.offline.lmdeploy.arguments import checks_names, warn
 from pd_cluster.offline.lmdeploy.messages import GenerationConfig
 from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
 
-# Keywords of before -> the field of GenerationConfig, and what a call takes that gives neither.
+# Former keywords -> the field of GenerationConfig, and the value of a call without either.
 OLD: dict[str, tuple[str, Any]] = {
     "request_output_len": ("max_new_tokens", 512),
     "top_k": ("top_k", 40),
@@ -25,7 +25,7 @@ OLD: dict[str, tuple[str, Any]] = {
 
 
 class Old(NamedTuple):
-    """The fields of OLD as a call was given them; None: not given."""
+    """The values of a call for the fields of OLD; None: not given."""
 
     request_output_len: int | None
     top_k: int | None
@@ -37,7 +37,7 @@ class Old(NamedTuple):
 
 
 def options_of(third: bool | ChatTemplateConfig | None, old: Old, further: dict[str, Any]) -> dict[str, Any]:
-    """The options of `Call`. `third` is a switch for `do_preprocess`, or the chat template's configuration."""
+    """Returns the options of `Call`. `third` is a switch for `do_preprocess`, or the chat template's configuration."""
     if isinstance(third, bool) and "do_preprocess" in further:
         raise TypeError("do_preprocess is given twice: in the third place and by its name")
     name = "do_preprocess" if isinstance(third, bool) else "chat_template_config"
@@ -48,9 +48,9 @@ def options_of(third: bool | ChatTemplateConfig | None, old: Old, further: dict[
 @checks_names
 @dataclass(kw_only=True)
 class Call:
-    """`do_preprocess`: a chat template makes the prompt, the call's own, else the engine's.
+    """`do_preprocess`: a chat template makes the prompt, either the call's own or the engine's.
 
-    The fields of OLD go away one day; None stands for their defaults, which are not those of GenerationConfig.
+    The fields of OLD are deprecated; None stands for their defaults, which are not those of GenerationConfig.
     """
 
     do_preprocess: bool = True
@@ -66,7 +66,7 @@ class Call:
     stop_words: list[str] | None = None
 
     def configs(self, given: Any, num_prompts: int) -> list[GenerationConfig]:
-        """One for each prompt. Raises RequestError."""
+        """Returns one for each prompt. Raises RequestError."""
         if self.adapter_name is not None:
             raise RequestError("adapter_name: LoRA adapters are not served; leave it out", param="adapter_name")
         old = {name: getattr(self, name) for name in OLD if getattr(self, name) is not None}
@@ -98,5 +98,5 @@ def _several(given: Any, num_prompts: int) -> list[GenerationConfig]:
 
 
 def distinct(configs: Sequence[GenerationConfig]) -> dict[int, GenerationConfig]:
-    """By identity: one for all prompts is looked at once."""
+    """Returns the distinct objects by id: one for all prompts is processed once."""
     return {id(config): config for config in configs}

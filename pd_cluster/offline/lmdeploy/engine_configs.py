@@ -1,6 +1,6 @@
-"""LMDeploy's engine configurations, of its first version and of the next, and what they become here.
+"""LMDeploy's engine configurations, of its first version and of the next, and their equivalents here.
 
-TurboMind's and PyTorch's run the same engine. A field is honoured, told of as idle, or refused with the reason.
+TurboMind's and PyTorch's run the same engine. A field is honoured, reported as idle, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import reprlib
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, NamedTuple
 
-from pd_cluster.checkpoint import Checkpoint
-from pd_cluster.config import EngineConfig
-from pd_cluster.errors import ConfigError
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.errors import ConfigError, Naming, flag_of
 from pd_cluster.offline.lmdeploy.arguments import checks_names, count, idle, refuse
+from pd_cluster.settings.engine import EngineConfig
 
 DEFAULT_SHARE = 0.5  # of the device's memory, for the KV cache
 GIB = 1 << 30
-USE_LOGN = "use_logn_attn"  # of config.json, too: see model/rope.py
+USE_LOGN = "use_logn_attn"  # also in config.json: see model/layers/rope.py
 DTYPE_NBYTES = {"float32": 4, "float": 4}
 EVICTIONS = {"recompute": "recompute", "copy": "swap"}
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu", "npu": "npu", "auto": "auto"}
@@ -57,7 +57,7 @@ class TurbomindEngineConfig:
     rope_scaling_factor: float = 0.0
     use_logn_attn: bool = False
     _: KW_ONLY
-    # of other versions
+    # fields of other versions
     group_size: int = 128
     max_context_token_num: int = 1
     cache_block_seq_len: int = 128
@@ -78,7 +78,7 @@ class TurbomindEngineConfig:
 @checks_names
 @dataclass
 class EarlyTurbomindConfig:
-    """`EngineConfig` of the module `turbomind`, whose fields stand in another order."""
+    """`EngineConfig` of the module `turbomind`, whose fields are in another order."""
 
     model_name: str | None = None
     model_format: str | None = None
@@ -103,7 +103,7 @@ class EarlyTurbomindConfig:
 @checks_names
 @dataclass
 class PytorchEngineConfig:
-    """Also `EngineConfig` of the module `pytorch`, which has all but the adapters."""
+    """Also `EngineConfig` of the module `pytorch`, which has all fields except the adapters."""
 
     model_name: str = ""
     tp: int = 1
@@ -116,7 +116,7 @@ class PytorchEngineConfig:
     num_gpu_blocks: int = 0
     adapters: dict[str, str] | None = None
     _: KW_ONLY
-    # of other versions
+    # fields of other versions
     cache_max_entry_count: float = DEFAULT_SHARE
     dtype: str = "auto"
     enable_prefix_caching: bool = True
@@ -131,33 +131,43 @@ class PytorchEngineConfig:
 
 
 BackendConfig = TurbomindEngineConfig | EarlyTurbomindConfig | PytorchEngineConfig
-# What an error of the engine calls its fields -> what they are called here.
-RENAMED = {
-    "--max-model-len": "session_len",
-    "--dtype": "dtype",
-    "--device": "device_type",
-    "--max-num-seqs": "max_batch_size",
-    "--num-blocks": "num_gpu_blocks",
-    "--gpu-memory-utilization": "cache_max_entry_count",
-    "--preemption-mode": "eviction_type",
-    "--swap-space": "num_cpu_blocks",
-    "--max-num-batched-tokens": "max_prefill_token_num",
-    "--tensor-parallel-size": "tp",
-    "--revision": "revision",
-    "--download-dir": "download_dir",
-    "--model": "model_path",
+# A setting -> its name here.
+NAMES = {
+    "max_model_len": "session_len",
+    "dtype": "dtype",
+    "device": "device_type",
+    "max_num_seqs": "max_batch_size",
+    "num_blocks": "num_gpu_blocks",
+    "gpu_memory_utilization": "cache_max_entry_count",
+    "preemption_mode": "eviction_type",
+    "swap_space": "num_cpu_blocks",
+    "max_num_batched_tokens": "max_prefill_token_num",
+    "tensor_parallel_size": "tp",
+    "revision": "revision",
+    "download_dir": "download_dir",
+    "model": "model_path",
 }
 
 
+def naming_of(config: BackendConfig) -> Naming:
+    """Returns this configuration's names of settings; those without a field keep their flags' names."""
+    names = {**NAMES, "block_size": _block_field(asdict(config))}
+    return lambda setting: names.get(setting) or flag_of(setting)
+
+
+def _block_field(given: dict[str, Any]) -> str:
+    return "cache_block_seq_len" if "cache_block_seq_len" in given else "block_size"
+
+
 class Engine(NamedTuple):
-    """`remarks`: what was given without effect."""
+    """`remarks`: arguments without effect."""
 
     config: EngineConfig
     remarks: list[str]
 
 
 def engine_of(model_path: str, config: BackendConfig) -> Engine:
-    """Raises ConfigError that names the field."""
+    """Converts the configuration. Raises ConfigError that names the field."""
     owner = "EngineConfig" if isinstance(config, EarlyTurbomindConfig) else type(config).__name__
     given = asdict(config)
     refuse(owner, given, NOT_HERE)
@@ -175,7 +185,7 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
     }
     if config.session_len is not None:
         fields["max_model_len"] = count(owner, "session_len", config.session_len, 1)
-    block = "cache_block_seq_len" if "cache_block_seq_len" in given else "block_size"
+    block = _block_field(given)
     fields["block_size"] = count(owner, block, given[block], 1)
     fields |= _budget(owner, given) | _pool(owner, given)
     if isinstance(config, PytorchEngineConfig):
@@ -184,10 +194,10 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
 
 
 def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What of config.json is replaced: dynamic NTK beyond the model's own positions, and log-n attention there.
+    """Returns overrides of config.json: dynamic NTK beyond the model's own positions, and log-n attention there.
 
-    Both do nothing up to `max_position_embeddings`; `session_len` may go beyond it with the first. Without a factor,
-    the base follows the length alone.
+    Both do nothing up to `max_position_embeddings`; with the first, `session_len` may exceed it. Without a factor, the
+    base follows the length alone.
     """
     factor = given.get("rope_scaling_factor", 0.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not (factor == 0 or 1 <= factor < math.inf):
@@ -211,7 +221,7 @@ def _text(owner: str, name: str, value: Any) -> str:
 
 
 def _budget(owner: str, given: dict[str, Any]) -> dict[str, int]:
-    """Tokens of a step: the least of the names that ask for any."""
+    """Returns the tokens of a step: the lowest value among the names that set one."""
     nothing = {"max_context_token_num": 1, "num_tokens_per_iter": 0, "max_prefill_token_num": 0}
     asked = [
         count(owner, name, given[name], default)
@@ -222,7 +232,7 @@ def _budget(owner: str, given: dict[str, Any]) -> dict[str, int]:
 
 
 def _pool(owner: str, given: dict[str, Any]) -> dict[str, Any]:
-    """A number of blocks goes before a share of the memory."""
+    """Returns the pool's size; a number of blocks takes precedence over a share of the memory."""
     share = given["cache_max_entry_count"]
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise ConfigError(
@@ -245,7 +255,7 @@ def _swap(owner: str, config: PytorchEngineConfig, engine: EngineConfig, remarks
 
 
 def _block_nbytes(engine: EngineConfig, config: PytorchEngineConfig) -> int:
-    """Of a KV block of the whole model. Raises ModelError."""
+    """Returns the size of a KV block of the whole model. Raises ModelError."""
     model = Checkpoint.of(engine).config
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     num_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
@@ -255,14 +265,14 @@ def _block_nbytes(engine: EngineConfig, config: PytorchEngineConfig) -> int:
 
 
 def _switch(owner: str, name: str, value: Any) -> bool:
-    """Raises ConfigError."""
+    """Returns a bool. Raises ConfigError."""
     if not isinstance(value, bool):
         raise ConfigError(f"{owner}.{name} {reprlib.repr(value)}: must be True or False")
     return value
 
 
 def _one_of(owner: str, name: str, value: Any, known: dict[str, str]) -> str:
-    """Raises ConfigError."""
+    """Returns the meaning of a known value. Raises ConfigError."""
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{owner}.{name} {reprlib.repr(value)}: expected {' or '.join(known)}")
     return known[value]

@@ -1,4 +1,4 @@
-"""What LMDeploy's `get_generator` gives: one session's answers, by a handle. Knows nothing of engines."""
+"""The result of LMDeploy's `get_generator`: one session's answers, by a handle. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class SessionGenerator:
         self.session_id = session_id
 
     def generate(self, messages: Any, **options: Any) -> AsyncGenerator[GenOut, None]:
-        """A turn, with the options of AsyncEngine.generate."""
+        """Runs a turn, with the options of AsyncEngine.generate."""
         return self._owner.generate(messages, self.session_id, **options)
 
     def cancel(self) -> None:
-        """Ends the answer under way."""
+        """Ends the current answer."""
         self._owner.stop_session(self.session_id)
 
     def end(self) -> None:
@@ -40,6 +40,6 @@ class SessionGenerator:
         self._owner.end_session(self.session_id)
 
     async def idle(self) -> None:
-        """Until the session has no answer under way."""
+        """Waits until the session has no current answer."""
         while (turn := self._owner.turn(self.session_id)) is not None:
-            await asyncio.wait([asyncio.wrap_future(turn)])  # cancelling this leaves the turn alone
+            await asyncio.wait([asyncio.wrap_future(turn)])  # cancelling this does not cancel the turn

@@ -1,6 +1,6 @@
-"""LMDeploy's GenerationConfig and its responses, and the requests of this API that a configuration becomes.
+"""LMDeploy's GenerationConfig and its responses, and the API requests that a configuration becomes.
 
-Knows nothing of prompts or of who answers.
+Knows nothing of prompts or of the instances that answer.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from pd_cluster.api.parse import parse
-from pd_cluster.api.protocol import MAX_LOGIT_BIAS, CompletionRequest
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.arguments import checks_names, warn
-from pd_cluster.text import Tokenizer
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.protocol import MAX_LOGIT_BIAS, CompletionRequest
+from pd_cluster.text.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "abort", "error"]
 
-# The API's fields -> the names that they have here.
+# The API's fields -> their names here.
 RENAMED = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -46,8 +46,8 @@ NOT_HERE = {
 class GenerationConfig:
     """`top_k` 1 chooses the most likely token, 0 leaves all in; `do_sample` False chooses it whatever `top_k` says.
 
-    `max_new_tokens` None: as many as the context has room for. `n` answers to each prompt stand in
-    `Response.choices`; where the most likely token is chosen they are alike.
+    `max_new_tokens` None: as many as the context has room for. The `n` answers to each prompt are in
+    `Response.choices`; where the most likely token is chosen they are equal.
     """
 
     n: int = 1
@@ -61,7 +61,7 @@ class GenerationConfig:
     stop_words: list[str] | None = None
     bad_words: list[str] | None = None
     _: KW_ONLY
-    # of other versions
+    # fields of other versions
     do_sample: bool | None = None
     min_p: float = 0.0
     stop_token_ids: list[int] | None = None
@@ -78,11 +78,11 @@ class GenerationConfig:
 
 @dataclass
 class Response:
-    """One prompt's. In a stream `text`, `token_ids` and `logprobs` are what is new, the counts are of all so far.
+    """The response to one prompt. In a stream, `text`, `token_ids` and `logprobs` are new, the counts are totals.
 
-    `finish_reason` is "length" with an empty text where the prompt leaves no room in the session, and "error" where
-    what was begun could not be finished; `error` says what happened. `choices` has all answers, the first one among
-    them, where `n` asked for several; in a stream `choice` is the number of the answer that this is a part of.
+    `finish_reason` is "length" with an empty text where the prompt leaves no room in the session, and "error" where a
+    begun answer could not be finished; `error` gives the reason. `choices` has all answers, including the first one, if
+    `n` requested several; in a stream `choice` is the number of the answer that this is a part of.
     """
 
     text: str
@@ -100,9 +100,9 @@ class Response:
 
 @dataclass
 class GenOut:
-    """A step of `generate`: what is new of the text, and the counts of all so far.
+    """A step of `generate`: the new text, and the counts of all so far.
 
-    `history_token_len` counts the session's tokens before this turn, `input_token_len` those that the turn brought.
+    `history_token_len` counts the session's tokens before this turn, `input_token_len` those that the turn added.
     """
 
     response: str
@@ -116,14 +116,14 @@ class GenOut:
 
 
 def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple[str, ...] = ()) -> CompletionRequest:
-    """Without its prompt. `stop_words` are the chat template's. Raises RequestError under the names of here."""
+    """Returns a request without its prompt. `stop_words` are the template's. Raises RequestError with these names."""
     _check(config)
     fields = {name: getattr(config, name) for name in SAME if getattr(config, name) is not None}
-    ends = () if config.ignore_eos else stop_words  # a template's are ends of an answer as the model's own is one
+    ends = () if config.ignore_eos else stop_words  # a template's stop words end an answer as the model's own does
     stops, stop_ids = _stops([*(config.stop_words or []), *ends], tokenizer)
     stop_ids += config.stop_token_ids or []
     fields |= {"stop": stops, "stop_token_ids": list(dict.fromkeys(stop_ids))}
-    # The default is told too: a null asks for all the room there is.
+    # The default is sent too: a null asks for all the available room.
     fields |= {"max_tokens": config.max_new_tokens, "seed": config.random_seed, "min_tokens": config.min_new_tokens}
     if config.do_sample and config.top_k == 1:
         warn("do_sample=True changes nothing with top_k 1, which is the default; give a larger top_k, or 0 for all")
@@ -135,18 +135,18 @@ def request_of(config: GenerationConfig, tokenizer: Tokenizer, stop_words: tuple
         request = parse(msgspec.json.encode({**fields, "prompt": ""}), CompletionRequest)
     except RequestError as error:
         raise renamed(error) from None
-    except (TypeError, ValueError) as error:  # what JSON has no word for
+    except (TypeError, ValueError) as error:  # values that JSON cannot express
         raise RequestError(f"GenerationConfig: {error}") from None
     update: dict[str, Any] = {}
-    if config.bad_token_ids:  # a ban, which is more than the most that a bias may be
+    if config.bad_token_ids:  # a ban, which is stronger than the greatest bias
         update["logit_bias"] = dict.fromkeys(map(str, config.bad_token_ids), -math.inf)
     if config.top_k == 1 or config.do_sample is False or request.temperature == 0:
-        update |= {"temperature": 0.0, "top_k": -1, "n": 1}  # the others are its copies
+        update |= {"temperature": 0.0, "top_k": -1, "n": 1}  # the other answers are its copies
     return request.model_copy(update=update)
 
 
 def renamed(error: RequestError) -> RequestError:
-    """The same error, with the names of here."""
+    """Returns the error with LMDeploy's names."""
     text = str(error)
     for theirs, ours in RENAMED.items():
         text = re.sub(rf"^{theirs}\b" if "_" not in theirs else rf"\b{theirs}\b", ours, text)
@@ -154,7 +154,7 @@ def renamed(error: RequestError) -> RequestError:
 
 
 def placed(error: RequestError, place: str) -> RequestError:
-    """The same error, with this name for the prompt that it is about."""
+    """Returns the error with this name for the prompt."""
     text = str(error)
     if error.param == "prompt":
         text = f"{place}: {text.removeprefix('prompt: ')}"
@@ -166,7 +166,7 @@ def placed(error: RequestError, place: str) -> RequestError:
 
 
 def check_text(place: str, text: str) -> None:
-    """Raises RequestError for a surrogate by itself, which no tokenizer takes."""
+    """Raises RequestError for a lone surrogate, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -174,7 +174,7 @@ def check_text(place: str, text: str) -> None:
 
 
 def _check(config: GenerationConfig) -> None:
-    """What the API cannot see. Raises RequestError."""
+    """Checks values that the API cannot see. Raises RequestError."""
     for name, why in NOT_HERE.items():
         if getattr(config, name) is not None:
             raise RequestError(f"{name}: {why}; leave it out", param=name)
@@ -200,7 +200,7 @@ def _check(config: GenerationConfig) -> None:
 
 
 def _stops(words: list[str], tokenizer: Tokenizer) -> tuple[list[str], list[int]]:
-    """A special token is not part of the text that is searched for words: it ends the answer by its id."""
+    """Returns texts and token ids: a special token is not part of the searched text, so its id ends the answer."""
     texts: dict[str, None] = {}
     token_ids = []
     for word in words:
@@ -213,7 +213,7 @@ def _stops(words: list[str], tokenizer: Tokenizer) -> tuple[list[str], list[int]
 
 
 def _format(given: dict[str, Any]) -> dict[str, Any]:
-    """`regex_schema` is a type that OpenAI's response_format does not have."""
+    """Returns the API's fields; OpenAI's response_format has no type `regex_schema`."""
     if given.get("type") == "regex_schema":
         return {"structured_outputs": {"regex": given.get("regex_schema")}}
     return {"response_format": given}

@@ -1,4 +1,4 @@
-"""LMDeploy's `pipeline`: the one call from a model's folder to something that answers prompts."""
+"""LMDeploy's `pipeline`: one call that makes an engine from a model's folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pd_cluster.offline.lmdeploy.setup import DEFAULT_INSTANCE_NUM
 from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
 
 Backend = Literal["turbomind", "pytorch"]
-# What stands behind model_path and model_name, in the two documents' orders.
+# The arguments after model_path and model_name, in the two documents' orders.
 EARLY = ("backend", "backend_config", "chat_template_config", "instance_num", "tp", "log_level")
 LATER = ("backend_config", "chat_template_config", "log_level", "backend", "instance_num", "tp")
 
@@ -45,14 +45,14 @@ def pipeline(
 
 
 def pipeline(model_path: str, model_name: str | None = None, *positional: Any, **named: Any) -> AsyncEngine:
-    """A ready engine for the model in that folder, or of that id on the Hugging Face hub or in its local cache.
+    """Returns a ready engine for the model in that folder, or with that id on the Hugging Face hub or in its cache.
 
-    LMDeploy's first document has `backend` in the third place, its next one `backend_config`: either order will do,
-    as the third value is a text or not.
+    LMDeploy's first document has `backend` in the third place, its next one `backend_config`: either order is accepted,
+    as the third value's type decides.
 
-    `model_name` names a built-in chat template that takes the place of the folder's own. `instance_num`: prompts that
-    are answered at a time; its default stands for the configuration's max_batch_size. `kwargs`: `prefill` and `decode`
-    are numbers of worker processes, `arguments` further flags of `pd-cluster serve` for them; `try_unlisted`,
+    `model_name` names a built-in chat template that replaces the folder's own. `instance_num`: prompts that are
+    answered at a time; its default stands for the configuration's max_batch_size. `kwargs`: `prefill` and `decode` are
+    numbers of worker processes, `arguments` further flags of `pd-cluster serve` for them; `try_unlisted`,
     `language_model_only` and `hf_overrides` are those of `pd_cluster.LLM`.
 
     Raises ConfigError, ModelError and the like, which name the argument, and TypeError for too many or doubled ones.

@@ -1,6 +1,6 @@
-"""What LMDeploy's calls take as prompts, sorted and checked before any work, and turned into token ids.
+"""Prompts of LMDeploy's calls, sorted and checked before any work, and turned into token ids.
 
-Every refusal is a RequestError that names the prompt. Knows nothing of what becomes of the answer.
+Every refusal is a RequestError that names the prompt. Knows nothing of answers.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pd_cluster.api.chat_prompt import rendered
-from pd_cluster.api.chat_protocol import ChatFields
-from pd_cluster.api.conversation import conversation_of
-from pd_cluster.api.guarded_prompt import Guard
-from pd_cluster.api.parse import parse
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.lmdeploy.messages import check_text
 from pd_cluster.offline.lmdeploy.templates import Way
-from pd_cluster.text import Tokenizer
+from pd_cluster.service.prompts.chat_prompt import rendered
+from pd_cluster.service.prompts.conversation import conversation_of
+from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.schema.chat_protocol import ChatFields
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 Prompt = str | list[Message] | list[int]  # a text, a conversation, or token ids
 
 
 class Prompts(NamedTuple):
-    """`is_one`: it did not come in a list, and so its response does not leave in one."""
+    """`is_one`: the prompt was not in a list, so its response is not either."""
 
     items: list[Prompt]
     is_one: bool
 
     @property
     def places(self) -> list[str]:
-        """What errors call each of them."""
+        """Their names in errors."""
         return ["prompts"] if self.is_one else [f"prompts[{at}]" for at in range(len(self.items))]
 
 
 def prompts_of(given: Any) -> Prompts:
-    """Raises RequestError."""
+    """Sorts the prompts. Raises RequestError."""
     if isinstance(given, str):
         return Prompts([given], True)
     if isinstance(given, tuple):
@@ -62,7 +62,7 @@ def prompts_of(given: Any) -> Prompts:
 
 
 def prompt_of(given: Any) -> Prompt:
-    """One, as `generate` takes it: token ids too. Raises RequestError."""
+    """Returns one prompt for `generate`, which may also be token ids. Raises RequestError."""
     if isinstance(given, list) and given and all(type(item) is int for item in given):
         return list(given)
     found = prompts_of(given)
@@ -94,7 +94,7 @@ def _wrong(place: str, item: Any) -> RequestError:
 async def token_ids_of(
     tokenizer: Tokenizer, prompt: Prompt, way: Way, special: bool = True, guard: Guard | None = None
 ) -> list[int]:
-    """They may be more than a context holds. `special`: a text begins a sequence. Raises RequestError.
+    """Returns token ids, possibly more than a context holds. `special`: a text begins a sequence. Raises RequestError.
 
     `guard`: keeps control tokens out of messages, as over HTTP.
     """
@@ -103,21 +103,21 @@ async def token_ids_of(
     if isinstance(prompt[0], int):
         return [token_id for token_id in prompt if isinstance(token_id, int)]
     template = way.template or tokenizer.template
-    assert template is not None  # else the way would be plain
+    assert template is not None  # otherwise the prompt would be plain
     try:
         request = parse(msgspec.json.encode({"messages": prompt}), ChatFields)
-    except (TypeError, ValueError) as error:  # what JSON has no word for
+    except (TypeError, ValueError) as error:  # values that JSON cannot express
         raise RequestError(f"messages: {error}", param="messages") from None
     conversation = conversation_of(request, template.variables)
     text = await asyncio.to_thread(rendered, conversation, template, guard)
-    special = way.template is not None  # a folder's own template writes what begins a sequence, LMDeploy's do not
+    special = way.template is not None  # a folder's own template writes the beginning of a sequence, LMDeploy's do not
     if guard is None:
         return await asyncio.to_thread(tokenizer.encode, text.text, special)
     return await asyncio.to_thread(tokenizer.encode_prompt, text, guard.control, special)
 
 
 def as_prompt(given: Prompt, way: Way, do_preprocess: bool, place: str) -> Prompt:
-    """A text is a user's message, unless it shall go to the model as it is. Raises RequestError."""
+    """Makes a text a user's message, unless it goes to the model unchanged. Raises RequestError."""
     is_plain = way.is_plain or not do_preprocess
     if isinstance(given, str):
         check_text(place, given)

@@ -1,6 +1,6 @@
-"""Conversations over several calls: what was said, how many tokens that is, and who is answering now.
+"""Conversations over several calls: their turns, their number of tokens, and the current answer.
 
-The KV cache of a session stays in the prefix cache by itself; here are only its words. Knows nothing of engines.
+The prefix cache keeps the KV cache of a session; this module keeps only its words. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.offline.lmdeploy.prompts import Message, Prompt
 
 @dataclass(slots=True)
 class Turn:
-    """What was asked and answered. `token_ids` are the whole session's at its end."""
+    """A question and its answer. `token_ids` are the whole session's at its end."""
 
     messages: list[Message]
     token_ids: list[int]
@@ -23,10 +23,10 @@ class Turn:
 
 @dataclass(slots=True)
 class Session:
-    """Of texts as they are, or of conversations: whichever it began with.
+    """A session of plain texts or of conversations: whichever it began with.
 
-    `turn` is there while somebody reads an answer, and done at its end; `work` is what makes the answer; `before` is
-    what the session was until this turn.
+    `turn` is set while an answer is being read, and done at its end; `work` is the work on the answer; `before` is the
+    session before this turn.
     """
 
     session_id: int
@@ -51,13 +51,13 @@ class Session:
             work.cancel()
 
     def stop(self) -> None:
-        """The answer under way, if there is one."""
+        """Stops the current answer, if there is one."""
         self.is_stopped = self.turn is not None
         if self.work is not None:
             self.work.cancel()
 
     def rewind(self, step: int) -> None:
-        """To the turn that ended with so many tokens. Raises RequestError."""
+        """Goes back to the turn that ended with that many tokens. Raises RequestError."""
         ends = [0, *(len(turn.token_ids) for turn in self.turns)]
         if step not in ends:
             raise RequestError(
@@ -68,7 +68,7 @@ class Session:
         del self.turns[ends.index(step) :]
 
     def with_history(self, prompt: Prompt) -> Prompt:
-        """Behind what was said before; a text as it is stays one, since its history is tokens. Raises RequestError."""
+        """Puts a prompt after the history; a plain text is unchanged: its history is tokens. Raises RequestError."""
         is_plain = isinstance(prompt, str) or isinstance(prompt[0], int)
         if self.turns and is_plain != self.is_plain:
             raise RequestError(
@@ -82,7 +82,7 @@ class Session:
         return [message for turn in self.turns for message in turn.messages] + _messages(prompt)
 
     def add(self, prompt: Prompt, token_ids: list[int], answer: str) -> None:
-        """A turn's end; `token_ids` are the whole prompt's and the answer's."""
+        """Records a turn; `token_ids` are those of the whole prompt and the answer."""
         said = [] if self.is_plain else [*_messages(prompt), {"role": "assistant", "content": answer}]
         self.turns.append(Turn(said, token_ids))
 
@@ -92,7 +92,7 @@ class Sessions:
         self._known: dict[int, Session] = {}
 
     def begin(self, session_id: int, sequence_start: bool, step: int) -> Session:
-        """The session of the next turn. Raises RequestError, and then nothing has changed."""
+        """Returns the session of the next turn. Raises RequestError, without any change."""
         if isinstance(session_id, bool) or not isinstance(session_id, int):
             raise RequestError(f"session_id: {reprlib.repr(session_id)} must be a whole number", param="session_id")
         session = self._known.get(session_id)
@@ -116,7 +116,7 @@ class Sessions:
         return new
 
     def refuse(self, session: Session) -> None:
-        """Its turn has not taken place: the session is what it was before."""
+        """Takes back a turn that did not take place."""
         if self._known.get(session.session_id) is not session:
             return
         if session.before is not None:
@@ -125,7 +125,7 @@ class Sessions:
             del self._known[session.session_id]
 
     def finish(self, session: Session, is_last: bool) -> None:
-        """Its turn has ended."""
+        """Ends the session's turn."""
         turn, session.turn, session.work, session.is_stopped = session.turn, None, None, False
         session.before = None
         if is_last and self._known.get(session.session_id) is session:
@@ -134,17 +134,17 @@ class Sessions:
             turn.set_result(None)
 
     def stop(self, session_id: int) -> None:
-        """The answer under way, if there is one."""
+        """Stops the current answer, if there is one."""
         if (session := self._known.get(session_id)) is not None:
             session.stop()
 
     def end(self, session_id: int) -> None:
-        """Forgets it, and stops it before that."""
+        """Stops the session's answer, then forgets the session."""
         self.stop(session_id)
         self._known.pop(session_id, None)
 
     def turn(self, session_id: int) -> Future[None] | None:
-        """Done when the answer under way has been read."""
+        """Returns a future that is done when the current answer has been read."""
         session = self._known.get(session_id)
         return session.turn if session is not None else None
 

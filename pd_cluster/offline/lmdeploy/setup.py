@@ -1,32 +1,33 @@
-"""From the arguments of `pipeline` to an engine that runs. Every refusal is a ConfigError that names the argument."""
+"""From the arguments of `pipeline` to a running engine. Every refusal is a ConfigError that names the argument."""
 
 from __future__ import annotations
 
 import logging
-import re
 import reprlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
-from pd_cluster.config import ChatConfig, EngineConfig
 from pd_cluster.errors import ConfigError
 from pd_cluster.offline.lmdeploy.arguments import count, idle, refuse, refuse_unknown, warn
 from pd_cluster.offline.lmdeploy.engine_configs import (
-    RENAMED,
     BackendConfig,
     EarlyTurbomindConfig,
     PytorchEngineConfig,
     TurbomindEngineConfig,
     engine_of,
+    naming_of,
 )
 from pd_cluster.offline.lmdeploy.templates import BUILT_IN, ChatTemplateConfig, Way, way_of
 from pd_cluster.offline.session import Offline, OfflineConfig
+from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.requests import ChatConfig
 
 BACKENDS = ("turbomind", "pytorch")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-DEFAULT_INSTANCE_NUM = 32  # holds nothing back: the batch's size is what counts
+DEFAULT_INSTANCE_NUM = 32  # no limit in effect: the batch's size is decisive
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "vision_config": ((None,), "images are not supported; leave it out"),
     "speculative_config": ((None,), "speculative decoding is not supported; leave it out"),
@@ -35,9 +36,9 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_log_len": ((None,), "prompts are never logged"),
     "trust_remote_code": ((False, None), "code from a model folder is never run"),
 }
-DEFAULT_LEVEL = "ERROR"  # of what is said here; the engine's own log is left as it is
+DEFAULT_LEVEL = "ERROR"  # of messages from here; the engine's own log keeps its level
 OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs", "allow_control_tokens")
-MODELS = ("try_unlisted", "language_model_only", "hf_overrides")  # of EngineConfig: which model, and how it is read
+MODELS = ("try_unlisted", "language_model_only", "hf_overrides")  # of EngineConfig: the model, and how it is read
 KNOWN = (
     *("model_path", "model_name", "backend", "backend_config", "chat_template_config", "instance_num", "tp"),
     *(*OWN, *MODELS, *NOT_HERE, *WITHOUT_EFFECT),
@@ -45,7 +46,7 @@ KNOWN = (
 
 
 class Ready(NamedTuple):
-    """`num_at_once`: prompts that are answered at a time, the others wait."""
+    """`num_at_once`: prompts that are answered at a time while the others wait."""
 
     offline: Offline
     way: Way
@@ -66,7 +67,7 @@ class Setup:
     tp: int
 
     def open(self, others: dict[str, Any]) -> Ready:
-        """`others`: further keywords. Raises ConfigError."""
+        """Builds the engine. `others`: further keywords. Raises ConfigError."""
         refuse_unknown("pipeline", others, KNOWN)
         refuse("pipeline", others, NOT_HERE)
         config = self._config()
@@ -83,7 +84,7 @@ class Setup:
         return Ready(offline, way, config, num_at_once)
 
     def _config(self) -> BackendConfig:
-        """Either backend's configuration will do for either, since there is one engine."""
+        """Accepts either backend's configuration for either, since there is one engine."""
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend {reprlib.repr(self.backend)}: expected {' or '.join(BACKENDS)}")
         if not str(self.model_path):
@@ -101,7 +102,7 @@ class Setup:
         return config
 
     def _asked_way(self, config: BackendConfig) -> Way | None:
-        """None: the model folder's own."""
+        """Returns the requested way, or None for the model folder's own."""
         given, name = self.chat_template_config, self._name(config)
         if given is None:
             return way_of(ChatTemplateConfig(name)) if name.lower() in BUILT_IN else None
@@ -140,7 +141,7 @@ class Setup:
         arguments = _arguments(others)
         numbers = {name: count("pipeline", name, others.get(name, 0), 0) for name in ("prefill", "decode")}
         if config.tp > 1 and not any(numbers.values()):
-            numbers = {"prefill": 1, "decode": 1}  # several ranks are several processes
+            numbers = {"prefill": 1, "decode": 1}  # several ranks need several processes
             warn(
                 f"tp={config.tp}: a prefill and a decode instance of {config.tp} ranks each, both with all the weights"
             )
@@ -152,18 +153,18 @@ class Setup:
                 chat=ChatConfig(allows_control_tokens=_allows_control_tokens(others)),
                 prefill=numbers["prefill"],
                 decode=numbers["decode"],
-                max_logprobs=count("pipeline", "max_logprobs", others.get("max_logprobs", 20), 0),
+                max_logprobs=count("pipeline", "max_logprobs", others.get("max_logprobs", DEFAULT_MAX_LOGPROBS), 0),
                 arguments=(*arguments, f"--log-level={level}") if any(numbers.values()) else (),
             )
             if arguments and not settings.arguments:
                 remarks.append(f"arguments={arguments!r} (there are no worker processes)")
             return Offline(settings), remarks
         except ConfigError as error:
-            raise _renamed(error, asdict(config)) from None
+            raise error.named(naming_of(config)) from None
 
 
 def _chosen(engine: EngineConfig, others: dict[str, Any]) -> EngineConfig:
-    """With what the call says of the model. Raises ConfigError."""
+    """Applies the call's own choice of model. Raises ConfigError."""
     given = {name: others[name] for name in MODELS if others.get(name) is not None}
     if isinstance(given.get("hf_overrides"), dict):
         given["hf_overrides"] = {**given["hf_overrides"], **engine.hf_overrides}
@@ -185,13 +186,3 @@ def _arguments(others: dict[str, Any]) -> list[str]:
     if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         raise ConfigError(f"arguments {reprlib.repr(given)}: expected a list of flags, such as ['--kv-hmac']")
     return list(given)
-
-
-def _renamed(error: ConfigError, given: dict[str, Any]) -> ConfigError:
-    """The same error, with the names of here for flags."""
-    text = str(error)
-    for flag, name in RENAMED.items():
-        text = re.sub(rf"{flag}(?![\w-])", name, text)
-    if "cache_block_seq_len" in given:
-        text = re.sub(r"--block-size(?![\w-])", "cache_block_seq_len", text)
-    return type(error)(text.replace("--block-size", "block_size"))

@@ -1,4 +1,4 @@
-"""LMDeploy's chat templates: what stands around each role's text, by a model's name or as given, as Jinja sources.
+"""LMDeploy's chat templates: the text around each role's, by a model's name or as given, as Jinja sources.
 
 Knows nothing of tokens. A built-in template has no system prompt unless the model's makers always give one.
 """
@@ -10,19 +10,19 @@ import reprlib
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import NamedTuple
 
-from pd_cluster.chat_template import ChatTemplate
 from pd_cluster.errors import ConfigError
 from pd_cluster.offline.lmdeploy.arguments import checks_names
+from pd_cluster.text.chat_template import ChatTemplate
 
-PLAIN = ("completion", "python")  # capabilities that take texts as they are
+PLAIN = ("completion", "python")  # capabilities that take texts unchanged
 CAPABILITIES = ("chat", *PLAIN)
-AROUND = {"user", "assistant", "capability"}  # one of them at least makes a template
+AROUND = {"user", "assistant", "capability"}  # a template needs at least one of them
 
 
 @checks_names
 @dataclass
 class ChatTemplateConfig:
-    """What is None stays as `model_name` has it; where that is no built-in one, it is empty."""
+    """None keeps the value of `model_name`, which is empty without a built-in template of that name."""
 
     model_name: str | None = None
     system: str | None = None
@@ -35,13 +35,13 @@ class ChatTemplateConfig:
     stop_word_suffix: str | None = None
     capability: str | None = None
     _: KW_ONLY
-    separator: str | None = None  # the later name of stop_word_suffix
+    separator: str | None = None  # a newer name of stop_word_suffix
     stop_words: list[str] | None = None
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Around the roles' texts. `opening` stands where there is no system prompt, `separator` behind an answer."""
+    """Texts around the roles' texts. `opening` replaces a missing system prompt, `separator` follows an answer."""
 
     system: str = ""
     meta_instruction: str | None = None
@@ -57,7 +57,7 @@ class Marks:
 
     @property
     def source(self) -> str:
-        """As Jinja."""
+        """The template as Jinja."""
         if self.meta_instruction is None:
             start = self.opening
         else:
@@ -84,7 +84,7 @@ class Marks:
 
 
 class Way(NamedTuple):
-    """How a text or a conversation becomes a prompt. Without a template it is the model folder's."""
+    """How a text or a conversation becomes a prompt. Without a template, the model folder's own is used."""
 
     template: ChatTemplate | None = None
     is_plain: bool = False
@@ -140,7 +140,7 @@ BUILT_IN: dict[str, Marks] = {
 
 
 def way_of(config: ChatTemplateConfig) -> Way:
-    """Raises ConfigError."""
+    """Returns the way of a configuration. Raises ConfigError."""
     if not isinstance(config, ChatTemplateConfig):
         raise ConfigError(f"chat_template_config {reprlib.repr(config)}: expected a ChatTemplateConfig")
     given = {name: value for name, value in asdict(config).items() if value is not None}
@@ -153,7 +153,7 @@ def way_of(config: ChatTemplateConfig) -> Way:
             wanted = "a list of texts" if field == "stop_words" else "a text"
             raise ConfigError(f"ChatTemplateConfig.{field} {reprlib.repr(value)}: must be {wanted}")
     base = BUILT_IN.get(str(name).lower())
-    if base is None and not AROUND & given.keys():  # else nothing would tell who says what
+    if base is None and not AROUND & given.keys():  # otherwise nothing would mark the roles
         raise ConfigError(
             f"ChatTemplateConfig.model_name {name!r}: no chat template is known by that name; there are "
             f"{', '.join(sorted(BUILT_IN))}; or give user, eoh, assistant and eoa"

@@ -1,0 +1,5 @@
+"""`python -m pd_cluster` is `pd-cluster`."""
+
+from pd_cluster.commands.cli import main
+
+main()

@@ -1,0 +1,196 @@
+"""The scheduler's admin port: the instances, and commands that change the cluster.
+
+cluster/members/elastic.py executes a command; this module parses it, allows or refuses it, and answers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import reprlib
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Request
+
+from pd_cluster import __version__
+from pd_cluster.api.admin.timelines import TimelineSource, timeline_routes
+from pd_cluster.api.gate.error_answers import install_error_handlers
+from pd_cluster.api.gate.http import read_body
+from pd_cluster.cluster.members.elastic import Elastic
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.errors import Forbidden, RequestError, Unauthorized
+from pd_cluster.types import Role
+from ranktable_tools.hosts import is_loopback
+
+MOST_TIMEOUT_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAccess:
+    """Commands need the token; if users of other hosts can reach the port, so does reading.
+
+    Open reading requires a name of this host or of `allowed_hosts`: a web page can have its own name resolve to
+    127.0.0.1 and then read the answers there, but cannot change the Host header that its browser sends.
+    """
+
+    token: str
+    is_open_to_read: bool
+    allowed_hosts: frozenset[str] = frozenset()
+
+    def check(self, request: Request) -> None:
+        """Raises Unauthorized and Forbidden."""
+        is_reading = self.is_open_to_read and request.method == "GET"
+        host = _host_name(request.headers.get("host", ""))
+        if is_reading and (is_loopback(host.strip("[]")) or host in self.allowed_hosts):
+            return
+        if is_reading and "authorization" not in request.headers:
+            raise Forbidden(
+                f"Host {reprlib.repr(host)} is no name of this port: ask for localhost, allow the name with "
+                f"--admin-allowed-hosts, or send the admin token"
+            )
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(token.strip().encode(), self.token.encode())
+        if scheme.lower() != "bearer" or not is_right:
+            raise Unauthorized(
+                f"{request.method} {request.url.path} needs the admin token: send `Authorization: Bearer TOKEN`; "
+                f"pd-cluster takes it from --admin-token-file, or from admin.token beside the global rank table "
+                f"(GLOBAL_RANK_TABLE_FILE_PATH)",
+                code="invalid_admin_token",
+            )
+
+
+def _host_name(host: str) -> str:
+    """Returns the name without the port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
+
+
+class Add(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    port: int
+
+
+class DrainOptions(msgspec.Struct, forbid_unknown_fields=True):
+    force: bool = False
+    timeout_s: float | None = None
+
+
+class ChangeRole(DrainOptions, forbid_unknown_fields=True):
+    role: str = ""
+
+
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing)
+
+
+def admin_app(elastic: Elastic, timelines: TimelineSource, access: AdminAccess) -> FastAPI:
+    app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+    guarded = [Depends(access.check)]
+    app.include_router(timeline_routes(timelines), dependencies=guarded)
+    app.include_router(instance_routes(elastic), dependencies=guarded)
+    return app
+
+
+def instance_routes(elastic: Elastic) -> APIRouter:
+    """Makes routes that answer with the instance's state right after the command; GET /instances shows later states."""
+    routes = APIRouter()
+
+    @routes.get("/instances")
+    async def list_instances() -> dict[str, Any]:
+        return {"instances": [describe(instance) for instance in elastic.instances]}
+
+    @routes.post("/instances")
+    async def add(request: Request) -> dict[str, Any]:
+        body = await _read(request, Add)
+        if not 1 <= body.port <= 65535:
+            raise RequestError(f"port: {body.port}; give a port from 1 to 65535", param="port")
+        return describe(await elastic.add(body.name, body.port))
+
+    @routes.post("/instances/{name}/drain")
+    async def drain(name: str, request: Request) -> dict[str, Any]:
+        body = await _read(request, DrainOptions)
+        return describe(elastic.drain(name, body.force, _timeout_s(body)))
+
+    @routes.post("/instances/{name}/undrain")
+    async def undrain(name: str, request: Request) -> dict[str, Any]:
+        await _read(request, Nothing)
+        return describe(elastic.undrain(name))
+
+    @routes.post("/instances/{name}/remove")
+    async def remove(name: str, request: Request) -> dict[str, Any]:
+        body = await _read(request, DrainOptions)
+        return describe(elastic.remove(name, body.force, _timeout_s(body)))
+
+    @routes.post("/instances/{name}/role")
+    async def change_role(name: str, request: Request) -> dict[str, Any]:
+        body = await _read(request, ChangeRole)
+        role = _role(body.role)
+        return describe(elastic.change_role(name, role, body.force, _timeout_s(body)))
+
+    return routes
+
+
+async def _read(request: Request, kind: type[Body]) -> Body:
+    """Parses a body; an empty one is an empty object. Raises RequestError."""
+    try:
+        return msgspec.json.decode(await read_body(request) or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"body: {error}") from None
+
+
+def _role(text: str) -> Role:
+    match text:
+        case "prefill" | "decode":
+            return text
+    raise RequestError(f"role: {text[:100]!r}; give prefill or decode", param="role")
+
+
+def _timeout_s(body: DrainOptions) -> float | None:
+    if body.timeout_s is not None and not 0 <= body.timeout_s <= MOST_TIMEOUT_S:
+        raise RequestError(f"timeout_s: {body.timeout_s:g}; give 0 to {MOST_TIMEOUT_S:g} seconds", param="timeout_s")
+    return body.timeout_s
+
+
+def describe(instance: Instance) -> dict[str, Any]:
+    """Returns one entry of `/instances`."""
+    info, load = instance.info, instance.load
+    return {
+        "instance_id": instance.name,
+        "role": instance.role,
+        "next_role": instance.next_role,
+        "service": instance.service,
+        "drain_timeout_s": instance.drain_timeout_s,
+        "state": instance.shown_state,
+        "reason": instance.reason or None,
+        "pid": info.pid if info is not None else None,
+        "rank_pids": info.rank_pids if info is not None else [],
+        "host": instance.host,
+        "port": instance.port,
+        "epoch": f"{instance.epoch:x}",
+        "device_ids": instance.device_ids,
+        "num_outstanding": instance.num_outstanding,
+        "num_running": load.num_running,
+        "num_waiting": load.num_waiting,
+        "num_landing": load.num_landing,
+        "num_exporting": load.num_exporting,
+        "num_blocks": load.num_blocks,
+        "num_free_blocks": load.num_free_blocks,
+        "num_cached_blocks": load.num_cached_blocks,
+        "num_held_blocks": load.num_held_blocks,
+        "num_preemptions": load.num_preemptions,
+        "num_swap_blocks": load.num_swap_blocks,
+        "num_free_swap_blocks": load.num_free_swap_blocks,
+        "num_prefix_query_tokens": load.num_prefix_query_tokens,
+        "num_prefix_hit_tokens": load.num_prefix_hit_tokens,
+        "num_steps": load.num_steps,
+        "num_heartbeats": instance.num_heartbeats,
+        "kv_sent_nbytes": load.kv_sent_nbytes,
+        "kv_received_nbytes": load.kv_received_nbytes,
+        "num_dropped_kv_frames": load.num_dropped_kv_frames,
+        "links": {peer: str(state) for peer, state in load.links.items()},
+    }

@@ -1,0 +1,225 @@
+"""Every metric's name, kind and meaning, and the source of its number. docs/metrics.md is written from this.
+
+Independent of rendering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pd_cluster.cluster.routing.stats import Refusal
+from pd_cluster.cluster.tenancy.tenants import GENERATION_TOKENS, LIMITS, OUTCOMES, PROMPT_TOKENS
+from pd_cluster.reports import InstanceState
+from pd_cluster.wire import Load
+
+Read = Callable[[Load], float]
+
+
+@dataclass(frozen=True, slots=True)
+class OfInstance:
+    """A number of each instance, from its heartbeat. A counter's name lacks its `_total`."""
+
+    name: str
+    text: str
+    read: Read
+
+
+@dataclass(frozen=True, slots=True)
+class OfRequests:
+    """Counters or a histogram of cluster/routing/stats.py. `numbers`: label value -> name there; "" without a label."""
+
+    name: str
+    text: str
+    numbers: Mapping[str, str]
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OfCluster:
+    name: str
+    text: str
+
+
+INSTANCE_GAUGES = (
+    OfInstance("vllm:num_requests_running", "Sequences that take part in steps.", lambda load: load.num_running),
+    OfInstance("vllm:num_requests_waiting", "Requests that wait for room.", lambda load: load.num_waiting),
+    OfInstance(
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV blocks that requests hold, 0 to 1.",
+        lambda load: load.num_held_blocks / max(1, load.num_blocks),
+    ),
+    OfInstance(
+        "vllm:gpu_cache_usage_perc",
+        "The older name of vllm:kv_cache_usage_perc.",
+        lambda load: load.num_held_blocks / max(1, load.num_blocks),
+    ),
+    OfInstance("pd_cluster:num_cached_blocks", "KV blocks kept for later requests.", lambda x: x.num_cached_blocks),
+    OfInstance(
+        "pd_cluster:num_swapped_blocks",
+        "KV blocks of preempted requests in host memory.",
+        lambda load: load.num_swap_blocks - load.num_free_swap_blocks,
+    ),
+    OfInstance(
+        "pd_cluster:leases_held",
+        "Sequences whose blocks stay until a peer has them or has filled them.",
+        lambda load: load.num_exporting + load.num_landing,
+    ),
+    OfInstance(
+        "pd_cluster:leaked_blocks",
+        "KV blocks held by no request, at the least; exact while the instance has none. Always 0, or a bug.",
+        lambda load: load.num_leaked_blocks,
+    ),
+)
+INSTANCE_COUNTERS = (
+    OfInstance(
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda load: load.num_prefix_query_tokens,
+    ),
+    OfInstance(
+        "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda load: load.num_prefix_hit_tokens
+    ),
+    OfInstance(
+        "vllm:gpu_prefix_cache_queries",
+        "The older name of vllm:prefix_cache_queries_total.",
+        lambda load: load.num_prefix_query_tokens,
+    ),
+    OfInstance(
+        "vllm:gpu_prefix_cache_hits",
+        "The older name of vllm:prefix_cache_hits_total.",
+        lambda load: load.num_prefix_hit_tokens,
+    ),
+    OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
+    OfInstance("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),
+    OfInstance(
+        "pd_cluster:kv_received_bytes", "KV cache received from prefill instances.", lambda x: x.kv_received_nbytes
+    ),
+    OfInstance(
+        "pd_cluster:kv_frames_dropped",
+        "KV headers that were replayed, forged, out of order or not decodable.",
+        lambda load: load.num_dropped_kv_frames,
+    ),
+    OfInstance(
+        "pd_cluster:handovers_finished",
+        "Prompts whose KV cache a decode instance has confirmed, counted where it came from.",
+        lambda load: load.num_handed_over,
+    ),
+    OfInstance(
+        "pd_cluster:handovers_failed",
+        "Prompts whose KV cache could not be handed over, counted where it came from; aborted ones are not.",
+        lambda load: load.num_failed_handovers,
+    ),
+    OfInstance(
+        "pd_cluster:credit_leases_expired",
+        "Offers that a decode instance did not take within --credit-timeout.",
+        lambda load: load.num_expired_credits,
+    ),
+    OfInstance(
+        "pd_cluster:hold_leases_expired",
+        "Transfers that stood still for --transfer-timeout, on either side.",
+        lambda load: load.num_expired_holds,
+    ),
+)
+REQUEST_COUNTERS = (
+    OfRequests(
+        "vllm:prompt_tokens",
+        "Tokens of prompts whose first output token has come; of n sequences once.",
+        {"": "prompt_tokens"},
+    ),
+    OfRequests("vllm:generation_tokens", "Output tokens, of all sequences.", {"": "generation_tokens"}),
+    OfRequests(
+        "vllm:request_success",
+        "Sequences that ended, whatever the name says: also those whose client left (abort) and failed ones (error).",
+        {reason: f"finished_{reason}" for reason in ("stop", "length", "abort", "error")},
+        "finished_reason",
+    ),
+    OfRequests(
+        "pd_cluster:replays",
+        "Attempts after a request's first: an instance was lost (death), an attempt failed (fault), an instance was "
+        "to be empty (moved).",
+        {cause: f"replays_{cause}" for cause in ("death", "fault", "moved")},
+        "cause",
+    ),
+    OfRequests(
+        "pd_cluster:requests_refused",
+        "Requests that nothing was done for: 429, a goal would be missed (slo) or the wait too long (queue); 503, no "
+        "instances (unavailable).",
+        {why: f"refused_{why}" for why in get_args(Refusal)},
+        "reason",
+    ),
+)
+HISTOGRAMS = (
+    OfRequests(
+        "vllm:time_to_first_token_seconds",
+        "From a request's arrival until its first output token was here.",
+        {"": "first_token_s"},
+    ),
+    OfRequests(
+        "vllm:inter_token_latency_seconds",
+        "Between two output tokens of a sequence, evenly where many come together; none of a beam search.",
+        {"": "inter_token_s"},
+    ),
+    OfRequests(
+        "vllm:time_per_output_token_seconds",
+        "The older name of vllm:inter_token_latency_seconds.",
+        {"": "inter_token_s"},
+    ),
+    OfRequests(
+        "vllm:e2e_request_latency_seconds", "From a request's arrival until its last output token.", {"": "whole_s"}
+    ),
+    OfRequests(
+        "vllm:request_queue_time_seconds",
+        "From a request's arrival until a prefill instance had room for it.",
+        {"": "queue_s"},
+    ),
+    OfRequests(
+        "vllm:request_prefill_time_seconds", "From there until the first output token was here.", {"": "prefill_s"}
+    ),
+    OfRequests("vllm:request_decode_time_seconds", "From the first output token until the last.", {"": "decode_s"}),
+    OfRequests("vllm:request_inference_time_seconds", "Prefill and decode time together.", {"": "inference_s"}),
+    OfRequests("vllm:request_prompt_tokens", "Prompt tokens of a request.", {"": "num_prompt_tokens"}),
+    OfRequests("vllm:request_generation_tokens", "Output tokens of a sequence.", {"": "num_output_tokens"}),
+    OfRequests(
+        "vllm:request_max_num_generation_tokens",
+        "Output tokens of a request's longest sequence.",
+        {"": "most_output_tokens"},
+    ),
+    OfRequests("vllm:request_params_n", "Sequences of a request.", {"": "num_sequences"}),
+    OfRequests("vllm:request_params_max_tokens", "Output tokens that a sequence might have had.", {"": "max_tokens"}),
+    OfRequests(
+        "pd_cluster:handover_seconds",
+        "From the offer of a prompt's KV cache to its confirmation, as the decode instance sees it.",
+        {"": "handover_s"},
+    ),
+)
+TENANT_COUNTERS = (
+    OfRequests(
+        "pd_cluster:tenant_requests",
+        "Requests to routes that read a body: answered in full (finished), left by the client (aborted), ended by an "
+        "error of the server (failed), 4xx or 503 (refused), over a limit of their key (limited).",
+        {outcome: f"tenant_{outcome}" for outcome in OUTCOMES},
+        "outcome",
+    ),
+    OfRequests(
+        "pd_cluster:tenant_prompt_tokens", "Tokens of prompts that were sent to an instance.", {"": PROMPT_TOKENS}
+    ),
+    OfRequests("pd_cluster:tenant_generation_tokens", "Output tokens, of all sequences.", {"": GENERATION_TOKENS}),
+    OfRequests(
+        "pd_cluster:tenant_limited",
+        "Requests that got a 429, by the limit that they were over.",
+        {limit: f"tenant_limited_by_{limit}" for limit in LIMITS},
+        "limit",
+    ),
+)
+CACHE_CONFIG = OfCluster("vllm:cache_config_info", "Always 1; the labels say what an instance's KV cache is made of.")
+INSTANCES = OfCluster("pd_cluster:instances", "Instances of the rank table, by role and state.")
+OPEN_STREAMS = OfCluster("pd_cluster:open_streams", "Requests that have been routed and have not ended.")
+QUEUED_REQUESTS = OfCluster("pd_cluster:queued_requests", "Requests that wait for room, before they are routed.")
+API_PROCESSES = OfCluster("pd_cluster:api_processes_alive", "Processes that serve the public port.")
+CLUSTER_GAUGES = (CACHE_CONFIG, INSTANCES, OPEN_STREAMS, QUEUED_REQUESTS, API_PROCESSES)
+
+ShownState = Literal["leaving", "changing", "draining", "drained"]
+STATES: tuple[str, ...] = (*get_args(InstanceState), *get_args(ShownState))
+ROLES = ("prefill", "decode")

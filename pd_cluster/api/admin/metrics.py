@@ -1,0 +1,150 @@
+"""`/metrics` for Prometheus and `/load`: instances' figures from heartbeats, requests' counts from all API processes.
+
+The names are in metric_tables.py. Knows nothing of how anything is counted or of how processes exchange counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from pd_cluster.api.admin import metric_tables as tables
+from pd_cluster.api.admin.metric_tables import OfInstance, OfRequests
+from pd_cluster.api.gate.drain import Drain
+from pd_cluster.api.gate.http import LOOKING, PlainRoute
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.stats import BOUNDS
+from pd_cluster.cluster.tenancy.tenants import by_tenant
+from pd_cluster.errors import Unavailable
+from pd_cluster.reports import AllStats, Buckets, Busy, Stats
+
+METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Totals = Callable[[], AllStats | None]
+Family = GaugeMetricFamily | CounterMetricFamily
+
+
+def metrics_routes(
+    router: Router, instances: Sequence[Instance], model_name: str, drain: Drain, totals: Totals | None = None
+) -> APIRouter:
+    """`totals`: of all API processes, which all return the same; None: there is only this process."""
+    routes = APIRouter(route_class=PlainRoute)
+
+    def told() -> AllStats:
+        found = AllStats(router.stats.snapshot(), Busy(), 1) if totals is None else totals()
+        if found is None:  # smaller counts than another process reported would look like a restart
+            raise Unavailable("this process has just begun and does not know the others' counts yet")
+        return found
+
+    @routes.api_route("/metrics", methods=LOOKING)
+    async def metrics(request: Request) -> Response:
+        body = metrics_of(instances, model_name, told(), busy_of(router, drain))
+        return Response(body, media_type=METRICS_MEDIA_TYPE)
+
+    @routes.api_route("/load", methods=LOOKING)
+    async def load(request: Request) -> JSONResponse:
+        """Answers as vLLM does: requests in flight."""
+        return JSONResponse({"server_load": drain.num_running + told().others.num_requests})
+
+    return routes
+
+
+def busy_of(router: Router, drain: Drain) -> Busy:
+    return Busy(drain.num_running, router.num_streams, router.entrance.num_waiting)
+
+
+def metrics_of(instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy) -> bytes:
+    """Returns the exposition text. An instance's counters restart from 0 with it; `own` is this process's activity."""
+    registry = CollectorRegistry()
+    registry.register(_Cluster(instances, model_name, told, own))
+    return generate_latest(registry)
+
+
+class _Cluster(Collector):
+    def __init__(self, instances: Sequence[Instance], model_name: str, told: AllStats, own: Busy) -> None:
+        self._instances = instances
+        self._model_name = model_name
+        self._told = told
+        self._own = own
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", "instance_id"]
+        for of in tables.INSTANCE_GAUGES:
+            yield self._of_instances(GaugeMetricFamily(of.name, of.text, labels=labels), of)
+        for of in tables.INSTANCE_COUNTERS:
+            yield self._of_instances(CounterMetricFamily(of.name, of.text, labels=labels), of)
+        for counter in tables.REQUEST_COUNTERS:
+            yield self._counter(counter, self._told.stats)
+        for counter in tables.TENANT_COUNTERS:
+            yield self._tenants(counter, self._told.stats)
+        for histogram in tables.HISTOGRAMS:
+            yield self._histogram(histogram, self._told.stats)
+        yield self._cache_config()
+        yield self._states()
+        own, others = self._own, self._told.others
+        for each, value in (
+            (tables.OPEN_STREAMS, own.num_streams + others.num_streams),
+            (tables.QUEUED_REQUESTS, own.num_waiting + others.num_waiting),
+            (tables.API_PROCESSES, self._told.num_api_processes),
+        ):
+            family = GaugeMetricFamily(each.name, each.text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+
+    def _of_instances(self, family: Family, of: OfInstance) -> Family:
+        for instance in self._instances:
+            if instance.is_ready:
+                family.add_metric([self._model_name, instance.name], of.read(instance.load))
+        return family
+
+    def _counter(self, of: OfRequests, stats: Stats) -> CounterMetricFamily:
+        labels = ["model_name", of.label] if of.label else ["model_name"]
+        family = CounterMetricFamily(of.name, of.text, labels=labels)
+        for value, name in of.numbers.items():
+            family.add_metric([self._model_name, value][: len(labels)], stats.counters.get(name, 0))
+        return family
+
+    def _tenants(self, of: OfRequests, stats: Stats) -> CounterMetricFamily:
+        """Returns counts by tenant; there are none without API keys."""
+        labels = ["model_name", "tenant", *([of.label] if of.label else [])]
+        family = CounterMetricFamily(of.name, of.text, labels=labels)
+        for value, name in of.numbers.items():
+            for tenant, number in by_tenant(stats.counters, name).items():
+                family.add_metric([self._model_name, tenant, value][: len(labels)], number)
+        return family
+
+    def _histogram(self, of: OfRequests, stats: Stats) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(of.name, of.text, labels=["model_name"])
+        for name in of.numbers.values():
+            bounds = [*map(floatToGoString, BOUNDS[name]), "+Inf"]
+            counted = stats.histograms.get(name, Buckets([0] * len(bounds), 0))
+            buckets = list(zip(bounds, itertools.accumulate(counted.counts), strict=True))
+            family.add_metric([self._model_name], buckets, counted.total_e6 / 1e6)
+        return family
+
+    def _cache_config(self) -> GaugeMetricFamily:
+        of = tables.CACHE_CONFIG
+        labels = ["model_name", "instance_id", "block_size", "num_gpu_blocks", "cache_dtype"]
+        family = GaugeMetricFamily(of.name, of.text, labels=labels)
+        for each in self._instances:
+            if each.is_ready and each.info is not None and (layout := each.info.layout) is not None:
+                size, num_blocks = str(layout.block_size), str(each.info.num_blocks)
+                family.add_metric([self._model_name, each.name, size, num_blocks, layout.dtype], 1)
+        return family
+
+    def _states(self) -> GaugeMetricFamily:
+        """Counts instances by role and state, including zeros: an alert needs an existing series."""
+        of = tables.INSTANCES
+        family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "role", "state"])
+        found = Counter[tuple[str, str]]((instance.role, instance.shown_state) for instance in self._instances)
+        for role, state in itertools.product(tables.ROLES, tables.STATES):
+            family.add_metric([self._model_name, role, state], found[role, state])
+        return family

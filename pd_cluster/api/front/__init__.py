@@ -1,0 +1,1 @@
+"""Connections, and requests before they reach a route."""

@@ -1,0 +1,215 @@
+"""Admits connections: counts them in total and by address, and tracks which of them wait and for how long.
+
+A connection is busy while one of its requests is answered; before, between and after requests it is idle. The limits
+apply to busy connections. A few more are admitted, so that a probe is answered when a limit is reached; once those are
+used up, too, the connection that has been idle longest makes room. Knows nothing of sockets or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from pd_cluster.errors import Overloaded, Unavailable
+from pd_cluster.settings.routing import ConnectionLimits
+
+HEAD_TIMEOUT_S = 10.0  # from connect, or from a later request's first byte, to the end of its headers
+BODY_TIMEOUT_S = 65.0  # from there to the end of the body; a route that reads one gives up at 60 s with an error
+PARTING_TIMEOUT_S = 2.0  # for a rejected client to read the reason
+NUM_SPARE_PER_HOST = 16
+
+
+class Guest(Protocol):
+    """The connection behind a visit."""
+
+    def evict(self) -> None:
+        """Closes the connection at once; it has no request."""
+
+    def expire(self) -> bool:
+        """Times out a slow client. Returns False if the client is not to blame and gets as much time again."""
+
+
+class _Nobody:
+    """The guest of a connection that has ended."""
+
+    def evict(self) -> None:
+        return
+
+    def expire(self) -> bool:
+        return True
+
+
+NOBODY: Guest = _Nobody()
+
+
+class State(Enum):
+    IDLE = "idle"
+    BUSY = "busy"
+    PROBED = "probed"  # answering a probe, which is never refused
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class _Host:
+    """The connections from one address."""
+
+    num_open: int = 0
+    num_busy: int = 0
+    idle: dict[Visit, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One connection, from its admission to its end."""
+
+    guest: Guest
+    address: str
+    descriptor: int
+    host: _Host
+    state: State = State.IDLE
+
+
+class Deadlines:
+    """Visits with the same timeout, so the first to start is the first to be late."""
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._ends_s: dict[Visit, float] = {}
+
+    def begin(self, visit: Visit) -> None:
+        """Starts the timeout unless it is running."""
+        if visit not in self._ends_s:
+            self._ends_s[visit] = self._clock() + self._timeout_s
+
+    def end(self, visit: Visit) -> None:
+        self._ends_s.pop(visit, None)
+
+    def sweep(self) -> None:
+        now_s = self._clock()
+        late = []
+        for visit, end_s in self._ends_s.items():
+            if end_s > now_s:
+                break
+            late.append(visit)
+        for visit in late:
+            self.end(visit)
+            if not visit.guest.expire():
+                self.begin(visit)
+
+
+class Doorman:
+    """Limits the connections of one listener. `num_descriptors` is how many this process may have open."""
+
+    def __init__(
+        self, limits: ConnectionLimits, num_descriptors: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limits = limits
+        self.heads = Deadlines(HEAD_TIMEOUT_S, clock)
+        self.bodies = Deadlines(BODY_TIMEOUT_S, clock)
+        self.partings = Deadlines(PARTING_TIMEOUT_S, clock)
+        # A process gets the lowest free descriptor, so a high number means that few are left.
+        self._end_of_visits = num_descriptors - limits.num_kept_descriptors
+        self._end_of_requests = self._end_of_visits - min(limits.spare, max(4, self._end_of_visits // 8))
+        self._num_beyond = 0  # visits with such a number; later ones may have low numbers again
+        self._idle: dict[Visit, None] = {}  # idle longest first
+        self._hosts: dict[str, _Host] = {}
+        self.num_open = 0
+        self.num_busy = 0
+
+    def admit(self, guest: Guest, address: str, descriptor: int) -> Visit | None:
+        """Admits a connection; None if there is no room, even by ending an idle one. Its first headers are due in time.
+
+        `address` is "" for connections without one, such as those of a Unix socket.
+        """
+        host = self._hosts.get(address) or _Host()
+        limits = self.limits
+        if limits.per_host and address and host.num_open >= limits.per_host + NUM_SPARE_PER_HOST:
+            has_room = self._evict(host.idle)
+        elif self.num_open >= limits.total + limits.spare or descriptor >= self._end_of_visits or self._num_beyond:
+            has_room = self._evict(self._idle)
+        else:
+            has_room = True
+        if not has_room:
+            return None
+        self._hosts[address] = host
+        host.num_open += 1
+        self.num_open += 1
+        self._num_beyond += descriptor >= self._end_of_visits
+        visit = Visit(guest, address, descriptor, host)
+        self._idle[visit] = host.idle[visit] = None
+        self.heads.begin(visit)
+        return visit
+
+    def make_room(self) -> bool:
+        """Ends the connection that has been idle longest. Returns False if none is idle."""
+        return self._evict(self._idle)
+
+    def _evict(self, idle: dict[Visit, None]) -> bool:
+        visit = next(iter(idle), None)
+        if visit is None:
+            return False
+        guest = visit.guest
+        self.left(visit)
+        guest.evict()
+        return True
+
+    def begin_request(self, visit: Visit, is_probe: bool) -> None:
+        """Makes a visit busy. Raises Unavailable or Overloaded. Probes never wait, and never take a place."""
+        if visit.state is not State.IDLE:  # a pipelined request shares the place of the one being answered
+            return
+        if is_probe:
+            self._move(visit, State.PROBED)
+            return
+        limits, host = self.limits, visit.host
+        if limits.per_host and visit.address and host.num_busy >= limits.per_host:
+            raise Overloaded(
+                f"this address has {host.num_busy} connections with requests, as many as one may have "
+                f"(--max-connections-per-host); wait for some of them"
+            )
+        if self.num_busy >= limits.total or visit.descriptor >= self._end_of_requests:
+            raise Unavailable(
+                f"{self.num_busy} connections have requests, and this server takes no more (--max-connections); "
+                f"try again"
+            )
+        self._move(visit, State.BUSY)
+
+    def end_request(self, visit: Visit) -> None:
+        if visit.state in (State.BUSY, State.PROBED):
+            self._move(visit, State.IDLE)
+
+    def left(self, visit: Visit) -> None:
+        """Records that the connection has ended, whatever its state. Calling it again does nothing."""
+        if visit.state is State.GONE:
+            return
+        for deadlines in (self.heads, self.bodies, self.partings):
+            deadlines.end(visit)
+        self._move(visit, State.GONE)
+        visit.guest = NOBODY  # breaks the cycle with the guest, which knows its visit
+        self.num_open -= 1
+        self._num_beyond -= visit.descriptor >= self._end_of_visits
+        visit.host.num_open -= 1
+        if not visit.host.num_open:
+            del self._hosts[visit.address]
+
+    def sweep(self) -> None:
+        """Ends what is late; must be called about once a second."""
+        for deadlines in (self.heads, self.bodies, self.partings):
+            deadlines.sweep()
+
+    def _move(self, visit: Visit, state: State) -> None:
+        host = visit.host
+        if visit.state is State.IDLE:
+            del self._idle[visit], host.idle[visit]
+        elif visit.state is State.BUSY:
+            self.num_busy -= 1
+            host.num_busy -= 1
+        if state is State.IDLE:
+            self._idle[visit] = host.idle[visit] = None
+        elif state is State.BUSY:
+            self.num_busy += 1
+            host.num_busy += 1
+        visit.state = state

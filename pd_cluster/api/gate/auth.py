@@ -1,0 +1,130 @@
+"""API keys at the public port: a request without one goes no further.
+
+Knows nothing of routes except the few paths that need no key, or one of their own; every other path, even an unknown
+one, needs an API key if there are any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import replace
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pd_cluster.api.gate.callers import SCOPE
+from pd_cluster.api.gate.error_answers import error_response
+from pd_cluster.api.gate.file_keys import FileKeys
+from pd_cluster.api.gate.http import LOOKING
+from pd_cluster.api.gate.metering import run_metered
+from pd_cluster.cluster.tenancy.tenants import OTHERS, TenantCounts
+from pd_cluster.errors import Unauthorized
+from pd_cluster.service.caller import Caller
+from pd_cluster.service.meter import Meter
+
+OPEN_PATHS = ("/health", "/ping", "/live")  # for probes, read-only
+METRICS_PATH = "/metrics"
+
+
+class ApiKeys:
+    """Requires `Authorization: Bearer KEY` with one of the keys; otherwise 401 before the request's body is read.
+
+    A preflight has no key: CORS answers it before it gets here. Paths are compared in the router's form, decoded and
+    whole, under `root_path`; a path that only resembles an open one is closed. Routes find the key's tenant as the
+    request's caller, and the request's meter with it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        root_path: str = "",
+        tenants: Sequence[str] = (),
+        shares_prefix_cache: bool = False,
+        metrics_key: str = "",
+        file_keys: FileKeys | None = None,
+        counts: TenantCounts | None = None,
+    ) -> None:
+        """`tenants`: a name for each key; without them each key is a tenant of its own. `file_keys`: further keys."""
+        self._app = app
+        self._file_keys = file_keys
+        self._counts = counts or TenantCounts()
+        self._shares_prefix_cache = shares_prefix_cache
+        self._digests = [_digest(key.encode()) for key in keys]
+        names = [f"name:{name}" for name in tenants] or [f"key:{digest.hex()}" for digest in self._digests]
+        self._callers = [self._caller(name) for name in names]
+        self._tenants = tenants or [OTHERS for _ in keys]
+        self._metrics_digests = [_digest(metrics_key.encode())] if metrics_key else []
+        self._open = {root_path + path for path in OPEN_PATHS}
+        self._metrics_path = root_path + METRICS_PATH
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._is_open(scope):
+            await self._app(scope, receive, send)
+            return
+        is_metrics = scope["path"].rstrip("\n") == self._metrics_path  # routes match before a final newline, too
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        key = _key_of(given[0]) if len(given) == 1 else None
+        if is_metrics or not (self._digests or self._file_keys):
+            is_let_in = not is_metrics or _place(key, self._metrics_digests) is not None
+            await (self._app if is_let_in else self._refusal(is_metrics, bool(given)))(scope, receive, send)
+            return
+        try:
+            found = self._known(key)
+        except Unauthorized as error:  # the key has expired
+            await _refusal(error)(scope, receive, send)
+            return
+        if found is None:
+            await self._refusal(is_metrics, bool(given))(scope, receive, send)
+            return
+        caller, meter = found
+        await run_metered(meter, self._app, {**scope, SCOPE: replace(caller, meter=meter)}, receive, send)
+
+    def _known(self, key: bytes | None) -> tuple[Caller, Meter] | None:
+        """Returns the key's caller and the request's meter. Raises Unauthorized for an expired key."""
+        if (at := _place(key, self._digests)) is not None:
+            return self._callers[at], Meter(self._tenants[at], self._counts)
+        known = self._file_keys.find(key) if self._file_keys is not None and key is not None else None
+        if known is None:
+            return None
+        caller = replace(self._caller(f"name:{known.key.tenant}"), models=known.key.models)
+        return caller, Meter(known.key.tenant, self._counts, known.account)
+
+    def _caller(self, name: str) -> Caller:
+        return Caller(name, "" if self._shares_prefix_cache else name)
+
+    def _refusal(self, is_metrics: bool, has_key: bool) -> Response:
+        if is_metrics and not self._metrics_digests:
+            why = "the metrics are closed, because there are API keys and no --metrics-key; start the server with one"
+        else:
+            of = "metrics" if is_metrics else "API"
+            why = f"the {of} key is wrong" if has_key else f"{'a' if is_metrics else 'an'} {of} key is needed"
+        return _refusal(Unauthorized(f"{why}; send `Authorization: Bearer KEY`", code="invalid_api_key"))
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["type"] == "http" and scope["method"] in LOOKING and scope["path"] in self._open
+
+
+def _refusal(error: Unauthorized) -> Response:
+    response = error_response(error)
+    response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+def _key_of(header: bytes) -> bytes | None:
+    """Returns the key; None for a scheme other than Bearer."""
+    scheme, _, key = header.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else None
+
+
+def _place(key: bytes | None, digests: Sequence[bytes]) -> int | None:
+    """Returns the key's index. A wrong key takes as long as a right one."""
+    digest = _digest(key or b"")
+    matches = [hmac.compare_digest(digest, known) for known in digests]  # all are compared, whichever matches
+    return matches.index(True) if key is not None and any(matches) else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,53 @@
+"""The caller of an HTTP request: the owner of its API key, or the peer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from starlette.requests import Request
+
+from pd_cluster.api.front.subscriber import subscriber_of
+from pd_cluster.cluster.routing.waiting_room import Party
+from pd_cluster.service.caller import NOBODY, Caller, nothing
+from pd_cluster.service.generation import Generation
+
+SCOPE = "pd_cluster.caller"  # the key of the caller in the ASGI scope
+ARRIVED = "pd_cluster.arrived"  # the key of the function to call when the router has the request
+PATIENCE_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")  # sent by OpenAI's clients: seconds
+
+
+def count_request(http: Request) -> None:
+    """Counts the request before any work is done for it. Raises RateLimited, Unauthorized."""
+    if (meter := caller_of(http).meter) is not None:
+        meter.count()
+
+
+def reserve_tokens(http: Request, generations: Sequence[Generation]) -> None:
+    """Reserves all tokens that it may use, before any of it is sent to an instance.
+
+    Raises RateLimited, RequestError.
+    """
+    if (meter := caller_of(http).meter) is not None:
+        meter.reserve(generations)
+
+
+def caller_of(http: Request) -> Caller:
+    """Returns the caller that owns the key; without keys, the peer's address."""
+    known = http.scope.get(SCOPE)
+    if not isinstance(known, Caller):
+        known = Caller(subscriber_of(http.client.host)) if http.client else NOBODY
+    return replace(known, patience_s=_patience_s(http), arrived=http.scope.get(ARRIVED, nothing), party=Party())
+
+
+def _patience_s(http: Request) -> float:
+    """Returns the timeout that the client declares; inf if it declares none, or an implausible one."""
+    for name in PATIENCE_HEADERS:
+        try:
+            patience_s = float(http.headers.get(name, ""))
+        except ValueError:
+            continue
+        if patience_s > 0:
+            return patience_s
+    return math.inf

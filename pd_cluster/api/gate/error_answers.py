@@ -1,0 +1,42 @@
+"""Errors in OpenAI's shape, for every HTTP server of the project.
+
+Does without FastAPI, whose import would be most of a worker's start-up time.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pd_cluster.errors import Overloaded, PdClusterError, RequestError, Unavailable
+from pd_cluster.service.status import error_body, status_of
+
+log = logging.getLogger(__name__)
+
+
+def error_response(error: Exception) -> JSONResponse:
+    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable | Overloaded) else {}
+    return JSONResponse(error_body(error), status_of(error), headers)
+
+
+def install_error_handlers(app: Starlette) -> None:
+    async def known(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
+        body = error_body(RequestError(f"{request.method} {request.url.path}: {error.detail}", code=code))
+        return JSONResponse(body, error.status_code, error.headers)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
+        return error_response(error)
+
+    app.add_exception_handler(PdClusterError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,157 @@
+"""Shared by the public and the admin port: bodies with a limit, streams that close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from pd_cluster.api.gate.arrivals import arrival_of
+from pd_cluster.api.gate.callers import count_request
+from pd_cluster.errors import RequestError
+from pd_cluster.service.status import MAX_BODY_NBYTES, TOO_LARGE, BodyTooLarge
+
+MAX_LENGTH_NUM_DIGITS = 18  # in a declared body length; longer numbers are too large in any case
+BODY_TIMEOUT_S = 60.0
+LOOKING = ["GET", "HEAD"]
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request) -> bytes:
+    """Reads the body.
+
+    Raises BodyTooLarge before more than the limit is held, RequestError if it does not arrive in time. Raises
+    RateLimited, before anything is read, if the caller has used up its limit, and Overloaded if others' bodies
+    leave no room.
+    """
+    count_request(request)
+    arrival, declared = arrival_of(request), declared_length(request)
+    if declared is not None and declared > MAX_BODY_NBYTES:
+        raise BodyTooLarge(TOO_LARGE)
+    if arrival is not None and declared is not None:
+        arrival.reads(request, declared)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_NBYTES:
+                    raise BodyTooLarge(TOO_LARGE)
+                if arrival is not None and declared is None:
+                    arrival.reads(request, size)
+                parts.append(part)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise RequestError("the client left before its request was complete") from None
+    return b"".join(parts)
+
+
+def declared_length(request: Request) -> int | None:
+    """Returns the body's declared bytes, at most MAX_BODY_NBYTES + 1; None if undeclared."""
+    declared = request.headers.get("content-length", "")
+    if not declared.isdecimal():
+        return None
+    return MAX_BODY_NBYTES + 1 if len(declared) > MAX_LENGTH_NUM_DIGITS else min(int(declared), MAX_BODY_NBYTES + 1)
+
+
+def session_of(request: Request) -> str:
+    """Returns the client's name for the request's session; "" if there is none."""
+    return request.headers.get("x-session-id", "")
+
+
+class PlainRoute(APIRoute):
+    """A route whose endpoint reads the request and builds the response itself, so that FastAPI does neither."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
+class GeneratingRoute(PlainRoute):
+    """A route whose requests queue. One that would wait too long is refused before its body is read."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def admitted(http: Request) -> Response:
+            if (arrival := arrival_of(http)) is not None:
+                arrival.asks(http, declared_length(http))
+            return await handler(http)
+
+        return admitted
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; closes its generator when the client leaves, wherever it is.
+
+    An error before the first event is raised, so it becomes an HTTP status. `late_headers` are read once that event
+    exists. A client that does not read blocks `send`, until the kernel ends the connection (server.py).
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        late_headers: Callable[[], dict[str, str]] = dict,
+        headers: dict[str, str] | None = None,
+        media_type: str = "text/event-stream",
+    ) -> None:
+        super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache", **(headers or {})})
+        self._events = events
+        self._late_headers = late_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._write(send))
+        finally:
+            await self._events.aclose()
+
+    async def _write(self, send: Send) -> None:
+        first = await anext(self._events)
+        late = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._late_headers().items()]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": [*self.raw_headers, *late]})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        async for events in self._events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def json_response(make: Callable[[], object], large: bool, headers: dict[str, str] | None = None) -> Response:
+    """Returns the result of `make` as a JSON response. Large answers are built on a thread, so that no stream waits."""
+
+    def encoded() -> bytes:
+        return msgspec.json.encode(make())
+
+    body = await asyncio.to_thread(encoded) if large else encoded()
+    return Response(body, media_type="application/json", headers=headers)
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
+    """Returns the result of `work`, or None if the client left first; `work` is then cancelled.
+
+    `work` runs as a separate task, because waking a task costs something for each coroutine on its stack.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    watcher.add_done_callback(lambda _, cancel=task.cancel: cancel())  # type: ignore[misc]
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not watcher.done():  # this coroutine itself was cancelled
+            raise
+        return None
+    finally:
+        watcher.cancel()
+        del task  # its exception refers to this frame
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,112 @@
+"""vLLM's plain API (`USE_OPENAI=0`): POST /generate. Answers begin with the prompt; stream frames are cumulative."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from pd_cluster.api.gate.callers import caller_of, reserve_tokens
+from pd_cluster.api.gate.http import (
+    EventStream,
+    GeneratingRoute,
+    json_response,
+    read_body,
+    session_of,
+    unless_disconnected,
+)
+from pd_cluster.api.openai.request_names import named
+from pd_cluster.errors import PdClusterError
+from pd_cluster.service.answers.logprobs import LogprobsFormat
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.limits import check_streamed_texts
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.protocol import GenerateRequest
+from pd_cluster.service.sequence import Piece, joined
+from pd_cluster.service.service import TextService
+from pd_cluster.service.status import CLIENT_CLOSED_REQUEST, error_body
+
+
+def legacy_routes(service: TextService) -> APIRouter:
+    routes = APIRouter(route_class=GeneratingRoute)
+
+    @routes.post("/generate")
+    async def generate(http: Request) -> Response:
+        received_s = time.monotonic()
+        request = parse(await read_body(http), GenerateRequest)
+        service.check_use(caller_of(http))
+        generation = await service.completion(request, request.prompt, received_s=received_s, caller=caller_of(http))
+        reserve_tokens(http, [generation])
+        name = named(request, http).request_id
+        generation.client_id = f"generate-{name or secrets.token_hex(12)}"
+        generation.amend(session=generation.order.session or session_of(http))
+        headers = {"x-request-id": generation.client_id}  # the bodies have no place for it
+        is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
+        prompt = str(request.prompt) if is_whole else service.tokenizer.decode(generation.prompt_token_ids)
+        if request.stream:
+            check_streamed_texts(len(generation.sequences), len(prompt), generation.sampling.max_tokens)
+            frames = _frames(service, request, generation, prompt)
+            return EventStream(frames, headers=headers, media_type="application/json")
+        pieces = await unless_disconnected(http.receive, service.complete([generation]))
+        if pieces is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return await json_response(
+            lambda: {
+                "text": [prompt + piece.text for piece in pieces],
+                **_besides_text(service, request, generation, pieces),
+            },
+            large=request.logprobs is not None or request.prompt_logprobs is not None,
+            headers=headers,
+        )
+
+    return routes
+
+
+async def _frames(
+    service: TextService, request: GenerateRequest, generation: Generation, prompt: str
+) -> AsyncGenerator[bytes, None]:
+    """Yields `{"text": [prompt + output so far, …]}` and a NUL for each update.
+
+    The last frame has the other fields, too.
+    """
+    pieces: list[list[Piece]] = [[] for _ in generation.sequences]
+    texts = [prompt for _ in generation.sequences]
+    begun = False
+    try:
+        async with contextlib.aclosing(service.stream(generation)) as stream:
+            async for piece in stream:
+                texts[piece.index] += piece.text
+                pieces[piece.index].append(piece)
+                frame: dict[str, Any] = {"text": texts}
+                if all(sequence.finish_reason is not None for sequence in generation.sequences):
+                    whole = [joined(each) for each in pieces]
+                    frame |= _besides_text(service, request, generation, whole)
+                begun = True
+                yield msgspec.json.encode(frame) + b"\0"
+    except PdClusterError as error:
+        if not begun:  # nothing was sent yet, so the error becomes an HTTP status
+            raise
+        yield msgspec.json.encode(error_body(error)) + b"\0"
+
+
+def _besides_text(
+    service: TextService, request: GenerateRequest, generation: Generation, pieces: list[Piece]
+) -> dict[str, Any]:
+    """Returns the requested extras in the shapes of /v1/completions: one entry per text, and one for the prompt."""
+    as_ids = request.return_tokens_as_token_ids
+    form = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
+    found: dict[str, Any] = {}
+    if request.return_token_ids:
+        found["token_ids"] = [piece.token_ids for piece in pieces]
+        found["prompt_token_ids"] = generation.prompt_token_ids
+    if request.logprobs is not None:
+        found["logprobs"] = [form.completion(piece.logprobs) for piece in pieces]
+    if request.prompt_logprobs is not None:
+        found["prompt_logprobs"] = form.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
+    return found

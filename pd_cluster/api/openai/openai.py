@@ -1,0 +1,95 @@
+"""OpenAI's routes that generate: /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from pd_cluster.api.gate.callers import caller_of, reserve_tokens
+from pd_cluster.api.gate.http import (
+    EventStream,
+    GeneratingRoute,
+    json_response,
+    read_body,
+    session_of,
+    unless_disconnected,
+)
+from pd_cluster.api.openai.request_names import named
+from pd_cluster.errors import PdClusterError
+from pd_cluster.service.answers.answers import Answer
+from pd_cluster.service.answers.chat_answer import ChatAnswer
+from pd_cluster.service.answers.completion_answer import CompletionAnswer
+from pd_cluster.service.answers.sse import DONE, event
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.service import TextService
+from pd_cluster.service.status import CLIENT_CLOSED_REQUEST, error_body
+
+
+def openai_routes(service: TextService) -> APIRouter:
+    routes = APIRouter(route_class=GeneratingRoute)
+
+    @routes.post("/v1/chat/completions")
+    async def chat(http: Request) -> Response:
+        received_s = time.monotonic()
+        request = parse(await read_body(http), ChatCompletionRequest)
+        name = service.check_model(request.model, caller_of(http))
+        generation = await service.chat(named(request, http), received_s, caller_of(http))
+        return await _answer(http, service, ChatAnswer(request, name, service, generation))
+
+    @routes.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        received_s = time.monotonic()
+        request = parse(await read_body(http), CompletionRequest)
+        name = service.check_model(request.model, caller_of(http))
+        generations = await service.completions(named(request, http), received_s, caller_of(http))
+        return await _answer(http, service, CompletionAnswer(request, name, service, generations))
+
+    return routes
+
+
+async def _answer(http: Request, service: TextService, answer: Answer) -> Response:
+    reserve_tokens(http, answer.generations)
+    session = session_of(http)
+    for generation in answer.generations:
+        generation.client_id = answer.id
+        generation.amend(session=generation.order.session or session)
+    if not answer.wanted.stream:
+        pieces = await unless_disconnected(http.receive, service.complete(answer.generations))
+        if pieces is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        headers = served_by(answer.generations)
+        return await json_response(lambda: answer.whole(pieces), large=answer.is_large, headers=headers)
+    return EventStream(_events(service, answer), lambda: served_by(answer.generations))
+
+
+async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes, None]:
+    """Yields all server-sent events of a request.
+
+    An error before the first text is raised, a later one is sent in-band.
+    """
+    begun = False
+    try:
+        async with contextlib.aclosing(service.pieces(answer.generations)) as pieces:
+            async for piece in pieces:
+                if events := answer.events(piece):
+                    begun = True
+                    yield events
+    except PdClusterError as error:
+        if not begun:
+            raise
+        yield event(error_body(error)) + DONE
+        return
+    yield (answer.usage_chunk() if answer.wanted.usage else b"") + DONE
+
+
+def served_by(generations: list[Generation]) -> dict[str, str]:
+    """Returns the instances that did the work, for operators; clients ignore them."""
+    names = dict.fromkeys(name for generation in generations for name in generation.served_by)
+    return {"x-pd-served-by": ",".join(names)} if names else {}

@@ -1,0 +1,107 @@
+"""Text to token ids and back, with the served model's tokenizer: /tokenize and /detokenize. No instance takes part."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from pd_cluster.api.gate.callers import caller_of
+from pd_cluster.api.gate.http import PlainRoute, json_response, read_body
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.chat_protocol import ChatFields
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.protocol import Id
+from pd_cluster.service.service import TextService
+
+MAX_TOKENS = 1 << 18  # in a request to /detokenize: decoding holds the interpreter's lock
+FEW_TOKENS = 4096  # larger answers are built on a thread
+
+
+class TokenizeCompletionRequest(BaseModel):
+    """A text in the form of /v1/completions."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatFields):
+    """A conversation in the form of /v1/chat/completions."""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str | None = None
+    tokens: Annotated[list[Id], Field(max_length=MAX_TOKENS, fail_fast=True)]
+
+
+class _Form(msgspec.Struct):
+    """The fields of a body that tell the two forms apart."""
+
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+def token_routes(service: TextService) -> APIRouter:
+    routes = APIRouter(route_class=PlainRoute)
+
+    @routes.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        body = await read_body(http)
+        request: TokenizeChatRequest | TokenizeCompletionRequest
+        if _is_chat(body):
+            request = parse(body, TokenizeChatRequest)
+            service.check_model(request.model, caller_of(http))
+            token_ids = await service.chat_token_ids(request, may_be_cut=True, caller=caller_of(http))
+        else:
+            request = parse(body, TokenizeCompletionRequest)
+            service.check_model(request.model, caller_of(http))
+            token_ids = await service.token_ids(
+                request.prompt, request.add_special_tokens is not False, may_be_cut=True, caller=caller_of(http)
+            )
+
+        def answer() -> dict[str, Any]:
+            strs = [_text(service, token_id) for token_id in token_ids] if request.return_token_strs else None
+            most = service.max_model_len
+            return {"count": len(token_ids), "max_model_len": most, "tokens": token_ids, "token_strs": strs}
+
+        return await json_response(answer, large=len(token_ids) > FEW_TOKENS)
+
+    @routes.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        request = parse(await read_body(http), DetokenizeRequest)
+        service.check_model(request.model, caller_of(http))
+        largest = max(request.tokens, default=0)
+        if largest >= service.vocab_size:
+            raise RequestError(f"tokens: {largest}; ids must be in 0 to {service.vocab_size - 1}", param="tokens")
+        if not service.tokenizer.has_text:
+            raise RequestError("tokens: there is no tokenizer (--skip-tokenizer-init)", param="tokens")
+        text = await service.text_of(request.tokens, caller_of(http))
+        return await json_response(lambda: {"prompt": text}, large=len(request.tokens) > FEW_TOKENS)
+
+    return routes
+
+
+def _is_chat(body: bytes) -> bool:
+    """Raises RequestError if the body has both forms; a body that is not an object is left to `parse`."""
+    try:
+        form = msgspec.json.decode(body, type=_Form)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    if form.prompt and form.messages:
+        raise RequestError("prompt: there are messages, too; give one of the two", param="prompt")
+    return bool(form.messages)
+
+
+def _text(service: TextService, token_id: int) -> str:
+    """Returns the token's text; bytes that form no character are shown as U+FFFD."""
+    return service.tokenizer.token_bytes(token_id).decode(errors="replace")

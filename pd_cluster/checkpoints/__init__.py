@@ -1,0 +1,1 @@
+"""Model folders and the contents of their files."""

@@ -1,0 +1,237 @@
+"""Reads a config.json's architecture, without torch: whether it could be served, and why not.
+
+Reads the installed transformers package as text and imports none of it. Knows nothing of weights, nor of which types
+are tested: that list is in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Config = Mapping[str, Any]
+
+STATE = "keeps a state besides keys and values ({what}), which a handover does not move"
+ENCODER_DECODER = "is an encoder-decoder model ({what}): its decoder attends to what an encoder made"
+CROSS = "has cross attention ({what}): it attends to what no prompt of tokens gives"
+LATENT = "has latent attention ({what}): it keeps compressed keys and values, and the pool holds whole heads"
+CHOSEN = "attends to tokens that it chooses ({what}), and the paged attention sees all or a window of them"
+CHUNKS = "attends within chunks ({what}), which the paged attention does not know"
+MROPE = "has positions of several dimensions ({what}, mrope)"
+BIAS = "adds a bias by distance to its scores ({what}), which the paged attention does not know"
+UNKNOWN = "has {what}, which is not known to leave attention and KV cache as they are"
+MORE_THAN_TEXT = "takes more than text ({what})"
+MULTIMODAL = "takes more than text, which is not supported"
+ENCODER = "is an encoder: its tokens see later ones, and nothing is generated"
+
+# Reasons, by the name of a field or of a kind of layer; the first match counts.
+REASONS = (
+    (re.compile(r"is_encoder_decoder"), ENCODER_DECODER),
+    (re.compile(r"cross_att"), CROSS),
+    (re.compile(r"mamba|ssm|conv|recurr|rwkv|xlstm|lru_|state|time_step|linear_|delta|hybrid|retention"), STATE),
+    (re.compile(r"kv_lora|q_lora|qk_rope_head|qk_nope_head|latent|compress"), LATENT),
+    (re.compile(r"index_|indexe[dr]|sparse|topk|top_k"), CHOSEN),
+    (re.compile(r"chunk"), CHUNKS),
+    (re.compile(r"mrope"), MROPE),
+    (re.compile(r"alibi"), BIAS),
+)
+# Fields with such names may change attention or the cache, unless they are HARMLESS.
+SUSPICIOUS = re.compile(
+    r"attn|attention|cache|window|chunk|index_|indexe[dr]|sparse|mamba|ssm|conv|state|recurr|linear|memor|cross|encoder|kv|latent"
+    r"|lora|compress|alibi|hybrid|position|block|time_step|retention|rwkv|delta|mrope|v_head_dim"
+)
+HARMLESS = frozenset(
+    (
+        *("num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_attention_heads_per_layer"),
+        *("attention_bias", "attention_out_bias", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"),
+        *("attention_multiplier", "attn_logit_softcapping", "query_pre_attn_scalar", "use_attention_bias"),
+        *("attention_heads", "kv_channels", "qkv_bias", "parallel_attn", "num_ln_in_parallel_attn"),
+        *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
+        *("attn_implementation", "cache_implementation", "use_cache", "output_attentions", "output_hidden_states"),
+        *("max_position_embeddings", "n_positions", "original_max_position_embeddings", "layer_types"),
+        *("sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"),
+        *("global_attn_every_n_layers", "decoder_sparse_step", "mlp_layer_types", "chunk_size_feed_forward"),
+    )
+)  # the proof at load compares their effect on attention with transformers
+PLAIN_POSITIONS = {"position_embedding_type": ("rope", "rotary", "absolute"), "is_causal": (True,)}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+PARTS = ("vision_config", "audio_config", "thinker_config", "talker_config", "vision_tower", "mm_vision_tower")
+# Text models with rotary positions in three dimensions, which are all equal for text -> the plain equivalent
+PLAIN_TYPES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}  # may have text fields among the others
+INHERITED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+# Fields with such names are numbers of tokens beyond which a sequence is computed differently.
+LENGTHS = re.compile(r"window|chunk_size|block_size|block_length|local_attention|floor_scale|original_max_position")
+COUNTS = re.compile(r"^num_|^max_|pattern|every|layers")  # these never are
+
+
+def why_not(config: Config) -> str | None:
+    """Returns why a model that transformers has cannot be served, to follow "it"; None if it may be tried."""
+    model_type = str(config.get("model_type"))
+    parts = [name for name in PARTS if config.get(name)]
+    if parts:
+        return MORE_THAN_TEXT.format(what=parts[0])
+    if config.get("is_encoder_decoder") or model_type in _table("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"):
+        return ENCODER_DECODER.format(what="is_encoder_decoder")
+    is_causal = model_type in _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    if model_type in _table("MODEL_FOR_MASKED_LM_MAPPING_NAMES") and not (is_causal and config.get("is_decoder")):
+        return ENCODER
+    if model_type in _table("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
+        return MORE_THAN_TEXT.format(what="images")
+    if is_known() and not is_causal:
+        return "is no language model: transformers has no causal one of it"
+    return why_not_by_fields(config, _is_stateful(model_type))
+
+
+def why_not_by_fields(config: Config, is_stateful: bool = False) -> str | None:
+    """Judges like `why_not`, by the fields alone: those of a config.json, or of the whole config in transformers."""
+    kinds = config.get("layer_types")
+    for kind in kinds if isinstance(kinds, list | tuple) else ():
+        if kind not in LAYER_TYPES:
+            return _reason(str(kind)).format(what=f"layer_types has {kind}")
+    doubtful = {name: value for name, value in _fields(config) if _is_doubtful(name, value)}
+    reasons = {name: _reason(name.rpartition(".")[2]) for name in doubtful}
+    if is_stateful:
+        return STATE.format(what=next((name for name in reasons if reasons[name] == STATE), "its class is stateful"))
+    for name in sorted(doubtful, key=lambda name: reasons[name] == UNKNOWN):
+        what = f"{name} {reprlib.repr(doubtful[name])}" if reasons[name] == UNKNOWN else name
+        return reasons[name].format(what=what)
+    return None
+
+
+def text_part(whole: Config) -> dict[str, Any] | None:
+    """Returns the config of a multimodal model's text model, with its defaults filled in; None if it has none."""
+    text = whole.get("text_config")
+    if text is None and (flat := FLAT.get(str(whole.get("model_type")))):
+        text = {**whole, "model_type": flat, "vision_config": None}
+    if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
+        return None
+    inherited = {name: whole[name] for name in INHERITED if name in whole}
+    filled = {**defaults_of(text["model_type"]), **inherited, **text}
+    return {**filled, "model_type": PLAIN_TYPES.get(text["model_type"], text["model_type"])}
+
+
+def thresholds(config: Config) -> dict[int, str]:
+    """Maps each length beyond which the model computes differently to its field; ascending."""
+    found: dict[int, str] = {}
+    for name, value in _fields(config):
+        last = name.rpartition(".")[2]
+        if isinstance(value, int) and value > 1 and LENGTHS.search(last) and not COUNTS.search(last):
+            found.setdefault(value, name)
+    return dict(sorted(found.items()))
+
+
+def is_known() -> bool:
+    """Tells whether the transformers package is installed here."""
+    return _folder() is not None
+
+
+def is_native(model_type: object) -> bool:
+    """Tells whether transformers itself has the type; True if transformers is not installed here."""
+    return not is_known() or model_type in _table("CONFIG_MAPPING_NAMES", "auto_mappings")
+
+
+def defaults_of(model_type: str) -> dict[str, Any]:
+    """Returns the plain values that transformers assigns to fields missing from a config.json."""
+    folder, name = _folder(), _table("CONFIG_MAPPING_NAMES", "auto_mappings").get(model_type)
+    if folder is None or name is None:
+        return {}
+    module = _module_of(model_type)
+    try:
+        tree = ast.parse((folder / "models" / module / f"configuration_{module}.py").read_text("utf-8"))
+    except (OSError, SyntaxError):
+        return {}
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    return _class_defaults(classes, name)
+
+
+def _class_defaults(classes: Mapping[str, ast.ClassDef], name: str) -> dict[str, Any]:
+    if name not in classes:
+        return {}
+    found: dict[str, Any] = {}
+    for base in classes[name].bases:
+        found |= _class_defaults(classes, base.id) if isinstance(base, ast.Name) else {}
+    for node in classes[name].body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            try:
+                found[node.target.id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue  # computed by a call
+    return found
+
+
+def _fields(config: Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every field; nested ones are named like `rope_parameters.rope_type`."""
+    for name, value in config.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from _fields(value, f"{prefix}{name}.")
+
+
+def _is_doubtful(name: str, value: Any) -> bool:
+    name = name.rpartition(".")[2]
+    if not value or isinstance(value, dict) or name.startswith("_") or name in HARMLESS:
+        return False
+    if value in PLAIN_POSITIONS.get(name, ()):
+        return False
+    return SUSPICIOUS.search(name.lower()) is not None and name not in LAYER_TYPES
+
+
+def _reason(name: str) -> str:
+    return next((reason for pattern, reason in REASONS if pattern.search(name.lower())), UNKNOWN)
+
+
+def _is_stateful(model_type: str) -> bool:
+    """Reads from the model's source whether its class is stateful."""
+    folder, module = _folder(), _module_of(model_type)
+    if folder is None:
+        return False
+    try:
+        text = (folder / "models" / module / f"modeling_{module}.py").read_text("utf-8")
+    except OSError:
+        return False
+    return "_is_stateful = True" in text
+
+
+def _module_of(model_type: str) -> str:
+    special = _table("SPECIAL_MODEL_TYPE_TO_MODULE_NAME", "auto_mappings")
+    return str(special.get(model_type, model_type.replace("-", "_")))
+
+
+@functools.cache
+def _folder() -> Path | None:
+    """Finds the transformers package."""
+    spec = importlib.util.find_spec("transformers")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+@functools.cache
+def _table(name: str, module: str = "modeling_auto") -> dict[str, Any]:
+    """Reads one of the tables of transformers.models.auto; empty if it is not found."""
+    for node in _statements(module):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            value = node.value if isinstance(node, ast.Assign) else None
+            if isinstance(value, ast.Call) and value.args:
+                return dict(ast.literal_eval(value.args[0]))
+    return {}
+
+
+@functools.cache
+def _statements(module: str) -> list[ast.stmt]:
+    folder = _folder()
+    try:
+        return ast.parse((folder / "models" / "auto" / f"{module}.py").read_text("utf-8")).body if folder else []
+    except (OSError, SyntaxError):
+        return []

@@ -1,0 +1,277 @@
+"""A model folder's architecture, limits, ids and identity, read without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pd_cluster.checkpoints import internlm
+from pd_cluster.checkpoints.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
+from pd_cluster.checkpoints.hub import resolve_model
+from pd_cluster.checkpoints.weight_files import check_plain, weights_digest
+from pd_cluster.errors import ModelError, called
+from pd_cluster.numerics import RopeScaling, canonical, overridden
+from pd_cluster.settings.engine import EngineConfig
+
+log = logging.getLogger(__name__)
+
+# model_type -> its name in transformers; each is compared with generate() in tests/model
+SUPPORTED_MODEL_TYPES = (
+    *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"),
+    *("phi3", "olmo2", "granite", "glm4", "gpt_neox", "gpt2", "opt", "starcoder2", "stablelm", "cohere2", "smollm3"),
+    *("ernie4_5", "exaone4", "gpt_oss"),
+    # covered by slow tests only
+    *("apertus", "arcee", "cohere", "cohere2_moe", "cwm", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm"),
+    *("glm4_moe", "gpt_bigcode", "granite_swa", "granitemoe", "granitemoeshared", "hunyuan_v1_dense"),
+    *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "jais2", "minimax", "minimax_m2", "ministral"),
+    *("ministral3", "nanochat", "olmo", "olmo3", "olmoe", "phi", "phimoe", "seed_oss", "solar_open", "vaultgemma"),
+)
+# model_type -> number of positions if config.json gives none
+DEFAULT_POSITIONS = {"gpt2": 1024}
+GENERATION_FILE = "generation_config.json"
+MODELS_OWN = ("auto", "vllm")  # values of --generation-config with which the model folder decides where answers end
+POSITION_FIELDS = ("max_position_embeddings", "n_positions")
+NUMBERS = (
+    *("max_position_embeddings", "n_positions", "original_max_position_embeddings", "vocab_size", "hidden_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model*")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder with config.json, tokenizer.json and *.safetensors.
+
+    `config` is config.json with the overrides applied; `tokenizer_path` is the folder of tokenizer.json; None: no text.
+    `identity` is a digest of the config, the tokenizer, the weights' headers, a sample of each weight file, and whether
+    only the text model is served: two processes with the same identity and the same Numerics can exchange KV cache.
+    """
+
+    path: Path
+    config: dict[str, Any]  # the text model's
+    generation_config: dict[str, Any]
+    identity: str
+    tokenizer_path: Path | None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    generation_folder: Path | None = None  # the source of generation_config, if it is another folder
+    part_of: str = ""  # the whole model's model_type, if only the text model of a multimodal folder is served
+    is_unproven: bool = False  # its type is not listed, and --try-unlisted allows it
+    is_translated: bool = False  # its files use another architecture's names; `config` uses this one's
+
+    @classmethod
+    def open(cls, model: str) -> Checkpoint:
+        """Opens a folder as it is. Raises ModelError that names the folder or file, and the way out."""
+        return cls.of(EngineConfig(model=model))
+
+    @classmethod
+    def of(cls, engine: EngineConfig) -> Checkpoint:
+        """Opens the model that an engine serves, with its overrides. Raises ModelError."""
+        path = resolve_model(engine.model, engine.revision, engine.download_dir)
+        tokenizer_path = _tokenizer_path(engine, path)
+        overrides = engine.hf_overrides
+        file = path / "config.json"
+        whole = read_json(file)
+        if is_translated := whole.get("model_type") in internlm.TYPES:
+            rotary = {name: value for name, value in overrides.items() if name == "rotary"}
+            whole = internlm.as_llama(overridden(whole, rotary))
+        config, part_of = overridden(whole, overrides), ""
+        if engine.language_model_only and not _is_listed(whole) and (text := text_part(whole)) is not None:
+            config, part_of = overridden(text, overrides), str(whole.get("model_type"))
+        is_unproven = not _is_listed(config)
+        if is_unproven:
+            config = _unlisted(file, config, whole, engine.try_unlisted, part_of)
+        check_plain(path, whole)
+        check_plain(path, config)
+        _check_numbers(file, config)
+        own, folder = _generation_config(path, engine.generation_config)
+        identity = _identity(path, tokenizer_path, part_of)
+        return cls(path, config, own, identity, tokenizer_path, overrides, folder, part_of, is_unproven, is_translated)
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config["model_type"])
+
+    @property
+    def rope(self) -> RopeScaling:
+        return RopeScaling.of(self.config)
+
+    @property
+    def hf_overrides(self) -> str:
+        """The overrides, as Numerics holds them."""
+        return canonical(self.overrides)
+
+    def warn_if_unproven(self) -> None:
+        """Logs that only the proof at load vouches for this model."""
+        if self.is_unproven:
+            log.warning(
+                "unproven: model_type %s is not listed; it is served because --try-unlisted asks for it",
+                self.model_type,
+            )
+
+    def warn_of_ignored_files(self) -> None:
+        """Logs files that would change the model's results elsewhere and are ignored here."""
+        if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
+            log.warning("%s: %s: adapters are not supported; the model is served without", self.path, ", ".join(files))
+
+    @property
+    def generation_file(self) -> Path:
+        """The file of `generation_config`, which may not exist."""
+        return (self.generation_folder or self.path) / GENERATION_FILE
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens that a sequence can have by default."""
+        return _position_limit(self.config)[1]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        ids = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        if ids is None:
+            return frozenset()
+        return frozenset(ids if isinstance(ids, list) else [ids])
+
+    def max_model_len(self, wanted: int | None) -> int:
+        """Returns the context length. Raises ModelError for `wanted` below 1 or beyond the model's positions.
+
+        If positions depend on a request's length, `wanted` may exceed the trained length.
+        """
+        name, limit = _position_limit(self.config)
+        if wanted is not None and wanted < 1:
+            raise ModelError(f"{called('max_model_len')} {wanted}: must be at least 1")
+        most = max(limit, self.rope.most)
+        if wanted is not None and wanted > most:
+            raise ModelError(
+                f"{called('max_model_len')} {wanted}: {self.path / 'config.json'} has {name} {most}; use at most that"
+            )
+        if wanted is None and most > limit:
+            log.info("a context of %d tokens; with --max-model-len this model takes more", limit)
+        return wanted or limit
+
+
+def _check_numbers(file: Path, config: dict[str, Any]) -> None:
+    """Raises ModelError for fields that must be numbers and are not."""
+    for name in NUMBERS:
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            place = f"{file} (or {called('hf_overrides')})"
+            raise ModelError(f"{place}: {name} {value!r}: must be a whole number of at least 1")
+    RopeScaling.of(config)
+
+
+def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
+    """Finds the tokenizer's folder; None: there is no text. Raises ModelError."""
+    name, revision, place = engine.tokenizer, engine.tokenizer_revision, engine.download_dir
+    if name == engine.model:
+        name, revision = "", revision or engine.revision
+    found = path
+    if name:
+        found = resolve_model(name, revision, place, called("tokenizer"), needs_weights=False)
+    elif revision not in ("", engine.revision):
+        found = resolve_model(engine.model, revision, place, needs_weights=False)
+    has_none = engine.skip_tokenizer_init and not (found / "tokenizer.json").exists()
+    return None if has_none else found
+
+
+def _is_listed(config: Config) -> bool:
+    return config.get("model_type") in SUPPORTED_MODEL_TYPES
+
+
+def _unlisted(
+    file: Path, config: dict[str, Any], whole: dict[str, Any], try_unlisted: Sequence[str], part_of: str
+) -> dict[str, Any]:
+    """Returns the config of an unlisted type, with its defaults filled in. Raises ModelError with the actual reason."""
+    model_type = config.get("model_type")
+    flag = f"{called('try_unlisted')} {model_type}: " if model_type in try_unlisted else ""
+    place = f"{flag}{file}: {'text_config: ' if part_of else ''}model_type {model_type!r}"
+    text = None if part_of else text_part(whole)
+    if text is not None and _is_listed(text):
+        way_out = f"{called('language_model_only')} serves its {text['model_type']} alone"
+        raise ModelError(f"{place} {MULTIMODAL}; {way_out}")
+    if reason := _why_never(config):
+        raise ModelError(f"{place} is not supported: it {reason}; supported are {', '.join(SUPPORTED_MODEL_TYPES)}")
+    if not flag:
+        raise ModelError(
+            f"{place} is not supported: it is not listed, and no test compares it with transformers; "
+            f"{called('try_unlisted')} {model_type} serves it as unproven, if a proof holds when it is loaded; "
+            f"supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    filled = defaults_of(str(model_type)) | config
+    if not any(filled.get(name) for name in POSITION_FIELDS):
+        raise ModelError(f"{place} has no {' or '.join(POSITION_FIELDS)}: write how many tokens a sequence can have")
+    return filled
+
+
+def _why_never(config: Config) -> str | None:
+    """Returns why an unlisted type cannot even be tried, to follow "it"; None if it can."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and is_native(model_type):
+        return why_not(config)
+    if config.get("auto_map"):
+        return "is computed by code in its folder (auto_map), which is never run, and transformers has none of its own"
+    return "is not known to the transformers that is installed"
+
+
+def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
+    """Returns the field that bounds a sequence's length, and its value.
+
+    With longrope the bound is the original length: a longer context changes all positions of every longer request.
+    """
+    name = next((name for name in POSITION_FIELDS if config.get(name)), "no length:")
+    limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))
+    reach = RopeScaling.of(config).reach
+    return name, min(limit, reach) if reach else limit
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path}: missing; the model folder needs config.json, tokenizer.json, *.safetensors"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return value
+
+
+def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | None]:
+    """Reads the file that --generation-config selects: a folder's file replaces the model's. Raises ModelError."""
+    file = path / GENERATION_FILE
+    own = read_json(file) if file.exists() else {}
+    if given in MODELS_OWN:
+        return own, None
+    folder = Path(given).expanduser()
+    if not given or not (folder / GENERATION_FILE).is_file():
+        raise ModelError(
+            f"{called('generation_config')} {given!r}: no folder with a {GENERATION_FILE}; "
+            f"give such a folder, auto or vllm"
+        )
+    # Answers must end: a file without eos_token_id keeps the model's.
+    ends = {"eos_token_id": own["eos_token_id"]} if "eos_token_id" in own else {}
+    return ends | read_json(folder / GENERATION_FILE), folder
+
+
+def _identity(path: Path, tokenizer_path: Path | None, part_of: str) -> str:
+    digest = hashlib.sha256(b"language model only" if part_of else b"")
+    files = [path / "config.json"]
+    if tokenizer_path is not None:
+        files.append(tokenizer_path / "tokenizer.json")
+    for file in files:
+        if not file.exists():
+            raise ModelError(
+                f"{file}: missing; make it with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            )
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"{path}: no *.safetensors file; other weight formats are not loaded")
+    for file in weights:
+        digest.update(weights_digest(file))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""The instances: which exist, their state, and their intended role."""

@@ -1,0 +1,284 @@
+"""Adds, removes and changes instances while requests run. The state × event table is in docs/protocol.md.
+
+Makes decisions and keeps deadlines; `Membership` knows the workers, `Router` the requests. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.membership import Membership, instances_of
+from pd_cluster.cluster.members.place import Place
+from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
+from pd_cluster.settings.config import Credentials
+from pd_cluster.types import Role
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Reads the files' current content; each call may block, and may raise ConfigError.
+
+    `ports`: NODE_PORTS_FILE's, in this table's order; None without such a file. `credentials`: from the secrets' files,
+    or from the table with --derive-secret.
+    """
+
+    place: Callable[[], Place]
+    ports: Callable[[Place], list[int] | None]
+    credentials: Callable[[Place], Credentials]
+
+
+class Elastic:
+    """`move_on(instance, why)` moves its requests elsewhere. `credentials`: this process's own."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        credentials: Credentials,
+        tables: Tables,
+        move_on: Callable[[Instance, str], None],
+        drain_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._membership = membership
+        self._credentials = credentials
+        self._tables = tables
+        self._move_on = move_on
+        self._drain_timeout_s = drain_timeout_s
+        self._clock = clock
+        self._removed: set[str] = set()  # by command: only a command brings them back
+        self._begun = asyncio.Event()
+
+    @property
+    def instances(self) -> list[Instance]:
+        return self._membership.instances
+
+    @property
+    def _of_table(self) -> list[Instance]:
+        """Those that did not register themselves: the table decides about no others."""
+        return [instance for instance in self.instances if not instance.is_registered]
+
+    # ---- commands
+
+    def drain(self, name: str, force: bool = False, timeout_s: float | None = None) -> Instance:
+        """Takes it out of service. Raises InstanceNotFound, or Refused for the last of its role."""
+        instance = self._staying(name)
+        if instance.service == "in":
+            self._refuse_the_last(instance, force)
+            instance.service = "out"
+            self._begin(instance, timeout_s)
+        elif timeout_s is not None:
+            self._begin(instance, timeout_s)  # already draining: sets another deadline
+        return instance
+
+    def undrain(self, name: str) -> Instance:
+        """Puts it back in service. Raises InstanceNotFound, or Refused if it is leaving."""
+        instance = self._staying(name)
+        if instance.service == "out":
+            instance.service = "in"
+            log.info("%s is in service again", name)
+            self._membership.wake()
+        return instance
+
+    def remove(self, name: str, force: bool = False, timeout_s: float | None = None) -> Instance:
+        """Drains and forgets it. Raises InstanceNotFound, or Refused for the last of its role."""
+        instance = self._find(name)
+        if instance.service != "leaving":
+            self._refuse_the_last(instance, force)
+            self._leave(instance, timeout_s)
+        elif timeout_s is not None:
+            self._begin(instance, timeout_s)
+        if not instance.is_registered:
+            self._removed.add(name)
+        return instance
+
+    def change_role(self, name: str, role: Role, force: bool = False, timeout_s: float | None = None) -> Instance:
+        """Drains it, then gives it the role. If it still has that role, cancels a pending change instead.
+
+        Raises InstanceNotFound or Refused.
+        """
+        instance = self._staying(name)
+        if role == instance.role:
+            instance.next_role = None
+            self._membership.wake()
+        elif instance.next_role is None:
+            self._refuse_the_last(instance, force)
+            instance.next_role = role
+            self._begin(instance, timeout_s)
+        elif timeout_s is not None:
+            self._begin(instance, timeout_s)
+        return instance
+
+    async def add(self, name: str, port: int) -> Instance:
+        """Watches that entry of the table from now on, at this port. Raises InstanceNotFound or Refused."""
+        place, entries = await self._read(with_ports=False)
+        if not entries:
+            raise InstanceNotFound(f"name: no rank table has {name}; a worker in no table joins with --join", "name")
+        if name not in entries:
+            raise InstanceNotFound(f"name: {place.table.file} has no {name}; it has {', '.join(entries)}", "name")
+        instance = entries[name]
+        instance.port = port
+        known = next((each for each in self.instances if each.name == name), None)
+        for other in self.instances:
+            if other is not known and (other.host, other.port) == (instance.host, port):
+                raise Refused(f"port: {port} of {instance.host} is the port of {other.name}; give its own", "port")
+        if known is not None and known.service == "leaving":
+            raise Refused(f"{name} is leaving; add it when it is gone")
+        if known is not None and known.port != port and known.state in ("ready", "connecting"):
+            raise Refused(f"{name} is there already, at port {known.port}; remove it first")
+        self._membership.accept(place)
+        self._removed.discard(name)
+        if known is None:
+            self._membership.join(instance)
+            return instance
+        known.port = port
+        return known
+
+    async def reload(self) -> str:
+        """Reads the whole table again: new entries join, missing ones leave. Returns what changed. Raises Refused."""
+        place, entries = await self._read(with_ports=True)
+        self._removed &= entries.keys()
+        watched = {instance.name: instance for instance in self._of_table}
+        joining = [name for name in entries if name not in watched and name not in self._removed]
+        leaving = [each for each in self._of_table if each.name not in entries and each.service != "leaving"]
+        self._membership.accept(place)
+        for name in watched.keys() & entries.keys():
+            watched[name].port = entries[name].port or watched[name].port
+        for name in joining:
+            self._membership.join(entries[name])
+        for instance in leaving:
+            self._leave(instance, None)
+        left = [instance.name for instance in leaving]
+        return f"{', '.join(joining) or 'nobody'} joins, {', '.join(left) or 'nobody'} leaves"
+
+    # ---- work in progress
+
+    async def run(self) -> None:
+        while True:
+            await self._begun.wait()
+            self.tick()
+            if not any(_is_under_way(instance, self._clock()) for instance in self.instances):
+                self._begun.clear()
+            await asyncio.sleep(TICK_S)
+
+    def tick(self) -> None:
+        now_s = self._clock()
+        for instance in [each for each in self.instances if _is_under_way(each, now_s)]:
+            is_late = now_s >= instance.drain_deadline_s
+            if is_late and instance.num_outstanding:
+                log.warning(
+                    "%s is not empty in time: %d requests go on elsewhere", instance.name, instance.num_outstanding
+                )
+                self._move_on(instance, "its drain took longer than it may")
+            if instance.is_empty or (is_late and not instance.num_outstanding):
+                self._empty(instance)
+
+    def _empty(self, instance: Instance) -> None:
+        if instance.service == "leaving":
+            log.info("%s has left", instance.name)
+            self._membership.forget(instance)
+        elif instance.next_role is not None:
+            log.info("%s changes from %s to %s", instance.name, instance.role, instance.next_role)
+            instance.role, instance.next_role = instance.next_role, None
+            self._membership.tell_peers()
+            self._membership.wake()
+
+    def _begin(self, instance: Instance, timeout_s: float | None) -> None:
+        timeout_s = self._drain_timeout_s if timeout_s is None else timeout_s
+        instance.drain_timeout_s, instance.drain_deadline_s = timeout_s, self._clock() + timeout_s
+        log.info("%s is %s: it takes no more requests", instance.name, instance.shown_state)
+        self._membership.wake()
+        self._begun.set()
+
+    def _leave(self, instance: Instance, timeout_s: float | None) -> None:
+        instance.service, instance.next_role = "leaving", None
+        self._begin(instance, timeout_s)
+
+    # ---- refusals
+
+    def _find(self, name: str) -> Instance:
+        for instance in self.instances:
+            if instance.name == name:
+                return instance
+        names = ", ".join(instance.name for instance in self.instances)
+        raise InstanceNotFound(f"name: there is no instance {name[:100]!r}; there are {names}", "name")
+
+    def _staying(self, name: str) -> Instance:
+        instance = self._find(name)
+        if instance.service == "leaving":
+            raise Refused(f"{name} is leaving")
+        return instance
+
+    def _refuse_the_last(self, instance: Instance, force: bool) -> None:
+        others = [each for each in self.instances if each is not instance and each.role == instance.role]
+        if instance.takes_requests and not force and not any(each.takes_requests for each in others):
+            raise Refused(
+                f"{instance.name} is the last {instance.role} instance that takes requests; force it if one instance "
+                f"alone shall serve them"
+            )
+
+    async def _read(self, with_ports: bool) -> tuple[Place, dict[str, Instance]]:
+        """Returns the table and its instances by name.
+
+        Raises Refused for changes that running instances cannot follow.
+        """
+        try:
+            place, entries, credentials = await asyncio.to_thread(self._load, with_ports)
+            if msgspec.structs.replace(credentials, table=self._credentials.table) != self._credentials:
+                raise ConfigError(
+                    f"{place.table.file} or cluster.secret has changed, and with it the secret: processes that start "
+                    f"from now on would be strangers to those that run; bring the old file back, and do not use "
+                    f"--derive-secret where the table may change"
+                )
+            self._compare(place, entries)
+        except ConfigError as error:
+            raise Refused(f"{error}; nothing has changed") from None
+        return place, entries
+
+    def _load(self, with_ports: bool) -> tuple[Place, dict[str, Instance], Credentials]:
+        """Reads all files; port 0 means unknown. Raises ConfigError."""
+        place = self._tables.place()
+        ports = self._tables.ports(place) if with_ports else None
+        entries = {each.name: each for each in instances_of(place, ports or [0] * len(place.names))}
+        return place, entries, self._tables.credentials(place)
+
+    def _compare(self, new: Place, entries: Mapping[str, Instance]) -> None:
+        """Compares the new table with the running instances. Raises ConfigError."""
+        if new.role != "scheduler":
+            raise ConfigError(f"{new.table.file} has another instance than the scheduler at this process's own place")
+        places = {(each.host, *each.device_ids): each.name for each in entries.values()}
+        for instance in self._of_table:
+            name = places.get((instance.host, *instance.device_ids))
+            if name is not None and name != instance.name:
+                raise ConfigError(
+                    f"{new.table.file} makes {instance.name} {name}: names are places, and it runs; only an entry at "
+                    f"the end of its group can go"
+                )
+        for instance in self._of_table:
+            if instance.name in entries and (instance.host, *instance.device_ids) not in places:
+                raise ConfigError(
+                    f"{new.table.file} has other devices for {instance.name}; first `pd-cluster instances remove "
+                    f"{instance.name}`"
+                )
+
+
+def _is_under_way(instance: Instance, now_s: float) -> bool:
+    """Returns whether to watch it.
+
+    An instance out of service is watched until its deadline: API processes may send it late requests.
+    """
+    return (
+        instance.service == "leaving"
+        or instance.next_role is not None
+        or (instance.service == "out" and (instance.num_outstanding > 0 or now_s < instance.drain_deadline_s + 1))
+    )

@@ -1,0 +1,137 @@
+"""The scheduler's view of a worker. Plain state, read by policy, written by membership and router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pd_cluster.cluster.members.prefixes import KnownBlocks, Prompt
+from pd_cluster.net.admission import peer_key
+from pd_cluster.reports import InstanceInfo, InstanceState, Service
+from pd_cluster.types import LinkState, Role
+from pd_cluster.wire import Load, PeerInfo
+
+OPENING = LinkState("opening")  # of links that have not been heard of
+
+
+@dataclass(slots=True)
+class Instance:
+    """One entry of the global rank table, or a worker that registered itself (`is_registered`, registrar.py).
+
+    `info` is its process's own description, None while there is no answer.
+
+    `role` is its current role, whatever its name says; `service` and `next_role` are the operator's wishes
+    (elastic.py).
+    """
+
+    name: str
+    role: Role
+    host: str
+    port: int
+    device_ids: list[str]
+    is_registered: bool = False
+    state: InstanceState = "unreachable"
+    reason: str = ""
+    info: InstanceInfo | None = None
+    conn: str = ""
+    ready_s: float = float("-inf")  # when this life was last reached, by the event loop's clock
+    heard_s: float = float("-inf")  # when it last reported that it is alive, likewise
+    load: Load = field(default_factory=Load)
+    num_heartbeats: int = 0
+    was_linked: bool = False  # it was part of a pair, in this or an earlier life
+    outstanding_tokens: int = 0  # sent by this scheduler and not seen finished
+    others_tokens: int = 0  # sent by other API processes, as last reported
+    num_outstanding: int = 0
+    num_sequences: int = 0  # sent there by this scheduler for decode and not seen finished
+    num_sequences_then: int = 0  # when it last reported its load
+    known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # in its prefix cache
+    service: Service = "in"
+    next_role: Role | None = None  # its role once it is empty
+    drain_deadline_s: float = 0.0  # until then its requests may finish there
+    drain_timeout_s: float = 0.0  # that deadline's duration
+
+    @property
+    def epoch(self) -> int:
+        return self.info.epoch if self.info is not None else 0
+
+    @property
+    def key(self) -> str:
+        return peer_key(self.name, self.epoch)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_ready and not self.load.is_draining and self.service == "in" and self.next_role is None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no work of this scheduler, and reports none itself."""
+        load = self.load
+        busy = load.num_running + load.num_waiting + load.num_landing + load.num_exporting + load.num_held_blocks
+        return not self.is_ready or not (self.num_outstanding or busy)
+
+    @property
+    def shown_state(self) -> str:
+        if not self.is_ready:
+            return self.state
+        if self.service == "leaving":
+            return "leaving"
+        if self.next_role is not None:
+            return "changing"
+        if self.service == "out":
+            return "drained" if self.is_empty else "draining"
+        return "draining" if self.load.is_draining else self.state
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens of work that a new request finds there, sent by this process and others."""
+        return self.outstanding_tokens + self.others_tokens
+
+    @property
+    def prompt_tokens_ahead(self) -> int:
+        """Prompt tokens to compute.
+
+        A decode instance's outstanding tokens belong mostly to sequences that already decode.
+        """
+        return self.tokens_ahead if self.role == "prefill" else self.load.num_queued_tokens
+
+    @property
+    def num_sent_since(self) -> int:
+        """Sequences sent since it last reported its load, minus those that ended since; may be negative."""
+        return self.num_sequences - self.num_sequences_then
+
+    @property
+    def num_sequences_there(self) -> int:
+        """Sequences that it reported, corrected by those sent and ended since."""
+        load = self.load
+        return max(0, load.num_running + load.num_landing + load.num_waiting + self.num_sent_since)
+
+    @property
+    def num_places(self) -> int:
+        """The most sequences in one of its steps; 0: unknown."""
+        return self.info.max_num_seqs if self.info is not None else 0
+
+    def num_cached(self, prompt: Prompt) -> int:
+        return prompt.num_cached(self.info, self.known_blocks)
+
+    def linked_to(self, other: Instance) -> bool:
+        """Whether KV cache can go from this prefill instance to that decode instance."""
+        return self.link_to(other).is_up
+
+    def link_to(self, other: Instance) -> LinkState:
+        """Returns the state of its link to that decode instance, as it last reported it."""
+        return self.load.links.get(other.key, OPENING)
+
+    def to_peer(self) -> PeerInfo:
+        info = self.info
+        return PeerInfo(
+            name=self.name,
+            epoch=self.epoch,
+            role=self.role,
+            host=self.host,
+            control_port=info.control_port if info is not None else 0,
+            public_key=info.public_key if info is not None else b"",
+            tp_size=info.tp_size if info is not None else 1,
+        )

@@ -1,0 +1,293 @@
+"""Tracks the workers: asks each one's `/instance`, connects, notices restarts, and sends each the list of its peers.
+
+The rank table and NODE_PORTS, or a worker's registration, say where workers should be; a worker's own description is
+only compared with that.
+A worker that answers in another's place is a fault in NODE_PORTS, recognized by its devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import httpx
+import msgspec
+
+from pd_cluster import wire
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.place import Place, digest_of, resolve_host
+from pd_cluster.cluster.members.roster import Connector, Roster
+from pd_cluster.errors import ConfigError
+from pd_cluster.net.mailbox import REFUSALS
+from pd_cluster.reports import InstanceInfo, InstanceState
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import Role
+from ranktable_tools import Server
+from ranktable_tools.hosts import bracketed, host_key, is_ip
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+LOADING_S = 0.5  # how long an instance that loads may hold its answer until it has loaded
+SLOW_POLL_S = 2.0
+MOST_INFO_NBYTES = 4 << 20  # of a worker's description: its --hf-overrides alone may have 1 MiB
+FAREWELL_S = 1.0  # between the last message to an instance and closing its connection
+
+
+def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
+    """Returns the global table's workers, in the order of NODE_PORTS. An unresolved host stays a name for now."""
+    num_prefill = len(place.table.prefill)
+    return [
+        Instance(name, _role(at < num_prefill), _address(server.server_ip), port, _ids(server))
+        for at, (name, server, port) in enumerate(zip(place.names, place.table.instances, ports, strict=True))
+    ]
+
+
+class MemberPost(Connector, Protocol):
+    """The mailbox, as far as a membership needs it."""
+
+    table: bytes
+
+    def send(self, conn: str, body: wire.Body) -> None: ...
+
+
+class Membership(Roster):
+    def __init__(
+        self,
+        place: Place,
+        instances: list[Instance],
+        mailbox: MemberPost,
+        timeouts: Timeouts,
+        model_identity: str,
+        hf_overrides: str = "{}",
+    ) -> None:
+        """`model_identity` and `hf_overrides`: those of the model that every worker must serve."""
+        super().__init__(instances, mailbox)
+        self._mailbox = mailbox
+        self.place = place
+        self._hosts = place.hosts  # includes those of leaving instances
+        self._timeouts = timeouts
+        self._model_identity, self._hf_overrides = model_identity, hf_overrides
+        self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
+        self._joined: set[str] = set()  # at run time
+        self._refused: dict[str, tuple[int, str]] = {}  # name -> epoch of a life with other keys, and the reason
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._watch_too: Callable[[Instance], asyncio.Task[None]] | None = None
+
+    async def run(self) -> None:
+        """Watches every worker until cancelled. Raises ConfigError if NODE_PORTS is certainly wrong."""
+        client = httpx.AsyncClient(timeout=self._timeouts.connect_timeout_s, trust_env=False)
+        async with client, asyncio.TaskGroup() as group:
+            self._watch_too = lambda instance: group.create_task(self._watch(instance, client))
+            self._watching = {instance.name: self._watch_too(instance) for instance in self.instances}
+            await asyncio.Event().wait()  # others may join
+
+    # ---- which workers are watched
+
+    def accept(self, place: Place) -> None:
+        """Replaces the table."""
+        self.place = place
+        self._mailbox.table = digest_of(place.table)
+        self._hosts |= place.hosts
+
+    def join(self, instance: Instance) -> None:
+        """Watches this worker, too; the list keeps the table's order, and has registered workers behind it."""
+        self.instances.append(instance)
+        self.instances.sort(key=_order)
+        self._joined.add(instance.name)
+        log.info("%s joins, at port %s of %s", instance.name, instance.port or "unknown", instance.host)
+        if self._watch_too is not None:
+            self._watching[instance.name] = self._watch_too(instance)
+        self.wake()
+
+    def forget(self, instance: Instance) -> None:
+        """Stops asking it, and removes it from its peers."""
+        self.instances.remove(instance)
+        self._joined.discard(instance.name)
+        self._refused.pop(instance.name, None)
+        if (task := self._watching.pop(instance.name, None)) is not None:
+            task.cancel()
+        conn, instance.conn = instance.conn, ""
+        self._open.discard(conn)
+        if self._by_conn.pop(conn, None) is not None:
+            self._mailbox.send(conn, wire.Peers([]))  # makes it close its links
+            asyncio.get_running_loop().call_later(FAREWELL_S, self._mailbox.disconnect, conn)
+        instance.state = "unreachable"
+        self.tell_peers()
+        self.wake()
+
+    # ---- watching
+
+    async def _watch(self, instance: Instance, client: httpx.AsyncClient) -> None:
+        while True:
+            if instance.state not in ("ready", "connecting"):
+                await self._ask(instance, client)
+            await asyncio.sleep(POLL_S if instance.state != "failed" else SLOW_POLL_S)
+
+    async def _ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
+        if not instance.port:
+            way_out = f"pd-cluster instances add {instance.name} --port PORT"
+            self.set_state(instance, "unreachable", f"its port is not known; {way_out}")
+            return
+        if reason := await self._find(instance):
+            self.set_state(instance, "unreachable", reason)
+            return
+        address = f"{bracketed(instance.host)}:{instance.port}"
+        try:
+            # A loading instance answers once it has loaded.
+            async with asyncio.timeout(2 * self._timeouts.connect_timeout_s):
+                info = await _described(client, f"http://{address}/instance", self._until(instance))
+        except (httpx.HTTPError, TimeoutError):
+            self.set_state(instance, "unreachable", f"nobody answers at {address}")
+            return
+        except (ValueError, RecursionError):
+            self.set_state(instance, "failed", f"{address} does not answer as a worker of this version")
+            return
+        instance.info = info
+        reason = self._misplaced(instance, info)
+        if reason and not self._was_ready and instance.name not in self._joined:
+            raise ConfigError(reason)
+        reason = reason or self._problem(instance, info)
+        if reason:
+            self.set_state(instance, "failed", reason)
+        elif info.state == "ready":
+            self.connect(instance, info)
+        else:
+            self.set_state(instance, "loading" if info.state == "loading" else "failed", info.error)
+
+    def _until(self, instance: Instance) -> dict[str, str]:
+        if instance.state != "loading":
+            return {}
+        return {"unless": "loading", "for_s": str(min(LOADING_S, self._timeouts.connect_timeout_s / 2))}
+
+    async def _find(self, instance: Instance) -> str:
+        """Resolves its host again: a pod returns with another address. Returns why that failed, or ""."""
+        name = self._hosts.get(instance.name, instance.host)
+        if not is_ip(name):
+            try:
+                instance.host = await asyncio.to_thread(resolve_host, name)
+            except ConfigError as error:
+                return str(error)
+        return ""
+
+    def _misplaced(self, instance: Instance, info: InstanceInfo) -> str:
+        """Returns why the process that answers is not this entry of the table, or this registration; "" if it is."""
+        if instance.is_registered:
+            if info.name == instance.name:
+                return ""
+            return (
+                f"at {instance.host}:{instance.port} answers {info.name}; give the --advertise-host and the --port "
+                f"at which the scheduler reaches this worker"
+            )
+        if info.device_ids == instance.device_ids and host_key(info.server_ip) == host_key(self._hosts[instance.name]):
+            return ""
+        here = f"at port {instance.port} answers {info.name} (devices {','.join(info.device_ids)} of {info.server_ip})"
+        its = f"the port of {instance.name} (devices {','.join(instance.device_ids)} of {instance.host})"
+        if instance.name in self._joined:
+            return f"{here}, and it must be {its}; pd-cluster instances add {instance.name} --port PORT"
+        ports = ",".join(str(i.port) for i in self.instances if i.name not in self._joined)
+        index = [i for i in self.instances if i.name not in self._joined].index(instance)
+        return (
+            f"NODE_PORTS={ports}: [{index}] must be {its}, but {here}; list the ports in the order of the global "
+            f"rank table, prefill first"
+        )
+
+    def _problem(self, instance: Instance, info: InstanceInfo) -> str:
+        epoch, why = self._refused.get(instance.name, (0, ""))
+        if why and epoch == info.epoch:
+            return why
+        if info.state == "ready" and len(info.public_key) != wire.KEY_NBYTES:
+            return "it has no key of its own, so it is of an earlier version; start it again with the scheduler's"
+        if info.name != instance.name:
+            return f"its own global rank table names it {info.name}; start it again with the scheduler's"
+        return self.mismatch(info.model_identity, info.numerics.hf_overrides) if info.state == "ready" else ""
+
+    def mismatch(self, model_identity: str, hf_overrides: str) -> str:
+        """Returns why a worker with these cannot serve here; "" if it can."""
+        if model_identity != self._model_identity:
+            return (
+                f"it serves another model ({model_identity[:12]}) than the scheduler "
+                f"({self._model_identity[:12]}); start all with the same --model"
+            )
+        if hf_overrides != self._hf_overrides:
+            return (
+                f"it was started with --hf-overrides {hf_overrides}, the scheduler with {self._hf_overrides}; "
+                f"start all with the same"
+            )
+        return ""
+
+    # ---- peers
+
+    def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
+        """Returns the new state. Keys last as long as both processes live, so a refused life is not tried again."""
+        if reason not in REFUSALS:
+            return super()._state_after(instance, reason)
+        why = (
+            f"it was started with another cluster.secret than the scheduler ({reason}); give every process the same "
+            f"file, or with --derive-secret the same global rank table"
+        )
+        self._refused[instance.name] = instance.epoch, why
+        return "failed", why
+
+    def _has_come(self, instance: Instance) -> None:
+        self._was_ready = True
+        self.tell_peers()
+
+    def _has_gone(self, instance: Instance) -> None:
+        self.tell_peers()
+
+    def tell_peers(self) -> None:
+        """Sends the current list of all ready instances to each of them."""
+        ready = [instance for instance in self.instances if instance.is_ready]
+        peers = wire.Peers([instance.to_peer() for instance in ready])
+        for instance in ready:
+            self._mailbox.send(instance.conn, peers)
+
+
+async def _described(client: httpx.AsyncClient, url: str, params: dict[str, str]) -> InstanceInfo:
+    """Returns the description at this URL, where anything may listen.
+
+    Raises httpx.HTTPError, and ValueError or RecursionError for what is none.
+    """
+    content = bytearray()
+    async with client.stream("GET", url, params=params, headers={"Accept-Encoding": "identity"}) as answer:
+        async for part in answer.aiter_raw():  # as it was sent: decompressed, a part could have any size
+            content += part
+            if len(content) > MOST_INFO_NBYTES:
+                raise ValueError(f"{url} sends more than {MOST_INFO_NBYTES} bytes")
+    return msgspec.json.decode(content, type=InstanceInfo)
+
+
+def _address(host: str) -> str:
+    """Returns the numeric address, or the name while it cannot be resolved."""
+    try:
+        return resolve_host(host)
+    except ConfigError:
+        return host
+
+
+def _role(is_prefill: bool) -> Role:
+    return "prefill" if is_prefill else "decode"
+
+
+def _order(instance: Instance) -> tuple[bool, bool, int, str]:
+    """Returns the sort key of the table's order, prefill first; registered workers follow by name."""
+    if instance.is_registered:
+        return True, True, 0, instance.name
+    role, _, index = instance.name.rpartition("-")
+    return False, role != "prefill", int(index), ""
+
+
+def _ids(server: Server) -> list[str]:
+    return [device.device_id for device in server.device]
+
+
+def membership_of(
+    place: Place, ports: Sequence[int], timeouts: Timeouts, mailbox: MemberPost, checkpoint: Checkpoint
+) -> Membership:
+    """Lists the workers of a place's table, which must all serve this model."""
+    instances = instances_of(place, ports)
+    return Membership(place, instances, mailbox, timeouts, checkpoint.identity, checkpoint.hf_overrides)

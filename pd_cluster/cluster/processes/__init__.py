@@ -1,0 +1,1 @@
+"""Processes of one host: their ports, their starts, their ends."""

@@ -1,0 +1,289 @@
+"""The scheduler's API processes: started, informed of the members, heard, restarted, ended. Never imports torch.
+
+Each serves the public port on a socket of its own (SO_REUSEPORT), routes on its own and has its own connections to the
+workers. This process asks the workers, decides which are in service, and adds up the outstanding work of the API
+processes. The messages are in reports.py, their order in docs/protocol.md. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.routing.stats import added
+from pd_cluster.errors import InstanceLost
+from pd_cluster.reports import (
+    AllStats,
+    ApiReport,
+    Busy,
+    Instances,
+    InstanceView,
+    Keys,
+    MoveOn,
+    OthersTokens,
+    Outstanding,
+    Stats,
+    Stop,
+    ToApi,
+)
+from pd_cluster.settings.config import ApiProcessConfig
+
+log = logging.getLogger(__name__)
+
+PUBLISH_S = 0.05  # the minimum between two updates
+SHARE_S = 0.1
+MAX_LINE_NBYTES = 16 << 20
+MAX_DEATHS, DEATHS_S = 5, 30.0  # this many deaths of one process within this time end the scheduler
+SILENCE_S = 30.0  # for one that starts or hangs; each sends something every second (mirror.py)
+END_TIMEOUT_S = 10.0  # longer than a drain or a hurry may take
+NOTHING = Outstanding(0, 0)
+
+
+@dataclass(slots=True)
+class _Api:
+    """One process; `report` is its last report, `told` the last list of instances sent to it."""
+
+    config: ApiProcessConfig
+    listener: socket.socket
+    process: asyncio.subprocess.Process | None = None
+    writer: asyncio.StreamWriter | None = None
+    report: dict[str, Outstanding] = field(default_factory=dict)
+    busy: Busy = field(default_factory=Busy)
+    stats: Stats = field(default_factory=Stats)  # of this life
+    told_stats: AllStats | None = None
+    is_idle: bool = False  # it drains and serves nothing any more, or has ended
+    told: bytes = b""
+    deaths_s: list[float] = field(default_factory=list)
+
+    def tell(self, what: ToApi) -> None:
+        if self.writer is not None and not self.writer.is_closing():
+            self.writer.write(msgspec.json.encode(what) + b"\n")
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+
+class ApiProcesses:
+    """Writes the processes' outstanding work into `instances`. `listeners` are theirs, in order."""
+
+    def __init__(
+        self,
+        configs: Sequence[ApiProcessConfig],
+        listeners: Sequence[socket.socket],
+        instances: list[Instance],
+        drain_timeout_s: float,
+    ) -> None:
+        self._apis = [_Api(config, listener) for config, listener in zip(configs, listeners, strict=True)]
+        self._reports_changed = False
+        self._ended_stats = Stats()  # of ended processes
+        self._instances = instances
+        self._drain_timeout_s = drain_timeout_s
+        self._is_stopping = False
+        self._all_idle = asyncio.Event()
+
+    async def run(self, change: Callable[[], Awaitable[None]]) -> None:
+        """Runs until cancelled; `change` returns when an instance may have changed. Raises InstanceLost."""
+        async with asyncio.TaskGroup() as group:
+            for api in self._apis:
+                group.create_task(self._keep(api))
+            group.create_task(self._share_reports())
+            while True:
+                changed = asyncio.ensure_future(change())  # before the update is sent, so that no change is missed
+                try:
+                    self.publish()
+                    await asyncio.sleep(PUBLISH_S)
+                    await changed
+                finally:
+                    changed.cancel()
+
+    def publish(self) -> None:
+        """Sends every process the news that it lacks."""
+        news = Instances([view_of(instance) for instance in self._instances])
+        encoded = msgspec.json.encode(news)
+        for api in self._apis:
+            if encoded != api.told and api.writer is not None:
+                api.told = encoded
+                api.tell(news)
+
+    def move_on(self, instance: Instance, why: str) -> None:
+        """Moves the instance's requests elsewhere, whichever process serves them."""
+        self.publish()  # first that it takes no more requests
+        for api in self._apis:
+            api.tell(MoveOn(instance.name, why))
+
+    def set_keys(self, keys: Keys) -> None:
+        """Sets the keys in every process, including those started later."""
+        for api in self._apis:
+            api.config = msgspec.structs.replace(api.config, keys=keys)
+            api.tell(keys)
+
+    # ---- the end
+
+    def drain(self) -> None:
+        """Lets current requests end, and refuses new ones; processes stay until all are idle."""
+        self._is_stopping = True
+        for api in self._apis:
+            api.tell(Stop())
+
+    async def finish(self, hurry: asyncio.Event) -> None:
+        """Waits until all processes have ended; passes `hurry` on. Kills any that do not end."""
+        if not self._is_stopping:  # the scheduler has failed
+            self.drain()
+        ended = asyncio.ensure_future(self._ended())
+        hurried, idle = asyncio.ensure_future(hurry.wait()), asyncio.ensure_future(self._all_idle.wait())
+        try:
+            timeout_s = self._drain_timeout_s + END_TIMEOUT_S
+            await asyncio.wait({ended, hurried, idle}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                self.drain()
+                await asyncio.wait({ended}, timeout=END_TIMEOUT_S)
+            if not ended.done():
+                for api in self._apis:
+                    api.kill()
+                await asyncio.wait({ended}, timeout=END_TIMEOUT_S)
+        finally:
+            for task in (ended, hurried, idle):
+                task.cancel()
+
+    async def _ended(self) -> None:
+        await asyncio.gather(*(api.process.wait() for api in self._apis if api.process is not None))
+
+    # ---- one process
+
+    async def _keep(self, api: _Api) -> None:
+        """Starts the process, reads its reports, restarts it."""
+        while not self._is_stopping:
+            process, reader = await self._start(api)
+            await self._listen(api, reader)
+            if api.writer is not None:
+                api.writer.close()  # a process still alive ends at this end of file
+            try:
+                code = await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+            except TimeoutError:
+                api.kill()
+                code = await process.wait()
+            self._hear_end(api)
+            if not self._is_stopping:
+                self._note_death(api, process.pid, code)
+        api.listener.close()  # connections go to the remaining processes
+
+    async def _listen(self, api: _Api, reader: asyncio.StreamReader) -> None:
+        """Reads reports until the process ends, falls silent, or sends something invalid."""
+        try:
+            while line := await asyncio.wait_for(reader.readline(), SILENCE_S):
+                self._hear(api, msgspec.json.decode(line, type=ApiReport))
+        except TimeoutError:
+            log.error("API process %d has not reported for %g s", api.config.index, SILENCE_S)
+            api.kill()
+        except (ConnectionError, msgspec.DecodeError, ValueError) as error:
+            log.error("API process %d: %s", api.config.index, error)
+
+    def _note_death(self, api: _Api, pid: int, code: int) -> None:
+        now_s = time.monotonic()
+        api.deaths_s = [at_s for at_s in api.deaths_s if now_s - at_s < DEATHS_S] + [now_s]
+        log.error("API process %d (pid %d) ended with code %d; it is started again", api.config.index, pid, code)
+        if len(api.deaths_s) >= MAX_DEATHS:
+            raise InstanceLost(f"API process {api.config.index} ended {MAX_DEATHS} times within {DEATHS_S:g} s")
+
+    async def _start(self, api: _Api) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "pd_cluster.api.api_process",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno(), *_descriptors(api.config)],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        api.process = process
+        reader, api.writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES)
+        api.writer.write(msgspec.json.encode(api.config) + b"\n")
+        api.told, api.told_stats = b"", None
+        self.share_stats()  # before anybody asks for them
+        self.publish()
+        if self._is_stopping:  # draining began while the others were informed
+            api.tell(Stop())
+        return process, reader
+
+    def _hear(self, api: _Api, report: ApiReport) -> None:
+        """Adds up a report."""
+        api.report, api.is_idle, api.busy = report.outstanding, report.is_idle, report.busy
+        if report.stats is not None:
+            api.stats = report.stats
+        if all(each.is_idle for each in self._apis):
+            self._all_idle.set()
+        self._reports_changed = True
+        for instance in self._instances:
+            each = [other.report.get(instance.name, NOTHING) for other in self._apis]
+            instance.num_outstanding = sum(part.num_legs for part in each)
+            instance.outstanding_tokens = sum(part.num_tokens for part in each)
+
+    def _hear_end(self, api: _Api) -> None:
+        """Removes its outstanding work; its counters stay in the totals."""
+        self._hear(api, ApiReport({}, is_idle=self._is_stopping))
+        self._ended_stats, api.stats = added([self._ended_stats, api.stats]), Stats()
+
+    async def _share_reports(self) -> None:
+        while True:
+            await asyncio.sleep(SHARE_S)
+            if self._reports_changed:
+                self.share_reports()
+                self.share_stats()
+
+    def share_reports(self) -> None:
+        """Sends each process the others' outstanding work."""
+        self._reports_changed = False
+        for api in self._apis:
+            tokens = {i.name: i.outstanding_tokens - _tokens(api, i.name) for i in self._instances}
+            api.tell(OthersTokens(tokens))
+
+    def share_stats(self) -> None:
+        """Sends each process the same totals, and the others' current load, if they changed."""
+        stats = added([self._ended_stats, *(api.stats for api in self._apis)])
+        num_alive = sum(api.is_alive for api in self._apis)
+        for api in self._apis:
+            others = [each.busy for each in self._apis if each is not api]
+            busy = Busy(*map(sum, zip(*map(msgspec.structs.astuple, others), strict=True)))
+            news = AllStats(stats, busy, num_alive)
+            if news != api.told_stats:
+                api.told_stats = news
+                api.tell(news)
+
+
+def _descriptors(config: ApiProcessConfig) -> list[int]:
+    return [fd for fd in (config.listener_fd, config.admin_fd, config.rates_fd) if fd >= 0]
+
+
+def _tokens(api: _Api, name: str) -> int:
+    return api.report.get(name, NOTHING).num_tokens
+
+
+def view_of(instance: Instance) -> InstanceView:
+    return InstanceView(
+        name=instance.name,
+        role=instance.role,
+        host=instance.host,
+        port=instance.port,
+        device_ids=instance.device_ids,
+        state=instance.state,
+        reason=instance.reason,
+        service=instance.service,
+        next_role=instance.next_role,
+        info=instance.info,
+    )

@@ -1,0 +1,77 @@
+"""The description of a whole cluster on one machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pd_cluster.engine.start.preloader import forks_are_safe
+from pd_cluster.errors import ConfigError
+
+SPAWN = "--spawn"  # a flag of `pd-cluster serve`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A cluster to start. `arguments` are flags of `pd-cluster serve` for every instance."""
+
+    model: str = ""
+    num_prefill: int = 1
+    num_decode: int = 1
+    tp_sizes: Mapping[str, int] = field(default_factory=dict)  # instance -> number of rank processes; 1 if absent
+    host: str = "127.0.0.1"
+    port: int = 9000
+    served_model_names: list[str] = field(default_factory=list)
+    restart: str = "on-failure"
+    arguments: list[str] = field(default_factory=list)
+    openai: bool = True
+    api_keys: list[str] = field(default_factory=list, repr=False)
+    metrics_key: str = field(default="", repr=False)
+
+    @property
+    def worker_names(self) -> list[str]:
+        """Names in the order of the rank table."""
+        return [f"prefill-{i}" for i in range(self.num_prefill)] + [f"decode-{i}" for i in range(self.num_decode)]
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.tp_sizes.get(name, 1) for name in self.worker_names)
+
+    @property
+    def forks(self) -> bool:
+        """Whether the flags let rank processes be forked."""
+        return SPAWN not in self.arguments and forks_are_safe(self._value_of("--device") or "auto")
+
+    def _value_of(self, wanted: str) -> str:
+        """Returns a flag's value among the arguments; "" if absent."""
+        found = ""
+        for flag, following in itertools.zip_longest(self.arguments, self.arguments[1:], fillvalue=""):
+            name, equals, value = flag.partition("=")
+            if name == wanted:
+                found = value if equals else following
+        return found
+
+    @property
+    def key_file(self) -> str:
+        """The file of further API keys; "" if there is none."""
+        return self._value_of("--api-key-file")
+
+    @property
+    def scheme(self) -> str:
+        """The URL scheme. Raises ConfigError if nobody could ask whether the scheduler is ready."""
+        if self._value_of("--ssl-cert-reqs") == "2":
+            raise ConfigError(
+                "--ssl-cert-reqs 2: `up` has no certificate to ask its scheduler with; start each instance with "
+                "`pd-cluster serve`, or give 1"
+            )
+        return "https" if self._value_of("--ssl-certfile") else "http"
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.port + 1}"

@@ -1,0 +1,314 @@
+"""A whole cluster on one machine: rank tables, ports, one `pd-cluster serve` process for each instance.
+
+The processes are started exactly as scripts/start_servers.sh starts them. A worker that dies is named and, by default,
+restarted; a process that cannot even start takes all down with its own error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
+from pd_cluster.cluster.processes.ports import free_ports
+from pd_cluster.errors import ConfigError
+from pd_cluster.settings.http import KEYS_VARIABLE, METRICS_KEY_VARIABLE
+from pd_cluster.settings.options import without_keys
+from ranktable_tools import generate, write
+from ranktable_tools.files import PRIVATE
+from ranktable_tools.keys import ADMIN_TOKEN_FILE, write_keys
+
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and the longest
+LONG_LIFE_S = 30.0  # after which a death counts as the first again
+READY_POLL_S = 0.03
+STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
+MAX_LINE_NBYTES = 1 << 20
+STDOUT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process to run."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    port: int
+
+
+def plan_cluster(launch: Launch, folder: Path) -> list[Member]:
+    """Writes the rank tables and their secrets into `folder`; returns the processes, scheduler last.
+
+    Existing secrets stay: the other processes must recognize a restarted one. Raises ConfigError.
+    """
+    num_workers = launch.num_prefill + launch.num_decode
+    names = launch.worker_names
+    tp_sizes = [launch.tp_sizes.get(name, 1) for name in names]
+    starts = [0, *itertools.accumulate(tp_sizes)]
+    slots = [list(range(start, start + size)) for start, size in zip(starts, tp_sizes, strict=False)]
+    generated = generate(
+        prefill=slots[: launch.num_prefill],
+        decode=slots[launch.num_prefill :],
+        api_server=True,
+        server_ip="127.0.0.1",
+        device_kind="cpu",
+        device_ips=None,
+    )
+    write(generated, folder)
+    secret, key, token = write_keys(folder, PRIVATE)
+    ports = free_ports(num_workers)
+    common = {
+        "GLOBAL_RANK_TABLE_FILE_PATH": str(folder / generated.global_name),
+        "NODE_PORTS": ",".join(map(str, ports)),
+        "USE_OPENAI": "1" if launch.openai else "0",
+        "PYTHONUNBUFFERED": "1",
+        DIE_WITH_PARENT: str(os.getpid()),
+    }
+    members = []
+    *tables, host_table = generated.locals  # in the order of the instances, the scheduler's last
+    for table, name, port in zip(tables, names, ports, strict=True):
+        env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
+        members.append(Member(name, _command(launch, "127.0.0.1", port, f"--secret-file={secret}"), env, port))
+    keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}
+    if launch.metrics_key:
+        keys[METRICS_KEY_VARIABLE] = launch.metrics_key
+    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **keys}
+    files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
+    command = _command(launch, launch.host, launch.port, *files)
+    members.append(Member("scheduler", command, env, launch.port))
+    return members
+
+
+def _command(launch: Launch, host: str, port: int, *own: str) -> list[str]:
+    names = [f"--served-model-name={name}" for name in launch.served_model_names]
+    model = [f"--model={launch.model}"] if launch.model else []
+    flags = [f"--host={host}", f"--port={port}", *own, *model, *names, *launch.arguments]
+    return [sys.executable, "-m", "pd_cluster", "serve", *flags]
+
+
+class Cluster:
+    """The processes of one launch, on an event loop. `say` receives lines for the user."""
+
+    def __init__(self, launch: Launch, say: Callable[[str], None]) -> None:
+        if launch.restart not in ("on-failure", "no"):
+            raise ConfigError(f"--restart {launch.restart!r}: expected on-failure or no")
+        self.launch = launch
+        self._say = say
+        self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
+        self.admin_token_file = self._folder / ADMIN_TOKEN_FILE
+        self._preloader: LaunchPreloader | None = None
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self._was_ready = False
+
+    async def start(self) -> None:
+        """Starts every process. Raises ConfigError if a port is taken."""
+        for port in (self.launch.port, self.launch.port + 1):
+            _check_free(self.launch.host, port)
+        self._preloader = LaunchPreloader(self.launch)
+        for member in plan_cluster(self.launch, self._folder):
+            process = await self._spawn(member)
+            self._tasks.append(asyncio.create_task(self._supervise(member, process)))
+
+    async def wait_ready(self, timeout_s: float = 300.0) -> None:
+        """Waits until the scheduler answers /health with 200. Raises ConfigError if a process ends first."""
+        import httpx  # at module level every process started here would import it, too
+
+        deadline_s = time.monotonic() + timeout_s
+        # The certificate names the host that clients use, not this address, and the request carries no secret.
+        async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False) as client:
+            while time.monotonic() < deadline_s:
+                self.raise_failure()
+                with contextlib.suppress(httpx.HTTPError):
+                    if (await client.get(f"{self.launch.url}/health")).status_code == 200:
+                        self._was_ready = True
+                        return
+                await asyncio.sleep(READY_POLL_S)
+        raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
+
+    @property
+    def preloader_pid(self) -> int:
+        """The preloader's pid; 0 if it does not belong to this process."""
+        return self._preloader.pid if self._preloader is not None else 0
+
+    def pid_of(self, name: str) -> int:
+        """Returns the pid of the process last started under this name."""
+        return self._processes[name].pid
+
+    async def wait_failure(self) -> None:
+        """Waits until a process ends that is not restarted; raises its error."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def stop(self, kill: bool = False) -> None:
+        """Stops the scheduler first, so that running requests can end, then the workers. Removes the rank tables."""
+        self._stopping.set()
+        if self._preloader is not None:  # ranks continue without it; it may hang while it holds a worker's files
+            self._preloader.close()
+        order = sorted(self._processes, key=lambda name: name != "scheduler")
+        for group in (order[:1], order[1:]):
+            await asyncio.gather(*(self._end(self._processes[name], kill) for name in group))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _spawn(self, member: Member) -> asyncio.subprocess.Process:
+        assert self._preloader is not None
+        is_scheduler = member.name == "scheduler"
+        env, files = ({}, ()) if is_scheduler else self._preloader.for_worker()
+        inherited = os.environ if is_scheduler else without_keys(os.environ)
+        process = await asyncio.create_subprocess_exec(
+            *member.command,
+            env={**inherited, **member.env, **env},
+            pass_fds=files,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=MAX_LINE_NBYTES,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends its children in order
+        )
+        self._processes[member.name] = process
+        return process
+
+    async def _supervise(self, member: Member, process: asyncio.subprocess.Process) -> None:
+        """Prints a process's lines; reports its death, and restarts it."""
+        backoff_s = 0.0
+        while True:
+            started_s = time.monotonic()
+            last = await self._copy_lines(member.name, process)
+            code = await process.wait()
+            if self._stopping.is_set():
+                return
+            if not self._was_ready:
+                raise ConfigError(f"{member.name} could not start (exit code {code}): {last}")
+            self._say(f"{member.name} (pid {process.pid}) died with exit code {code}; the cluster is degraded")
+            if self.launch.restart == "no":
+                if member.name == "scheduler":
+                    raise ConfigError("the scheduler died")
+                return
+            if time.monotonic() - started_s > LONG_LIFE_S:
+                backoff_s = 0.0
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(max(FIRST_BACKOFF_S, 2 * backoff_s), LAST_BACKOFF_S)
+            if self._stopping.is_set():
+                return
+            process = await self._spawn(member)
+            self._say(f"{member.name} was started again (pid {process.pid})")
+
+    async def _copy_lines(self, name: str, process: asyncio.subprocess.Process) -> str:
+        last = ""
+        assert process.stdout is not None
+        while raw := await _read_line(process.stdout):
+            line = raw.decode(errors="replace").rstrip()
+            last = line or last
+            self._say(f"{name:<10}| {line}")
+        return last.removeprefix("pd-cluster: ")
+
+    async def _end(self, process: asyncio.subprocess.Process, kill: bool) -> None:
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """Returns a line; one longer than MAX_LINE_NBYTES is dropped."""
+    try:
+        return await stream.readline()
+    except ValueError:
+        return b"(a line that was too long)\n"
+
+
+def _check_free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port: cannot listen at {host}:{port}: {error}") from None
+
+
+def tell(line: str) -> None:
+    """Prints to stdout, unbuffered. A full disk or a broken pipe loses these lines and nothing else."""
+    with contextlib.suppress(OSError):
+        os.write(STDOUT, f"{line}\n".encode(errors="replace"))
+
+
+async def run_until_signal(launch: Launch) -> int:
+    """Runs `pd-cluster up`: brings the cluster up, serves until SIGINT or SIGTERM, takes it down.
+
+    Returns the exit code.
+    """
+    started_s = time.monotonic()
+    cluster = Cluster(launch, tell)
+    signals = asyncio.Event()
+    second = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: second.set() if signals.is_set() else signals.set())
+    stopping = asyncio.ensure_future(signals.wait())
+    try:
+        await cluster.start()
+        ready = asyncio.ensure_future(cluster.wait_ready())
+        await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+            gc.enable()
+            _announce(launch, cluster, time.monotonic() - started_s)
+            failing = asyncio.ensure_future(cluster.wait_failure())
+            await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                failing.result()
+            failing.cancel()
+        ready.cancel()
+        tell("stopping")
+        return 0
+    finally:
+        ending = asyncio.ensure_future(cluster.stop())
+        impatient = asyncio.ensure_future(second.wait())
+        await asyncio.wait({ending, impatient}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            await cluster.stop(kill=True)
+        await ending
+        for task in (stopping, impatient):
+            task.cancel()
+
+
+def _announce(launch: Launch, cluster: Cluster, took_s: float) -> None:
+    model = launch.served_model_names[0] if launch.served_model_names else launch.model
+    body = '{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0, "max_tokens": 32'
+    body += f', "model": "{model}"}}' if model else "}"
+    key = " -H 'Authorization: Bearer KEY'" if launch.api_keys or launch.key_file else ""
+    again = f"{launch.key_file} is read again at: kill -HUP {cluster.pid_of('scheduler')}\n" if launch.key_file else ""
+    tell(
+        f"ready after {took_s:.1f} s: {launch.num_prefill} prefill, {launch.num_decode} decode, "
+        f"OpenAI API at {launch.url}/v1, admin at {launch.admin_url}\n"
+        f"admin token: {cluster.admin_token_file}\n{again}"
+        f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    )

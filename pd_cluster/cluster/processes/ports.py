@@ -1,0 +1,76 @@
+"""Chooses ports for servers that are about to start on this machine.
+
+They lie below the kernel's range for outgoing connections, so no client takes one before its server does. A chosen port
+is reserved by the name of an abstract Unix socket, against all others that choose here.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from pd_cluster.errors import ConfigError
+
+FIRST, LAST = 10_000, 65_535
+OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LEAST_ROOM = 1000  # ports; if the kernel leaves fewer, any port will do
+
+_chosen: list[socket.socket] = []  # held as long as this process lives
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that are free now and that no other call, in any process, gets while this process lives.
+
+    Raises ConfigError if there are too few.
+    """
+    ports: list[int] = []
+    for port in _candidates():
+        if len(ports) == count:
+            break
+        if _take(port):
+            ports.append(port)
+    if len(ports) < count:
+        raise ConfigError(f"this machine has no {count} free ports")
+    return ports
+
+
+def free_port_pair() -> int:
+    """Returns a free port whose successor, for the admin address, is free too. Raises ConfigError."""
+    for port in _candidates():
+        if port < LAST and _take(port) and _take(port + 1):
+            return port
+    raise ConfigError("this machine has no two neighbouring free ports")
+
+
+def _candidates() -> Iterator[int]:
+    """Yields all ports that may be chosen, in any order."""
+    ports = list(range(FIRST, _first_outgoing()))
+    if len(ports) < LEAST_ROOM:
+        ports = list(range(FIRST, LAST + 1))
+    random.shuffle(ports)
+    return iter(ports)
+
+
+def _first_outgoing() -> int:
+    try:
+        return int(OUTGOING.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return LAST + 1
+
+
+def _take(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0pd-cluster-port-{port}")
+        except OSError:
+            claim.close()
+            return False
+    _chosen.append(claim)
+    return True

@@ -1,0 +1,1 @@
+"""Decides where a request goes and when, and collects the outputs."""

@@ -1,0 +1,64 @@
+"""The legs of streams at instances: submitted, ended and aborted, and their share of the instances' loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pd_cluster import wire
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.types import Leg
+
+Send = Callable[[str, wire.Body], None]  # to a connection
+
+
+class Dispatch:
+    """`relieved` is called when an instance has less to do."""
+
+    def __init__(self, send: Send, relieved: Callable[[], None]) -> None:
+        self.send = send
+        self._relieved = relieved
+
+    def submit(self, stream: RequestStream, deadline_s: float) -> None:
+        """Submits both legs, each with the other's instance, or one leg that does both.
+
+        `deadline_s` counts from now; 0: none.
+        """
+        prefill, decode = stream.prefill, stream.decode
+        if decode.info is not None and not stream.resumed():
+            stream.numerics = decode.info.numerics
+        stream.has_prefill_spoken = False
+        legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
+        if prefill is decode:
+            legs = [(decode, "hybrid", "")]
+        for instance, leg, peer in legs:
+            stream.legs[instance.conn] = instance
+            stream.weights[instance.conn] = weight = stream.ask.weight(instance, leg)
+            instance.num_outstanding += 1
+            instance.outstanding_tokens += weight
+            instance.num_sequences += stream.num_decoding(instance)
+            submit = wire.Submit(
+                stream.request_id,
+                stream.attempt,
+                stream.transfer_id,
+                leg,
+                peer,
+                stream.order,
+                deadline_s,
+                stream.resumed(),
+            )
+            self.send(instance.conn, submit)
+
+    def abort(self, stream: RequestStream) -> None:
+        """Aborts the legs that have not ended."""
+        for conn in list(stream.legs):
+            self.send(conn, wire.Abort(stream.request_id, stream.attempt))
+            self.ended(stream, conn)
+
+    def ended(self, stream: RequestStream, conn: str) -> None:
+        instance = stream.legs.pop(conn, None)
+        if instance is not None:
+            instance.num_outstanding -= 1
+            instance.outstanding_tokens -= stream.weights.pop(conn)
+            instance.num_sequences -= stream.num_decoding(instance)
+            self._relieved()

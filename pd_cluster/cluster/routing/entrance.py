@@ -1,0 +1,165 @@
+"""How a request gets its first pair of instances.
+
+It waits for its turn where there is a waiting room; goals are checked; and if the last instance was lost just now, it
+waits a moment for one to return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import NamedTuple
+
+from pd_cluster.cluster.members.roster import Members
+from pd_cluster.cluster.routing.fair_queue import Client, QueueEntry
+from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest
+from pd_cluster.cluster.routing.predict import Goals, check_goals, within_tpot
+from pd_cluster.cluster.routing.stats import RequestStats
+from pd_cluster.cluster.routing.waiting_room import Party, WaitingRoom
+from pd_cluster.errors import Overloaded, Unavailable
+
+
+class Visitor(NamedTuple):
+    """The client that a request counts for, and how long it may wait for its turn. `party`: the request's prompts."""
+
+    client: str = ""
+    patience_s: float = math.inf
+    party: Party | None = None
+
+
+ANYBODY = Visitor()
+SHUTTING_DOWN = "the server is shutting down"
+
+
+class Entrance:
+    """Requests that would miss `goals` are refused before any work on them.
+
+    `max_queue_s`: how long a request waits for room, 0 for no limit; None: it goes to an instance at once, and waits
+    there.
+    """
+
+    def __init__(
+        self,
+        roster: Members,
+        choose: Policy,
+        stats: RequestStats,
+        goals: Goals,
+        together_s: float,
+        max_queue_s: float | None,
+        has_priorities: bool = False,
+    ) -> None:
+        self._roster = roster
+        self._choose, self._stats, self._goals, self._together_s = choose, stats, goals, together_s
+        self._lost_s = -math.inf  # when an instance was last lost
+        self._closed = asyncio.Event()  # set when this process stops: all waits end
+        self.waiting: WaitingRoom | None = None
+        if max_queue_s is not None:
+            limits = [(max_queue_s, "--max-queue-time"), (goals.ttft_s, "--slo-ttft")]
+            limit_s, name = min((limit for limit in limits if limit[0]), default=limits[0])
+            self.waiting = WaitingRoom(limit_s, lambda: roster.instances, roster.change, name, has_priorities)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.waiting.num_waiting if self.waiting is not None else 0
+
+    def lost(self) -> None:
+        """Notes that an instance was lost, or none is known yet: requests that arrive soon wait a moment for one."""
+        self._lost_s = asyncio.get_running_loop().time()
+
+    def arrives(self, visitor: Visitor, num_tokens: int) -> Client | None:
+        """Registers a request before it is read; `departs` follows when it has its pair or ends. Raises Overloaded."""
+        if self.waiting is None:
+            return None
+        try:
+            return self.waiting.arrives(visitor.client, num_tokens, visitor.patience_s)
+        except Overloaded:
+            self._stats.refused("queue")
+            raise
+
+    def departs(self, client: Client, num_tokens: int) -> None:
+        if self.waiting is not None:
+            self.waiting.departs(client, num_tokens)
+
+    async def pair(
+        self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor
+    ) -> tuple[Pair, QueueEntry | None]:
+        """Chooses the request's pair. `begun` and, at its end, `ended` must follow. Raises Unavailable, Overloaded."""
+        arrived_s = asyncio.get_running_loop().time()
+        while True:
+            try:
+                return await self._turn(ask, num_sequences, priority, visitor, arrived_s)
+            except Unavailable as error:
+                if self.is_closed:
+                    raise Unavailable(SHUTTING_DOWN) from None
+                try:
+                    async with asyncio.timeout_at(self._lost_s + self._together_s):
+                        await self.change()
+                except TimeoutError:
+                    self._stats.refused("unavailable")
+                    raise error from None
+
+    async def _turn(
+        self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor, arrived_s: float
+    ) -> tuple[Pair, QueueEntry | None]:
+        if self.is_closed:
+            raise Unavailable(SHUTTING_DOWN)
+        entry = None
+        if self.waiting is not None:
+            try:
+                num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
+                entry = await self.waiting.turn(
+                    visitor.client, num_tokens, num_sequences, priority, visitor.patience_s, visitor.party, arrived_s
+                )
+            except Overloaded:
+                self._stats.refused("queue")
+                raise
+        try:
+            return self._admit(ask, asyncio.get_running_loop().time() - arrived_s), entry
+        except BaseException:
+            self.ended(entry, 0)
+            self.begun(entry)
+            raise
+
+    def _admit(self, ask: RoutingRequest, waited_s: float) -> Pair:
+        instances = within_tpot(self._goals, self._roster.instances)
+        prefill, decode = self._choose(instances, ask)
+        try:
+            check_goals(self._goals, instances, prefill, decode, ask.num_uncached(prefill), waited_s)
+        except Overloaded:
+            self._stats.refused("slo")
+            raise
+        return prefill, decode
+
+    def begun(self, entry: QueueEntry | None) -> None:
+        """Notes that the request is on its way to the pair."""
+        if entry is not None and self.waiting is not None:
+            self.waiting.begun(entry)
+
+    def ended(self, entry: QueueEntry | None, num_tokens: int) -> None:
+        """Notes the end of a request. `num_tokens` counts its prompt and its answer."""
+        if entry is not None and self.waiting is not None:
+            self.waiting.ended(entry, num_tokens)
+
+    def look(self) -> None:
+        """Checks for room after an instance has finished some work."""
+        if self.waiting is not None:
+            self.waiting.look()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """Ends everything that waits here, because this process stops."""
+        self._closed.set()
+        if self.waiting is not None:
+            self.waiting.close(Unavailable(SHUTTING_DOWN))
+
+    async def change(self) -> None:
+        """Waits until the instances may have changed, or this process stops."""
+        waiting = [asyncio.ensure_future(self._roster.change()), asyncio.ensure_future(self._closed.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()

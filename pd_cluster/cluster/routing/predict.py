@@ -1,0 +1,87 @@
+"""Predicts how long a request would wait at an instance, and whether that meets the goals. Pure arithmetic.
+
+Predictions use workers' recent measurements (wire.Load) and the work outstanding there; they serve to choose and to
+refuse early, never as a deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.errors import Overloaded
+from pd_cluster.kv.layout import DTYPE_NBYTES, num_of
+from pd_cluster.transport.table import slowest_nbytes_per_s
+
+UNKNOWN_TOKENS_PER_S = 1000.0  # for an instance that has computed no prompt yet, if no other has either
+TRANSFER_SETUP_S = 0.005  # credit, last payload, confirmation
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """The promises to requests; those that would miss them are refused. 0: no promise."""
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+
+
+NO_GOALS = Goals()
+
+
+def predict_ttft_s(instance: Instance, num_uncached: int, rates: Sequence[float] = ()) -> float:
+    """Returns the time until this instance has computed its work ahead and these tokens.
+
+    `rates`: those of all instances in tokens/s; the best stands in for an instance without a measurement.
+    """
+    rate = instance.load.prefill_tokens_per_s or max(rates, default=0.0) or UNKNOWN_TOKENS_PER_S
+    return (instance.prompt_tokens_ahead + num_uncached) / rate
+
+
+def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:
+    """Returns the time from the last token's computation until the KV cache has arrived at the decode instance."""
+    layout = prefill.info.layout if prefill.info is not None else None
+    if layout is None:
+        return TRANSFER_SETUP_S
+    numbers = layout.num_layers * layout.num_kv_heads * num_of(layout.planes)
+    nbytes = num_tokens * numbers * DTYPE_NBYTES[layout.dtype]
+    rate = slowest_nbytes_per_s(prefill.link_to(decode).transports)  # the slowest lane's share arrives last
+    return TRANSFER_SETUP_S + nbytes / rate
+
+
+def predict_tpot_s(decode: Instance) -> float:
+    """Returns the current step time of its running sequences; 0 when there are none."""
+    return decode.load.decode_step_s if decode.load.num_running else 0.0
+
+
+def check_goals(
+    goals: Goals,
+    instances: Sequence[Instance],
+    prefill: Instance,
+    decode: Instance,
+    num_uncached: int,
+    waited_s: float = 0.0,
+) -> None:
+    """Raises Overloaded, with the time after which it may fit, when this pair would miss a goal.
+
+    `waited_s`: for how long the request has waited already. Where nothing is ahead, waiting would not help; and the
+    prediction is put to the test, however old its rate is.
+    """
+    if goals.ttft_s and prefill.prompt_tokens_ahead:
+        ttft_s = waited_s + predict_ttft_s(prefill, num_uncached, [i.load.prefill_tokens_per_s for i in instances])
+        if ttft_s > goals.ttft_s:
+            raise Overloaded(
+                f"the first token would come after {ttft_s:.2g} s, and {goals.ttft_s:g} s are promised",
+                max(1, math.ceil(ttft_s - goals.ttft_s)),
+            )
+    if goals.tpot_s and (tpot_s := predict_tpot_s(decode)) > goals.tpot_s:
+        raise Overloaded(f"a token takes {1e3 * tpot_s:.3g} ms now, and {1e3 * goals.tpot_s:g} ms are promised", 1)
+
+
+def within_tpot(goals: Goals, instances: Sequence[Instance]) -> list[Instance]:
+    """Drops decode instances that are too slow already, as long as others are left."""
+    if not goals.tpot_s:
+        return list(instances)
+    fit = [i for i in instances if i.role != "decode" or predict_tpot_s(i) <= goals.tpot_s]
+    return fit if any(i.role == "decode" and i.takes_requests for i in fit) else list(instances)

@@ -1,0 +1,68 @@
+"""Determines whether the cluster would start on a request soon. Pure functions of instance state.
+
+A request that would only wait at an instance is better kept back (waiting_room.py): there it has its turn among
+clients, takes no instance memory, and goes to the first instance with room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pd_cluster.cluster.members.instance import Instance
+
+BACKLOG_S = 0.25  # of prompts ahead of an instance: more than a step, so that it never waits for work
+MIN_PROMPTS = 2  # at an instance, regardless of their time: one being computed, and the next
+UNMEASURED_PROMPTS = 16  # for an instance that has not reported its speed yet
+MIN_WAITING = 2  # at a decode instance: landed sequences wait for a step or two in any case
+WAITING_SHARE = 4  # or one for this many running ones, to replace sequences that end
+FULL = 7 / 8  # of places, or of memory: the rest is for clients that have less than their share
+
+
+class Room(NamedTuple):
+    """Whether any instance of each role that takes requests has room."""
+
+    for_prompts: bool
+    for_sequences: bool
+    for_all: bool  # the last places are not reached
+
+
+ANY = Room(True, True, True)
+
+
+def room_of(instances: Sequence[Instance]) -> Room:
+    """Returns ANY if no instance takes requests: waiting does not help then, and others report why."""
+    takers = [instance for instance in instances if instance.takes_requests]
+    prefills = [instance for instance in takers if instance.role == "prefill"]
+    decodes = [instance for instance in takers if instance.role == "decode"]
+    if not prefills or not decodes:  # one instance does both
+        prefills = decodes = takers
+    if not takers:
+        return ANY
+    return Room(
+        any(map(computes_soon, prefills)), any(map(decodes_soon, decodes)), not all(map(is_nearly_full, decodes))
+    )
+
+
+def computes_soon(instance: Instance) -> bool:
+    """Whether a prompt that is sent there now would be started within about BACKLOG_S."""
+    rate = instance.load.prefill_tokens_per_s
+    if instance.num_outstanding < (MIN_PROMPTS if rate else UNMEASURED_PROMPTS):
+        return True
+    return instance.prompt_tokens_ahead <= rate * BACKLOG_S
+
+
+def decodes_soon(instance: Instance) -> bool:
+    """Whether sequences find a place and memory there, now or within a few steps."""
+    load, num_places = instance.load, instance.num_places
+    most = max(MIN_WAITING, load.num_running // WAITING_SHARE)
+    num_waiting = load.num_waiting - load.num_expected  # those wait for a prefill instance
+    if num_waiting > most and num_waiting + instance.num_sent_since > most:
+        return False
+    return not num_places or instance.num_sequences_there < num_places + MIN_WAITING
+
+
+def is_nearly_full(decode: Instance) -> bool:
+    """Whether few places, or little memory, are left."""
+    load, num_places = decode.load, decode.num_places
+    return load.num_held_blocks > FULL * load.num_blocks > 0 or decode.num_sequences_there >= FULL * num_places > 0

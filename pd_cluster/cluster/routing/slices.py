@@ -1,0 +1,73 @@
+"""Handles workers' large messages in slices: in between, the event loop reads requests and first tokens.
+
+A step of a full decode instance is hundreds of tokens, each of which wakes a reader and makes a write: milliseconds
+that delay everything else. Waiting items are kept by leg, so that a loop that has fallen behind hands each reader all
+its tokens at once, and so catches up. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from pd_cluster import wire
+from pd_cluster.types import LegEnd, TokenOutput
+
+SLICE_NUM_TOKENS = 8
+SHARE = 8  # a slice is at least this part of the waiting legs: however busy the loop is, they make progress
+MOST_OF_LEG = 64  # tokens of one leg in a slice
+
+Leg = tuple[str, str]  # connection, request id
+
+
+class Slices:
+    """Handles the items of one leg in order; legs take turns in the order in which they began to wait.
+
+    `handle` also receives the time when the first of its items was heard.
+    """
+
+    def __init__(self, handle: Callable[[str, wire.Outputs, float], None]) -> None:
+        self._handle = handle
+        self._waiting: dict[Leg, list[TokenOutput | LegEnd]] = {}
+        self._heard_s: dict[Leg, float] = {}  # by waiting leg
+
+    def add(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
+        """Handles a small message at once, and the first slice of a large one, unless others wait."""
+        items: list[TokenOutput | LegEnd] = [*outputs.tokens, *outputs.ended]
+        waiting = self._waiting
+        if len(items) <= SLICE_NUM_TOKENS and not any((conn, item.request_id) in waiting for item in items):
+            self._handle(conn, outputs, heard_s)
+            return
+        if outputs.prompts or outputs.events or outputs.pooled:  # a prompt's outputs before its tokens
+            self._handle(conn, msgspec.structs.replace(outputs, tokens=[], ended=[]), heard_s)
+        is_first = not waiting
+        for item in items:
+            leg = conn, item.request_id
+            waiting.setdefault(leg, []).append(item)
+            self._heard_s.setdefault(leg, heard_s)
+        if is_first:
+            self._next()
+
+    def _next(self) -> None:
+        chosen: dict[str, list[TokenOutput | LegEnd]] = {}
+        heard_s: dict[str, float] = {}
+        num_chosen, num_left = 0, len(self._waiting) - len(self._waiting) // SHARE
+        while self._waiting and (num_chosen < SLICE_NUM_TOKENS or len(self._waiting) > num_left):
+            leg = next(iter(self._waiting))
+            items = self._waiting.pop(leg)
+            leg_heard_s = self._heard_s[leg]
+            if len(items) > MOST_OF_LEG:
+                self._waiting[leg] = items[MOST_OF_LEG:]  # behind the others
+            else:
+                del self._heard_s[leg]
+            heard_s[leg[0]] = min(heard_s.get(leg[0], leg_heard_s), leg_heard_s)
+            chosen.setdefault(leg[0], []).extend(items[:MOST_OF_LEG])
+            num_chosen += len(items)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        for conn, items in chosen.items():
+            tokens = [item for item in items if isinstance(item, TokenOutput)]
+            ended = [item for item in items if isinstance(item, LegEnd)]
+            self._handle(conn, wire.Outputs(tokens, ended), heard_s[conn])

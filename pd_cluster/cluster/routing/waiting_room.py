@@ -1,0 +1,266 @@
+"""Holds requests for a limited time until the cluster has room; those that would wait longer are refused at once.
+
+The expected wait follows from the requests ahead and from how fast the room has emptied recently. Runs on the event
+loop; fair_queue.py decides the turns, and room.py what counts as room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.routing.fair_queue import Client, FairQueue, QueueEntry
+from pd_cluster.cluster.routing.room import room_of
+from pd_cluster.errors import Overloaded, PdClusterError
+
+MAX_WAITING = 1 << 14  # requests, and their tokens: a bound on memory
+MAX_WAITING_TOKENS = 1 << 22
+MOST_RETRY_S = 60  # no estimate beyond this is reliable
+MEASURED_S = 10.0  # earlier events count for less than a third
+SAFE = 0.7  # limit on the expected wait, as a share of the allowed one: expectations are not exact
+MIN_MEASURED_S = 0.5  # of waiting, and so many requests, before a rate is trusted
+MIN_MEASURED = 8.0
+
+
+class AdmissionPace:
+    """How fast requests have begun recently while others waited, in tokens/s."""
+
+    def __init__(self, now_s: float) -> None:
+        self._at_s = now_s
+        self._began_s = -math.inf  # when the last one began
+        self._num_begun = self._num_tokens = self._waited_s = 0.0
+
+    def passed(self, now_s: float, waited: bool) -> None:
+        """Advances the time; `waited`: whether any request has waited since the last call."""
+        took_s = max(0.0, now_s - self._at_s)
+        fade = math.exp(-took_s / MEASURED_S) if waited else 1.0
+        self._at_s = now_s
+        self._num_begun *= fade
+        self._num_tokens *= fade
+        self._waited_s = self._waited_s * fade + (took_s if waited else 0.0)
+
+    def began(self, num_tokens: int) -> None:
+        """Counts a begun request. After a pause (a start, a lost instance, an idle hour), older counts are dropped."""
+        if self._at_s - self._began_s > MEASURED_S:
+            self._num_begun = self._num_tokens = self._waited_s = 0.0
+        self._began_s = self._at_s
+        self._num_begun += 1
+        self._num_tokens += num_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Returns the rate; 0: not known yet."""
+        is_known = self._waited_s >= MIN_MEASURED_S and self._num_begun >= MIN_MEASURED
+        return self._num_tokens / self._waited_s if is_known else 0.0
+
+
+class Party:
+    """Requests that are useful only together: the prompts of one request. Once the first has begun, none is refused."""
+
+    def __init__(self) -> None:
+        self.is_let_in = self.has_begun = False
+
+
+class WaitingRoom:
+    """`changed` returns whenever there is news of an instance."""
+
+    def __init__(
+        self,
+        max_wait_s: float,
+        instances: Callable[[], Sequence[Instance]],
+        changed: Callable[[], Coroutine[Any, Any, None]],
+        limit_name: str = "--max-queue-time",
+        has_priorities: bool = False,
+    ) -> None:
+        """`max_wait_s`: 0 for no limit. `limit_name`: the flag that sets it.
+
+        `has_priorities`: later arrivals may overtake waiting requests, so only elapsed time refuses them.
+        """
+        self._max_wait_s = max_wait_s or math.inf
+        self._limit_name, self._has_priorities = limit_name, has_priorities
+        self._instances, self._changed = instances, changed
+        self._loop = asyncio.get_running_loop()
+        self._queue = FairQueue()
+        self._pace = AdmissionPace(self._loop.time())
+        self._turns: dict[QueueEntry, asyncio.Future[None]] = {}
+        self._is_beginning = False  # a request's turn has come, but it has not been sent yet
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.num_waiting
+
+    # ---- before a request is read: only its client and rough size are known
+
+    def arrives(self, name: str, num_tokens: int, patience_s: float = math.inf) -> Client:
+        """Registers an arriving request; `departs` follows. Raises Overloaded when it would wait too long."""
+        client = self._queue.client(name, self._loop.time())
+        self._check(client, patience_s)
+        client.num_arriving_tokens += num_tokens
+        return client
+
+    def departs(self, client: Client, num_tokens: int) -> None:
+        client.num_arriving_tokens -= num_tokens
+
+    def _check(self, client: Client, patience_s: float) -> None:
+        queue = self._queue
+        if not queue.num_waiting:
+            return
+        is_full = queue.num_waiting >= MAX_WAITING or queue.num_tokens >= MAX_WAITING_TOKENS
+        if is_full and queue.has_more_than_share(client, MAX_WAITING, MAX_WAITING_TOKENS):
+            raise Overloaded(f"{queue.num_waiting} requests wait already, and no more are taken", 1)
+        if self._has_priorities or self._begins_at_once(client):
+            return
+        wait_s, limit_s = self._expected_s(client), min(self._max_wait_s, patience_s)
+        if wait_s > SAFE * limit_s:
+            raise Overloaded(
+                f"the server is busy: a wait of {wait_s:.2g} s is expected, too much for {self._limit(patience_s)}",
+                _retry_s(wait_s, limit_s),
+            )
+
+    def _begins_at_once(self, client: Client) -> bool:
+        """Whether there is room for it, and no waiting request may begin."""
+        may = self._who_may()
+        return may is not None and may(QueueEntry(client, 0, 1)) and self._queue.next(may) is None
+
+    def _expected_s(self, client: Client) -> float:
+        """Returns the expected wait; 0 while the pace is not known."""
+        rate = self._measured()
+        return self._queue.tokens_before(client) / rate if rate else 0.0
+
+    def _limit(self, patience_s: float) -> str:
+        name = self._limit_name if self._max_wait_s <= patience_s else "the client's own timeout"
+        return f"the {min(self._max_wait_s, patience_s):g} s of {name}"
+
+    # ---- a request whose tokens are known
+
+    async def turn(
+        self,
+        name: str,
+        num_tokens: int,
+        num_sequences: int,
+        priority: int = 0,
+        patience_s: float = math.inf,
+        party: Party | None = None,
+        since_s: float | None = None,
+    ) -> QueueEntry:
+        """Waits until there is room and it is next. `begun` or `ended` must follow before anything is awaited.
+
+        `since_s`: when it began to wait, by the event loop's clock; None: now. Raises Overloaded when it has waited as
+        long as allowed, or would have to wait longer.
+        """
+        now_s, party = self._loop.time(), party or Party()
+        client = self._queue.client(name, now_s)
+        entry = QueueEntry(client, num_tokens, num_sequences, priority)
+        if not self._queue.num_waiting and not self._is_beginning and (may := self._who_may()) and may(entry):
+            self._is_beginning = party.has_begun = True
+            self._pace.passed(now_s, waited=False)
+            self._queue.begin(entry)
+            return entry
+        if not party.is_let_in:
+            self._check(client, patience_s)
+            party.is_let_in = True
+        self._measured()
+        self._queue.join(entry)
+        turn = self._turns[entry] = self._loop.create_future()
+        limit_s = min(self._max_wait_s, patience_s)
+        left_s = limit_s - (now_s - since_s if since_s is not None else 0.0)
+        if self._following is None:
+            self._following = asyncio.ensure_future(self._follow())
+        self.look()  # the requests before it may be unable to begin
+        try:
+            await asyncio.wait([turn], timeout=max(0.0, left_s) if left_s < math.inf else None)
+            if not turn.done() and not party.has_begun:
+                raise Overloaded(
+                    f"the server is busy: it has waited for {self._limit(patience_s)}",
+                    _retry_s(self._expected_s(client), limit_s),
+                )
+            await turn
+        except BaseException:
+            self._gives_up(entry)
+            raise
+        party.has_begun = True
+        return entry
+
+    def begun(self, entry: QueueEntry) -> None:
+        """Notes that the request was sent; the next one may find room, too."""
+        self._is_beginning = False
+        self.look()
+
+    def ended(self, entry: QueueEntry, num_tokens: int) -> None:
+        """Ends a request; `num_tokens` is what it took. Also to be called for one that was never sent."""
+        self._queue.end(entry, num_tokens)
+
+    def look(self) -> None:
+        """Lets the next request begin if there is room. To be called when an instance has finished some work."""
+        if not self._queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
+            return
+        entry = self._queue.next(may)
+        if entry is None:
+            return
+        self._measured()
+        self._pace.began(entry.num_tokens)
+        self._queue.begin(entry)
+        self._is_beginning = True
+        turn = self._turns.pop(entry)
+        if not turn.done():  # otherwise it is giving up at this moment, and will clean up itself
+            turn.set_result(None)
+
+    def close(self, error: PdClusterError) -> None:
+        """Ends all waiting requests with this error."""
+        turns, self._turns = self._turns, {}
+        for entry, turn in turns.items():
+            self._queue.leave(entry)
+            if not turn.done():
+                turn.set_exception(error)
+        if self._following is not None:
+            self._following.cancel()
+
+    # ----
+
+    def _gives_up(self, entry: QueueEntry) -> None:
+        turn = self._turns.pop(entry, None)
+        if turn is not None:
+            turn.cancel()
+        self._queue.leave(entry)
+        if entry.has_begun:  # its turn had just come
+            self.ended(entry, 0)
+            self.begun(entry)
+
+    def _measured(self) -> float:
+        self._pace.passed(self._loop.time(), waited=self._queue.num_waiting > 0)
+        return self._pace.tokens_per_s
+
+    def _who_may(self) -> Callable[[QueueEntry], bool] | None:
+        """Returns a test for requests that may begin now; None: none may.
+
+        The last places are for clients with no more than their share. When all are taken, clients with less may still
+        have their prompts computed: one client that holds the places must not shut others out.
+        """
+        room = room_of(self._instances())
+        if not room.for_prompts:
+            return None
+        if room.for_sequences and room.for_all:
+            return lambda entry: True
+        share = self._queue.share(self._loop.time())
+        if room.for_sequences:
+            return lambda entry: entry.client.num_sequences <= share
+        return lambda entry: entry.client.num_sequences < share
+
+    async def _follow(self) -> None:
+        """Checks again after every news of an instance, while any request waits."""
+        try:
+            while self._queue.num_waiting:
+                await self._changed()
+                self.look()
+        finally:
+            self._following = None
+
+
+def _retry_s(wait_s: float, limit_s: float) -> int:
+    """Returns the seconds after which a wait that is too long now would fit."""
+    over_s = wait_s - SAFE * limit_s
+    return min(MOST_RETRY_S, max(1, math.ceil(over_s))) if over_s < math.inf else MOST_RETRY_S

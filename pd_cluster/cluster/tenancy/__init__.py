@@ -1,0 +1,1 @@
+"""API keys, their tenants and their limits."""

@@ -1,0 +1,277 @@
+"""`pd-cluster bench …`: the signature of each function is its command line. Imports nothing heavy at the top."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import typer
+
+from pd_cluster.errors import ConfigError
+
+LAB = "pd_cluster.lab"  # not in wheels
+
+
+class Measurements(typer.core.TyperGroup):
+    """Runs commands that may need the lab."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Raises ConfigError for a command that the installed package does not have."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name != LAB:
+                raise
+            raise ConfigError(
+                f"`pd-cluster bench {ctx.invoked_subcommand}` is not part of the installed package; run it in a "
+                f"checkout of the project's sources, after `sh scripts/setup.sh test`"
+            ) from None
+
+
+app = typer.Typer(help="Measure the running or a fresh cluster.", no_args_is_help=True, cls=Measurements)
+
+
+@app.command("serve")
+def serve(
+    url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
+    admin: Annotated[str, typer.Option(help="Its admin address; default: the port above the server's.")] = "",
+    model: Annotated[str, typer.Option(help="Model folder for a cluster that is started.")] = "",
+    prefill: int = 1,
+    decode: int = 1,
+    num_requests: Annotated[int, typer.Option(min=1)] = 32,
+    concurrency: Annotated[int, typer.Option(min=1)] = 4,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 128,
+    output_len: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
+    routing_policy: Annotated[str, typer.Option(help="Of a cluster that is started; default: its own.")] = "",
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """TTFT, TPOT and tokens/s of a running cluster, or of one that is started for it."""
+    from pd_cluster.bench.serve import ServeBench, run
+
+    asyncio.run(
+        run(
+            ServeBench(
+                url, admin, model, prefill, decode, num_requests, concurrency, input_len, output_len, routing_policy
+            ),
+            json,
+        )
+    )
+
+
+@app.command("routing")
+def routing(
+    model: Annotated[str, typer.Option(help="Model folder; default: one that is made for it.")] = "",
+    prefill: Annotated[int, typer.Option(min=1)] = 2,
+    decode: Annotated[int, typer.Option(min=1)] = 2,
+    policies: Annotated[str, typer.Option(help="To compare, with commas.")] = "least-loaded,prefix-aware",
+    users: Annotated[int, typer.Option(min=1)] = 50,
+    turns: Annotated[int, typer.Option(min=1, help="Of each user's conversation.")] = 4,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens that a user says in a turn.")] = 96,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 24,
+    think_time: Annotated[float, typer.Option(min=0, help="Seconds between two turns of a user, on average.")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each policy runs, in turn.")] = 1,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Conversations of many users, with one routing policy after another: cache hits, TTFT, TPOT."""
+    from pd_cluster.lab.router.conversations import Conversations, run
+
+    names = tuple(policies.split(","))
+    shape = (users, turns, input_len, output_len)
+    asyncio.run(run(Conversations(model, prefill, decode, names, *shape, think_time, rounds), json))
+
+
+@app.command("tenants")
+def tenants(
+    model: Annotated[str, typer.Option(help="Model folder; default: one that is made for it.")] = "",
+    tenants: Annotated[int, typer.Option(min=1)] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Of each tenant.")] = 8,
+    system_len: Annotated[int, typer.Option(min=1, help="Tokens of the system prompt that all have.")] = 512,
+    question_len: Annotated[int, typer.Option(min=1, help="Tokens that follow it, other ones each time.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each mode runs, in turn.")] = 3,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """The cost of keeping cached prompts separate for each tenant."""
+    from pd_cluster.lab.router.tenants import Tenants, run
+
+    asyncio.run(run(Tenants(model, tenants, requests, system_len, question_len, rounds), json))
+
+
+@app.command("engine")
+def engine(
+    peers: Annotated[
+        str, typer.Option(help="Engines to compare with: generate,continuous,llama.cpp,vllm; default: all.")
+    ] = "",
+    workload: Annotated[str, typer.Option(help="uniform,mixed,steps,guided; default: all.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each engine runs, in turn.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each engine.")] = 2,
+    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    full: Annotated[bool, typer.Option(help="Run the slow workload in every round, not only in the first.")] = False,
+    quick: Annotated[bool, typer.Option(help="A tiny model, one round, generate() only: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """The engine alone against transformers, llama.cpp and vLLM on CPU, and against what the machine can do."""
+    from pd_cluster.lab.engine.bench import make_bench, run
+
+    run(make_bench(peers, workload, rounds, threads, peers_dir, quick, full), json)
+
+
+@app.command("rows")
+def rows(
+    rounds: Annotated[int, typer.Option(min=1, help="Processes for each model.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of either kind in each.")] = 150,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """The overhead per decode step of computing the same numbers for a sequence alone and among others."""
+    from pd_cluster.lab.engine.rows import run
+
+    run(rounds, steps, threads, quick, json)
+
+
+@app.command("kv")
+def kv(
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,
+    transports: Annotated[str, typer.Option(help="As shm,dist; default: all that move host memory.")] = "",
+    sizes: Annotated[str, typer.Option(help="MiB of each transfer; default: 1,16,256.")] = "",
+    streaming: Annotated[bool, typer.Option(help="Measure what streaming hides of a slow link, too.")] = True,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes, one round, no goals: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """KV cache between two processes: GB/s, latency and streaming, against what the machine can do."""
+    from pd_cluster.lab.kv.bench import make_bench, run
+
+    run(make_bench(rounds, transports, sizes, streaming, quick), json)
+
+
+@app.command("guided")
+def guided(
+    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Guides: compiling, masks, JSON schema features and hostile input, against xgrammar if it is there."""
+    from pd_cluster.lab.guided.bench import run
+
+    run(peers_dir, json)
+
+
+@app.command("faults")
+def faults(
+    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    faults: Annotated[
+        str,
+        typer.Option(help="Some of those that an unknown name lists, with commas; default: all."),
+    ] = "",
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at least.")] = 1000,
+    load: Annotated[float, typer.Option(help="Share of what the cluster can serve.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Of the requests and of when they come.")] = 0,
+    kv_transport: Annotated[str, typer.Option(help="shm or dist; default: what `up` chooses.")] = "",
+    quick: Annotated[bool, typer.Option(help="60 requests, two faults: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Two prefill and two decode instances that die, stand still and are restarted under load: what requests notice."""
+    from pd_cluster.lab.faults.bench import make_bench, run
+
+    asyncio.run(run(make_bench(model, faults, num_requests, load, seed, quick, kv_transport), json))
+
+
+@app.command("soak")
+def soak(
+    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    minutes: Annotated[float, typer.Option(help="Of load, after a quiet run.")] = 30.0,
+    kv_transport: Annotated[str, typer.Option(help="shm or dist.")] = "shm",
+    faults: Annotated[str, typer.Option(help="To draw from, with commas; an unknown name lists them.")] = "",
+    load: Annotated[float, typer.Option(help="Share of what the cluster can serve.")] = 0.4,
+    seed: Annotated[int, typer.Option(help="Of the requests, of when they come and of the faults.")] = 0,
+    quick: Annotated[bool, typer.Option(help="15 seconds, two faults: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Two prefill and two decode instances under steady load, with faults at random: what is lost, what grows."""
+    from pd_cluster.lab.faults.soak import make_bench, run
+
+    asyncio.run(run(make_bench(model, minutes, kv_transport, faults, load, seed, quick), json))
+
+
+@app.command("router")
+def router(
+    rounds: Annotated[int, typer.Option(min=1, help="How often the two costs are measured.")] = 3,
+    streams: Annotated[int, typer.Option(min=1, help="Streams that are open at once for the memory of one.")] = 4000,
+    peers_dir: Annotated[str, typer.Option(help="What scripts/setup_bench_peers.sh made; default: .venv-peers.")] = "",
+    quick: Annotated[bool, typer.Option(help="Few requests, one round: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """The scheduler's CPU time a token and a request, added TTFT and memory a stream, beside sglang-router's."""
+    from pd_cluster.lab.router.bench import make_bench, run
+
+    run(make_bench(rounds, streams, peers_dir, quick), json)
+
+
+@app.command("overload")
+def overload(
+    seconds: Annotated[float, typer.Option(help="Of each of six runs.")] = 60.0,
+    max_queue_time: Annotated[
+        float | None,
+        typer.Option(min=0, help="The scheduler's flag; default: 0.8, or 0.08 for decode; 1 with a hog."),
+    ] = None,
+    shapes: Annotated[str, typer.Option(help="What is short: prefill,decode; default: each once.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the requests and of when they come.")] = 0,
+    quick: Annotated[bool, typer.Option(help="2 s each: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Three times the capacity before made-up workers: what is served, how late, what is refused, and a hog's guest."""
+    from pd_cluster.lab.router.overload import make_bench, run
+
+    asyncio.run(run(make_bench(seconds, max_queue_time, shapes, seed, quick), json))
+
+
+@app.command("gpu")
+def gpu(
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="ceilings,engine,layout,start,handover,cluster,transformers,small,attention,small-transformers,"
+            "deterministic; default: all. models: only makes the models."
+        ),
+    ] = "",
+    device: Annotated[str, typer.Option(help="cuda, or cpu with --quick.")] = "cuda",
+    budget: Annotated[float, typer.Option(min=1, help="Seconds; a part that does not fit any more is not run.")] = 540,
+    out: Annotated[str, typer.Option(help="Folder of the report, profiles and logs; default: gpu-report.")] = "",
+    folder: Annotated[str, typer.Option(help="Where 18 GB of models can be for the time being.")] = "",
+    models: Annotated[str, typer.Option(help="A folder that keeps the models; whole ones are not made again.")] = "",
+    resume: Annotated[bool, typer.Option(help="Adds to the report that is in --out.")] = False,
+    quick: Annotated[bool, typer.Option(help="Tiny models, no goals: does it all run?")] = False,
+    table: Annotated[str, typer.Option(help="Only print this report as Markdown.")] = "",
+) -> None:
+    """The CUDA path: decode, prefill and handover against what the GPU can do, and against transformers."""
+    from pd_cluster.lab.gpu.bench import make_bench, run, show_table
+
+    if table:
+        show_table(table)
+    elif not run(make_bench(parts, device, quick, budget, out, folder, models, resume)):
+        raise typer.Exit(1)
+
+
+@app.command("start")
+def start(
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """How soon a cluster is ready, and a killed worker again, against `import torch`; memory; what imports cost."""
+    from pd_cluster.lab.start import run
+
+    run(rounds, json)
+
+
+@app.command("offline")
+def offline(
+    model: Annotated[str, typer.Option(help="Model folder; default: one of 14 million random weights.")] = "",
+    num_requests: Annotated[int, typer.Option(min=1)] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each contender runs, in turn.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of one process; prefill and decode share them.")] = 2,
+    quick: Annotated[bool, typer.Option(help="16 requests, one round: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """The offline service against the engine stepped directly, and split into prefill and decode processes."""
+    from pd_cluster.lab.offline.bench import make_bench, run
+
+    run(make_bench(model, num_requests, rounds, threads, quick), json)

@@ -1,0 +1,98 @@
+"""`pd-cluster check`: how this process would use the given rank tables and variables, and every deadline.
+
+For a worker on NPUs, also every variable of HCCL, with the deadlines' defaults. Does not access any device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of
+from pd_cluster.cluster.members.place import Place, find_place, node_ports
+from pd_cluster.devices import hccl
+from pd_cluster.devices.device import num_threads_for
+from pd_cluster.errors import ConfigError
+from pd_cluster.settings.processes import KeyFiles, PortRange
+from pd_cluster.settings.setting import declared, variable_of
+from pd_cluster.settings.timeouts import Timeouts
+from ranktable_tools import permission_warnings
+from ranktable_tools.npu import HCCN_CONF
+
+
+def run(env: Mapping[str, str]) -> None:
+    """Prints tables; raises ConfigError for the first fault of the tables or variables."""
+    console = Console(width=None if os.isatty(1) else 110)
+    console.print(_deadlines())
+    if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
+        console.print("no rank table: set GLOBAL_RANK_TABLE_FILE_PATH and RANK_TABLE_FILE_PATH to check them")
+        return
+    place = find_place(env)
+    for warning in permission_warnings([Path(place.table.file)]):
+        console.print(f"warning: {warning}")
+    console.print(_instances(place, env))
+    if place.role == "scheduler":
+        console.print("this process: scheduler")
+    else:
+        console.print(
+            f"this process: {place.name} at {place.bind_address}, "
+            f"{num_threads_for(place.num_local_ranks)} compute threads "
+            f"a rank (this host's cores are shared by {place.num_local_ranks} ranks)"
+        )
+        if hccl.is_wanted(_given(env, "device") or "auto", place.server):
+            console.print(_hccl(place, env))
+            if not HCCN_CONF.exists():
+                console.print(f"warning: {HCCN_CONF} is missing, and HCCL reads the NPUs' addresses there: mount it")
+    console.print(_keys(place, env))
+
+
+def _keys(place: Place, env: Mapping[str, str]) -> str:
+    """Reports whether an instance would find its files; only a warning, as flags of its command line are unknown."""
+    derives = (_given(env, "derive_secret") or "").lower() in ("1", "true")
+    secret, key, token = (_given(env, f"{name}_file") for name in ("secret", "scheduler_key", "admin_token"))
+    files = KeyFiles(secret, key, token, derives)
+    try:
+        credentials_of(place, files)
+        if place.role == "scheduler":
+            admin_token_of(place, files)
+    except ConfigError as error:
+        return f"warning: {error}"
+    return "the files of the cluster's secrets are there and readable" if not files.derives else "secrets: derived"
+
+
+def _given(env: Mapping[str, str], setting: str) -> str | None:
+    """Returns a setting of `serve` by its variable; flags of a command line are not visible here."""
+    return env.get(variable_of(setting))
+
+
+def _deadlines() -> Table:
+    table = Table("flag", "seconds", "what it bounds", title="deadlines")
+    for each in declared(Timeouts):
+        table.add_row(each.flag, f"{each.default:g}", each.setting.detail)
+    return table
+
+
+def _hccl(place: Place, env: Mapping[str, str]) -> Table:
+    ports = PortRange.parse(_given(env, "kv_port_range") or "")
+    table = Table("variable", "value", "why", title="HCCL: what the ranks on NPUs get")
+    for each in hccl.settings(place.server, place.bind_address, Timeouts(), ports, env):
+        table.add_row(each.name, "not set" if not each.value else each.value, each.reason)
+    return table
+
+
+def _instances(place: Place, env: Mapping[str, str]) -> Table:
+    ports: list[str] = []
+    try:
+        ports = [str(port) for port in node_ports(env, place)]
+    except ConfigError:
+        if place.role == "scheduler" or env.get("NODE_PORTS") or env.get("NODE_PORTS_FILE"):
+            raise
+    table = Table("instance", "host", "devices", "port", title=str(place.table.file))
+    for at, (name, server) in enumerate(zip(place.names, place.table.instances, strict=True)):
+        devices = ",".join(device.device_id for device in server.device)
+        table.add_row(name, server.server_ip, devices, ports[at] if ports else "NODE_PORTS is not set")
+    return table

@@ -1,0 +1,169 @@
+"""`pd-cluster`: the signature of each function is its command line; that of `serve` is made from the settings.
+
+Imports nothing heavy at the top: `--help` and errors are immediate, and only rank processes import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from pd_cluster import __version__
+from pd_cluster.cluster.routing.policy import POLICIES
+from pd_cluster.commands.batch import run_batch
+from pd_cluster.commands.bench import app as bench_app
+from pd_cluster.commands.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
+from pd_cluster.commands.instances import app as instances_app
+from pd_cluster.commands.keys import app as keys_app
+from pd_cluster.commands.signature import takes
+from pd_cluster.errors import KEEPS_MARKS, PdClusterError
+from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
+from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.transport import table as transports
+
+app = typer.Typer(
+    name="pd-cluster",
+    help="Disaggregated prefill/decode serving for large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench_app, name="bench")
+app.add_typer(instances_app, name="instances")
+app.add_typer(keys_app, name="keys")
+app.command("run-batch")(run_batch)
+*FIRST_POLICIES, LAST_POLICY = POLICIES
+OPEN_CHOICES = {
+    "routing_policy": f"{', '.join(FIRST_POLICIES)} or {LAST_POLICY}",
+    "kv_transport": transports.help_text(),
+}
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@takes(settings().values(), after="context", show_envvar=False, choices=OPEN_CHOICES)
+def serve(context: typer.Context, **given: Any) -> None:
+    """Run one instance; its role comes from the rank tables that the environment names, or from --role.
+
+    Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH; of the scheduler NODE_PORTS, NODE_PORTS_FILE, USE_OPENAI.
+    Any instance takes every flag, so that one command line serves all roles. vLLM's other flags: docs/flags.md.
+    A flag may be a variable, too: --max-num-seqs is PD_CLUSTER_SERVE_MAX_NUM_SEQS.
+    """
+    gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
+    from pd_cluster.commands.serve import run
+
+    run(ServeOptions(**given), _warn_extras(context), dict(os.environ))
+
+
+@app.command()
+def up(
+    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
+    host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Rank processes of each instance.")] = 1,
+    prefill_tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Of each prefill instance, when it is another number.")
+    ] = None,
+    decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
+    restart: Annotated[str, typer.Option(help="on-failure or no: what becomes of a worker that dies.")] = "on-failure",
+    spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line; fork none.")] = False,
+    try_unlisted: Annotated[
+        list[str] | None, typer.Option(metavar="TYPE", help="Serve this model_type as unproven; may be given again.")
+    ] = None,
+    language_model_only: Annotated[
+        bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")
+    ] = False,
+    arguments: Annotated[list[str] | None, typer.Argument(help="After --: flags for every instance.")] = None,
+) -> None:
+    """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
+
+    USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
+    """
+    gc.disable()  # until the cluster is ready
+    from pd_cluster.cluster.members.place import use_openai
+    from pd_cluster.cluster.processes.launch import SPAWN, Launch
+    from pd_cluster.cluster.processes.launcher import run_until_signal
+
+    flags, keys = split_keys(normalize(arguments or []))
+    flags, metrics_keys = split_values(flags, "--metrics-key")
+    flags += choice_of_model(try_unlisted or (), language_model_only)
+    launch = Launch(
+        model=model,
+        num_prefill=prefill,
+        num_decode=decode,
+        host=host,
+        port=port,
+        served_model_names=served_model_name or [],
+        tp_sizes={f"prefill-{i}": prefill_tensor_parallel_size or tensor_parallel_size for i in range(prefill)}
+        | {f"decode-{i}": decode_tensor_parallel_size or tensor_parallel_size for i in range(decode)},
+        openai=use_openai(os.environ),
+        restart=restart,
+        arguments=[*flags, *(SPAWN for _ in range(spawn))],
+        api_keys=keys,
+        metrics_key=metrics_keys[-1] if metrics_keys else "",
+    )
+    raise typer.Exit(asyncio.run(run_until_signal(launch)))
+
+
+@app.command()
+def trace(
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="As its answer names it (cmpl-…, chatcmpl-…); default: list the last.")
+    ] = "",
+    admin: Annotated[str, typer.Option(help="The scheduler's admin address.")] = DEFAULT_ADMIN,
+    admin_token_file: Annotated[str, TOKEN_FILE] = "",
+    secret_file: Annotated[str, NO_SECRET_FILE] = "",
+    png: Annotated[str, typer.Option(help="Draw the timeline into this file too; needs matplotlib.")] = "",
+    json: Annotated[str, typer.Option(help="Write what is shown to this file too.")] = "",
+) -> None:
+    """Show what became of a request: when it was queued, computed, handed over and decoded."""
+    from pd_cluster.client.admin import Admin
+    from pd_cluster.commands.trace.command import run
+
+    run(request_id, Admin(admin, admin_token_file, os.environ), png, json)
+
+
+@app.command()
+def check() -> None:
+    """Check the rank tables and variables of this environment, and show every deadline with its flag."""
+    from pd_cluster.commands.check import run
+
+    run(os.environ)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def _warn_extras(context: typer.Context) -> list[str]:
+    honoured = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    return judge(context.args, honoured)
+
+
+def main() -> None:
+    """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
+    keeps_marks = os.environ.pop(KEEPS_MARKS, "")  # removed, so that processes started by this one do not inherit it
+    logging.captureWarnings(True)
+    argv = sys.argv[1:]
+    if argv[:1] == ["serve"]:
+        argv = normalize(argv)
+    try:
+        app(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
+    except PdClusterError as error:
+        print(f"pd-cluster: {error.text if keeps_marks else error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

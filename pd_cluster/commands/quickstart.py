@@ -1,0 +1,233 @@
+"""`python -m pd_cluster.commands.quickstart`: a local cluster, one question, and the instances that answered it.
+
+Starts the same processes as `pd-cluster up`. Knows nothing of engines: everything that it shows comes from the public
+and admin addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.client.instances import Entries, Traffic, fetch_settled, links_of
+from pd_cluster.client.streaming import Sample, make_client, measure
+from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launcher import Cluster
+from pd_cluster.errors import GenerationError, PdClusterError
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.tables import human_nbytes, print_table
+from pd_cluster.transport.table import BY_NAME
+
+QUESTION = "What is 3 + 4?"
+MAX_TOKENS = 64
+WARM_UP_TOKENS = 3
+NUM_KEPT_LINES = 100
+CHILD_LINE = re.compile(r"\S+ *\| ")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def quickstart(
+    model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
+    port: Annotated[int, typer.Option(help="Public port; the admin port is the next one.")] = 9000,
+    once: Annotated[bool, typer.Option("--once", help="Stop after the first answer.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every process's log.")] = False,
+) -> None:
+    """Bring up a prefill/decode cluster on this machine, ask it one question and show what each instance did.
+
+    Then it serves OpenAI's API at http://127.0.0.1:PORT/v1 until Ctrl-C, which takes everything down.
+    Exit code: 0; 1 with one line on stderr when the cluster cannot start.
+    """
+    launch = Launch(model=model, num_prefill=prefill, num_decode=decode, port=port)
+    asyncio.run(_until_signal(launch, once, verbose))
+
+
+@dataclass(slots=True)
+class Lines:
+    """Handles the cluster's lines: its own are shown once it serves, the processes' logs are kept for a failure."""
+
+    verbose: bool
+    serving: bool = False
+    kept: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_LINES))
+
+    def say(self, line: str) -> None:
+        if self.verbose or (self.serving and not CHILD_LINE.match(line)):
+            print(line, flush=True)
+        else:
+            self.kept.append(line)
+
+    def show_kept(self) -> None:
+        for line in self.kept:
+            print(line, file=sys.stderr, flush=True)
+        self.kept.clear()
+
+
+async def _until_signal(launch: Launch, once: bool, verbose: bool) -> None:
+    """Runs everything; SIGINT and SIGTERM end it, a second one at once. It always ends all processes."""
+    Checkpoint.open(launch.model or str(SHIPPED_MODEL))  # a wrong model is one line, before anything starts
+    lines = Lines(verbose)
+    cluster = Cluster(launch, lines.say)
+    stopping, hurried = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: hurried.set() if stopping.is_set() else stopping.set())
+    working = asyncio.ensure_future(_work(cluster, lines, once))
+    waiting = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        print("stopping", flush=True)
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        lines.serving = False
+        await _stop(cluster, hurried)
+        waiting.cancel()
+
+
+async def _stop(cluster: Cluster, hurried: asyncio.Event) -> None:
+    ending = asyncio.ensure_future(cluster.stop())
+    hurrying = asyncio.ensure_future(hurried.wait())
+    await asyncio.wait({ending, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+    if not ending.done():
+        await cluster.stop(kill=True)
+    await ending
+    hurrying.cancel()
+
+
+async def _work(cluster: Cluster, lines: Lines, once: bool) -> None:
+    launch = cluster.launch
+    started_s = time.monotonic()
+    await cluster.start()
+    print(f"starting {launch.num_prefill} prefill, {launch.num_decode} decode and the scheduler …", flush=True)
+    try:
+        await cluster.wait_ready()
+        print(f"ready after {time.monotonic() - started_s:.1f} s", flush=True)
+        lines.serving = True
+        await _ask_and_show(launch)
+    except PdClusterError:
+        lines.show_kept()
+        raise
+    if once:
+        return
+    print(_invitation(launch), flush=True)
+    try:
+        await cluster.wait_failure()
+    except PdClusterError:
+        lines.show_kept()
+        raise
+
+
+# ---- question
+
+
+async def _ask_and_show(launch: Launch) -> None:
+    """Asks and prints. Raises GenerationError without an answer."""
+    await _ask(launch.url, WARM_UP_TOKENS, lambda text: None)  # the first request pays for lazy loading
+    before = Traffic.of(await fetch_settled(launch.admin_url))
+    print(f"\n> {QUESTION}", flush=True)
+    sample = await _ask(launch.url, MAX_TOKENS, _print_text)
+    print(flush=True)
+    if sample.error:
+        raise GenerationError(f"the question was not answered: {sample.error}")
+    entries = await fetch_settled(launch.admin_url)
+    _show(sample, entries, Traffic.of(entries).received_nbytes - before.received_nbytes)
+
+
+async def _ask(url: str, max_tokens: int, on_text: Callable[[str], None]) -> Sample:
+    """Asks as a chat, or as a plain completion for a model without a chat template."""
+    async with make_client() as client:
+        body: dict[str, Any] = {"temperature": 0, "max_tokens": min(max_tokens, await _room(client, url))}
+        messages = [{"role": "user", "content": QUESTION}]
+        sample = await measure(client, f"{url}/v1/chat/completions", {**body, "messages": messages}, on_text)
+        if sample.status == 400:
+            sample = await measure(client, f"{url}/v1/completions", {**body, "prompt": QUESTION}, on_text)
+    return sample
+
+
+def _print_text(text: str) -> None:
+    """Prints text without control characters, which an untrained model may produce."""
+    encoding = sys.stdout.encoding or "utf-8"
+    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    print(shown.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+async def _room(client: httpx.AsyncClient, url: str) -> int:
+    """Returns the number of output tokens that leaves half of the context to the question."""
+    try:
+        models = (await client.get(f"{url}/v1/models", timeout=5)).json()
+        return max(1, int(models["data"][0]["max_model_len"]) // 2)
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise GenerationError(f"{url}/v1/models does not answer: {error!r}") from None
+
+
+# ---- table
+
+
+def _show(sample: Sample, entries: Entries, kv_nbytes: int) -> None:
+    prefill, decode = sample.served_by if len(sample.served_by) == 2 else ("?", "?")
+    num_later = max(0, sample.num_output_tokens - 1)
+    transport = _transport(entries, prefill, decode)
+    rows = [
+        ["time to first token (TTFT)", _ms(sample.ttft_s), f"{prefill} computed the prompt and token 1"],
+        ["time per output token (TPOT)", _ms(sample.tpot_s), f"{decode} computed {num_later} more"],
+        ["prompt tokens", str(sample.num_prompt_tokens), prefill],
+        ["output tokens", str(sample.num_output_tokens), f"1 by {prefill}, {num_later} by {decode}"],
+        ["KV cache moved", human_nbytes(kv_nbytes), f"{prefill} → {decode} over {transport}"],
+    ]
+    print(flush=True)
+    print_table("What happened", ["", "", "by"], rows)
+    print(flush=True)
+
+
+def _transport(entries: Entries, prefill: str, decode: str) -> str:
+    """Returns `shm (shared memory of this host)`, as in the prefill instance's entry."""
+    state = next((links_of(each).get(decode) for each in entries if each["instance_id"] == prefill), None)
+    if state is None:
+        return "an unknown link"
+    if not state.is_up:
+        return str(state)
+    name = f"{state.over}, {state.precision}" if state.precision else state.over
+    title = BY_NAME[name].title if name in BY_NAME else ""
+    return f"{name} ({title})" if title else name
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+
+def _invitation(launch: Launch) -> str:
+    body = json.dumps({"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": MAX_TOKENS})
+    return (
+        f"serving OpenAI's API at {launch.url}/v1, admin at {launch.admin_url}; Ctrl-C stops everything\n"
+        f"try: curl {launch.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"or:  pd-cluster instances --admin {launch.admin_url}"
+    )
+
+
+def main() -> None:
+    try:
+        app(prog_name="python -m pd_cluster.commands.quickstart")
+    except PdClusterError as error:
+        print(f"quickstart: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Timelines of requests, as text and pictures."""

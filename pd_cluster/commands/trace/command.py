@@ -1,0 +1,57 @@
+"""`pd-cluster trace`: queries the admin address, prints, writes files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from pd_cluster.client.admin import Admin, not_an_admin, raise_unauthorized
+from pd_cluster.commands.trace.png import check_installed, write_png
+from pd_cluster.commands.trace.text import print_requests, print_timeline
+from pd_cluster.errors import ConfigError, PdClusterError
+from pd_cluster.tables import check_writable
+
+
+def run(request_id: str, admin: Admin, png: str, json_file: str) -> None:
+    """Lists the last requests without an id, or shows the timeline of one. Raises PdClusterError."""
+    check_writable(json_file)
+    check_writable(png, "--png")
+    if png and not request_id:
+        raise ConfigError(f"--png {png}: needs the id of a request; `pd-cluster trace` without one lists them")
+    if png:
+        check_installed()
+    path = f"/requests/{quote(request_id, safe='')}/timeline" if request_id else "/requests"
+    answer = asyncio.run(_fetch(admin, path, "events" if request_id else "requests"))
+    if request_id:
+        print_timeline(answer)
+    else:
+        print_requests(admin.url, answer)
+    if json_file:
+        _write_json(answer, json_file)
+    if png:
+        write_png(answer, png)
+
+
+async def _fetch(admin: Admin, path: str, field: str) -> dict[str, Any]:
+    """Fetches JSON. Raises PdClusterError, with the admin address's own message where it has one."""
+    response = await admin.ask(path)
+    raise_unauthorized(response)
+    try:
+        answer: dict[str, Any] = response.json()
+        if response.status_code == 404 and answer["error"]["code"] == "request_not_found":
+            raise PdClusterError(answer["error"]["message"])
+        if not isinstance(answer[field], list):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise not_an_admin(response) from None
+    return answer
+
+
+def _write_json(answer: dict[str, Any], file: str) -> None:
+    try:
+        Path(file).write_text(json.dumps(answer, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {file}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,1 @@
+"""The devices that torch computes on: names, streams, groups of ranks."""

@@ -1,0 +1,310 @@
+"""The only place that names devices to torch: their kind, their number, this process's own, and its memory.
+
+Imports torch only inside functions: a worker's parent checks names here and never loads it. torch_npu is imported when
+an NPU is requested, by name or because this machine has NPUs and no GPU. streams.py launches work on devices and orders
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pd_cluster.devices.kinds import BY_KIND, DeviceKind, Kind
+from pd_cluster.errors import ConfigError, called, first_line
+
+# (limit, use) of this process's control group as seen in containers, versions 2 and 1
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+NPU_FILES = "/dev/davinci[0-9]*"
+NPU_VISIBILITY = "ASCEND_RT_VISIBLE_DEVICES"
+
+KINDS: tuple[DeviceKind, ...] = tuple(BY_KIND)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that one rank process computes on. `index` counts visible devices; its traits are in kinds.py."""
+
+    kind: DeviceKind
+    index: int = 0
+
+    @property
+    def torch_name(self) -> str:
+        return "cpu" if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+    @property
+    def traits(self) -> Kind:
+        return BY_KIND[self.kind]
+
+    @property
+    def dist_backend(self) -> str:
+        return self.traits.dist_backend
+
+    @property
+    def is_accelerator(self) -> bool:
+        return self.kind != "cpu"
+
+
+CPU = Device("cpu")
+
+
+class MemoryInfo(NamedTuple):
+    """Bytes of one device. `free` counts memory that no process holds."""
+
+    free: int
+    total: int
+
+
+def check_name(name: str) -> None:
+    """Checks a `--device`. Raises ConfigError for an unknown name; needs no torch."""
+    if name not in ("auto", *KINDS):
+        raise ConfigError(f"{called('device')} {name}: expected auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+
+
+def resolve(name: str) -> Device:
+    """Returns the first device of the kind in `--device`; `auto` takes what this machine has. Raises ConfigError."""
+    return bind(name, (), 0)
+
+
+def bind(name: str, device_ids: Sequence[str], rank: int) -> Device:
+    """Returns the device of one rank of an instance, given its devices in the rank table. Raises ConfigError.
+
+    A container that mounts cards 4 and 5 sees them as 0 and 1. So if the number of visible devices equals the table's,
+    rank i has the i-th; otherwise it has the one whose number is the i-th device_id in ascending order. No visibility
+    variable is set. Without `device_ids`: the first.
+    """
+    check_name(name)
+    kind = _kind_here() if name == "auto" else next(each for each in KINDS if each == name)
+    if kind == "cpu":
+        return CPU
+    found, why = (num_cuda_devices(), _why_no_cuda) if kind == "cuda" else (num_npu_devices(), _why_no_npu)
+    if not found:
+        place = f"torch finds no {kind.upper()} device here ({why()})"
+        raise ConfigError(f"{called('device')} {name}: {place}; use {called('device')} cpu")
+    index = rank
+    if device_ids and found != len(device_ids):
+        index = _numbers(device_ids, kind)[rank]
+    if index >= found:
+        raise ConfigError(
+            f"{called('device')} {name}: the rank table gives rank {rank} device_id {index}, and {found} "
+            f"{kind.upper()} devices are visible here; make the table's devices visible, or correct its device_id"
+        )
+    return Device(kind, index)
+
+
+def _kind_here() -> DeviceKind:
+    """Returns CUDA where torch finds a GPU, NPU where the driver shows one; an unusable NPU is then an error."""
+    if num_cuda_devices():
+        return "cuda"
+    return "npu" if npu_files() else "cpu"
+
+
+def _numbers(device_ids: Sequence[str], kind: DeviceKind) -> list[int]:
+    try:
+        return sorted(map(int, device_ids))
+    except ValueError:
+        raise ConfigError(f"device_id {', '.join(device_ids)}: {BY_KIND[kind].noun} is named by its number") from None
+
+
+def _why_no_cuda() -> str:
+    import torch
+
+    return "it is built without CUDA" if torch.version.cuda is None else "no driver, or none is visible"
+
+
+def num_cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def npu_files() -> list[str]:
+    """Returns the driver's files for NPUs; one for each card that this process may use."""
+    return sorted(glob.glob(NPU_FILES))
+
+
+def num_npu_devices() -> int:
+    """Counts visible NPUs; 0 also where torch-npu cannot be imported."""
+    return 0 if _npu_problem() else int(_npu().device_count())
+
+
+@functools.cache
+def _npu_problem() -> str:
+    """Imports torch-npu; returns why it is not available, or ""."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch-npu is not installed: pip install 'pd-cluster[npu]'"
+    try:
+        _npu()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"torch-npu cannot be imported: {first_line(error)}; is CANN's set_env.sh sourced?"
+    return ""
+
+
+def _why_no_npu() -> str:
+    if problem := _npu_problem():
+        return problem
+    if visible := os.environ.get(NPU_VISIBILITY):
+        return f"{NPU_VISIBILITY}={visible}: a container counts the cards that it mounts from 0; take it out"
+    return "no /dev/davinci* is mounted" if not npu_files() else "the driver shows none"
+
+
+def _npu() -> Any:
+    """Returns torch.npu, which torch_npu provides."""
+    return importlib.import_module("torch_npu").npu
+
+
+def use(device: Device) -> None:
+    """Makes the device the default for allocations and launches on every thread that calls this.
+
+    Raises ConfigError when the device is unavailable.
+    """
+    if not device.is_accelerator:
+        return
+    try:
+        _module(device).set_device(device.index)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{device.torch_name} cannot be used: {first_line(error)}; does another process or container have it?"
+        ) from error
+
+
+def memory(device: Device) -> MemoryInfo:
+    """Returns an accelerator's memory, counting all processes."""
+    return MemoryInfo(*_module(device).mem_get_info(device.index))
+
+
+def reserved_nbytes(device: Device) -> int:
+    """Returns the bytes that this process's allocator holds of an accelerator after it has released unused ones."""
+    _module(device).empty_cache()
+    return int(_module(device).memory_reserved(device.index))
+
+
+def peak_nbytes(device: Device) -> int:
+    """Returns the most that this process's allocator has held of an accelerator since `reset_peak`."""
+    return int(_module(device).max_memory_reserved(device.index))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an accelerator had no memory left: the allocator's own error, or one in the place of it.
+
+    While a graph is captured or instantiated the driver raises errors of its own, and ending a capture can hide the
+    allocator's.
+    """
+    import torch
+
+    hidden = error.__context__
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or "out of memory" in str(error).lower()
+        or (hidden is not None and is_out_of_memory(hidden))
+    )
+
+
+def pinned_nbytes(device: Device) -> int | None:
+    """Returns the bytes of pinned host memory that this process's allocator has taken from the driver.
+
+    torch's allocator rounds each block up to a power of two. None where torch does not tell.
+    """
+    stats = getattr(_module(device), "host_memory_stats", None)
+    return None if stats is None else int(stats().get("allocated_bytes.current", 0))
+
+
+def reset_peak(device: Device) -> None:
+    _module(device).empty_cache()
+    _module(device).reset_peak_memory_stats(device.index)
+
+
+def uuid(device: Device) -> str:
+    """Names an accelerator to every process of the host, whichever devices it sees; "" if its driver does not."""
+    name = str(_module(device).get_device_properties(device.index).uuid)
+    return name if name.strip("0-") else ""
+
+
+def with_uuid(kind: DeviceKind, wanted: str) -> Device | None:
+    """Returns the device with this `uuid`, if it is visible to this process."""
+    if not wanted:
+        return None
+    num_visible = {"cpu": lambda: 0, "cuda": num_cuda_devices, "npu": num_npu_devices}[kind]()
+    return next((each for each in (Device(kind, at) for at in range(num_visible)) if uuid(each) == wanted), None)
+
+
+def can_read(device: Device, other: Device) -> bool:
+    """Whether code on `device` can read the memory of `other`."""
+    return device == other or bool(_module(device).can_device_access_peer(device.index, other.index))
+
+
+def expands_segments() -> str:
+    """Returns the setting that makes torch's allocator grow allocations, which other processes cannot map, or ""."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            return f"{name}={os.environ[name]}"
+    return ""
+
+
+def num_multiprocessors(device: Device) -> int:
+    """Counts multiprocessors; 1 on CPU."""
+    return _module(device).get_device_properties(device.index).multi_processor_count if device.is_accelerator else 1
+
+
+def compute_capability(device: Device) -> tuple[int, int]:
+    """Returns a CUDA device's compute capability; on CPU, where kernels are interpreted, that of Hopper."""
+    if not device.is_accelerator:
+        return 9, 0
+    properties = _module(device).get_device_properties(device.index)
+    return properties.major, properties.minor
+
+
+def synchronize(device: Device) -> None:
+    """Waits for all launched work."""
+    if device.is_accelerator:
+        _module(device).synchronize(device.index)
+
+
+def _module(device: Device) -> Any:
+    """Returns torch.cuda or torch.npu, which have the same functions."""
+    import torch
+
+    assert device.is_accelerator
+    return torch.cuda if device.kind == "cuda" else _npu()
+
+
+def process_group(device: Device) -> Any:
+    """Returns torch's class of groups over such accelerators: ProcessGroupNCCL, ProcessGroupHCCL, or None."""
+    if device.kind != "npu":
+        return getattr(importlib.import_module("torch._C._distributed_c10d"), "ProcessGroupNCCL", None)
+    if _npu_problem():
+        return None
+    return getattr(importlib.import_module("torch_npu")._C._distributed_c10d, "ProcessGroupHCCL", None)
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def available_nbytes(device: Device) -> int:
+    """Returns the memory available to new allocations; on CPU the host's, within this process's control group."""
+    if device.is_accelerator:
+        return memory(device).free
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    for limit, used in CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+            available = min(available, int(Path(limit).read_text("ascii")) - int(Path(used).read_text("ascii")))
+    return max(0, available)
+
+
+def num_threads_for(num_local_ranks: int) -> int:
+    """Returns the compute threads of one rank process when that many share this host's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_local_ranks))

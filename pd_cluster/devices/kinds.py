@@ -1,0 +1,65 @@
+"""Describes each kind of device in one row, so that no other module compares kinds.
+
+A field is a capability or a requirement; the code that reads it decides the consequences. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DeviceKind = Literal["cpu", "cuda", "npu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`noun` names one device in messages, `dist_backend` names torch's groups over such devices.
+
+    Numbers: `emulates_16_bits`, slowly; `attends_in_float32`; `has_doubles` that are fast enough to use.
+    KV pools: `block_size` in tokens, by default; `wants_layers_apart` when attention needs every layer contiguous;
+    `most_plane_numel`, the numbers of one layer's plane that operators can index, 0 for any.
+    Steps: with `large_nbytes` of memory or more, a device takes large ones by default; 0: no device does.
+    Attention: `runs_triton`, and FlashInfer with it.
+    Graphs: `most_graph_streams`, 0 without graphs; `graphs_take_any_context` when one serves every length;
+    `captures_sums` of several ranks; `spreads_tokens` from rank 0 to the others without the host.
+    """
+
+    name: DeviceKind
+    noun: str
+    dist_backend: Literal["gloo", "nccl", "hccl"]
+    emulates_16_bits: bool = False
+    attends_in_float32: bool = True
+    has_doubles: bool = True
+    block_size: int = 16
+    wants_layers_apart: bool = False
+    most_plane_numel: int = 0
+    large_nbytes: int = 0
+    runs_triton: bool = False
+    most_graph_streams: int = 0
+    graphs_take_any_context: bool = False
+    captures_sums: bool = True
+    spreads_tokens: bool = True
+    handles_say_their_kind: bool = False  # the handle that maps its memory into another process is in torch's own form
+    is_slow_to_name_streams: bool = False
+
+
+CPU_KIND = Kind("cpu", "the host", "gloo", emulates_16_bits=True)
+CUDA_KIND = Kind(
+    "cuda", "a CUDA device", "nccl", large_nbytes=70_000_000_000, runs_triton=True, handles_say_their_kind=True
+)
+NPU_KIND = Kind(
+    "npu",
+    "an NPU",
+    "hccl",
+    attends_in_float32=False,
+    has_doubles=False,
+    block_size=128,
+    wants_layers_apart=True,
+    most_plane_numel=(1 << 31) - 1,
+    most_graph_streams=1800,  # 2,048 exist, according to others who capture on NPUs
+    graphs_take_any_context=True,
+    captures_sums=False,  # the number of streams that HCCL's sums take in a graph is unknown
+    spreads_tokens=False,  # HCCL's broadcast of tokens is untested
+    is_slow_to_name_streams=True,
+)
+BY_KIND: dict[DeviceKind, Kind] = {each.name: each for each in (CPU_KIND, CUDA_KIND, NPU_KIND)}

@@ -1,0 +1,1 @@
+"""Moves the KV cache of a prompt from one engine to another."""

@@ -1,0 +1,67 @@
+"""Events for the engine's thread from others: the mailbox, the links' threads, the parent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.gather import Gather
+from pd_cluster.transport.events import LinkEvent
+
+
+@dataclass(frozen=True, slots=True)
+class ConnOpened:
+    conn: str
+    peer: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnClosed:
+    conn: str
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    conn: str
+    peer: str
+    body: wire.Body
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The mailbox's thread has confirmed to D that this transfer stood: it is D's now."""
+
+    conn: str
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopEngine:
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OfLane:
+    """One lane's event in a link of several: `gather` determines when all lanes have reported it."""
+
+    gather: Gather
+    lane: int
+    event: LinkEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Another rank has reported what it offers in a lane of this connection's link."""
+
+    conn: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartDrain:
+    """Accept nothing more, and stop when all current requests have ended."""
+
+
+Event = ConnOpened | ConnClosed | Mail | HandedOver | StopEngine | StartDrain | OfLane | Offered | LinkEvent

@@ -1,0 +1,46 @@
+"""Determines when all lanes of a link have reported the same about a transfer. Pure; no threads, no sockets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from pd_cluster.transport.events import Drained, Landed, LandFault, LinkEvent, LinkFailed
+
+
+class Gather:
+    """A transfer has landed or drained when it has in every lane; a fault in one lane is a fault of the transfer.
+
+    Each lane reports `Landed` or `LandFault` before `Drained`, and nothing of the transfer afterwards.
+    """
+
+    def __init__(self, num_lanes: int) -> None:
+        self._num_lanes = num_lanes
+        self._landed: defaultdict[str, dict[int, Landed]] = defaultdict(dict)
+        self._drained: defaultdict[str, set[int]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        """Returns how many transfers are incomplete."""
+        return len(self._landed.keys() | self._drained.keys())
+
+    def add(self, lane: int, event: LinkEvent) -> LinkEvent | None:
+        """Returns the event for the whole link, if this one completes it."""
+        match event:
+            case LinkFailed() | LandFault():
+                return event
+            case Landed(transfer_id):
+                landed = self._landed[transfer_id]
+                landed[lane] = event
+                if len(landed) < self._num_lanes:
+                    return None
+                del self._landed[transfer_id]
+                if len({tuple(token.token_id for token in each.first_tokens) for each in landed.values()}) > 1:
+                    return LandFault(transfer_id, "the lanes of the link do not agree about the first tokens")
+                nbytes = sum(each.nbytes for each in landed.values())
+                return Landed(transfer_id, landed[0].first_tokens, nbytes)
+            case Drained(transfer_id):
+                self._drained[transfer_id].add(lane)
+                if len(self._drained[transfer_id]) < self._num_lanes:
+                    return None
+                del self._drained[transfer_id]
+                self._landed.pop(transfer_id, None)
+                return event

@@ -1,0 +1,269 @@
+"""A request's KV cache arrives: the decode side of every transfer.
+
+The state × event table is in docs/protocol.md; every method here is one event. No torch, no sockets, no clock of its
+own: sends, copies and reports go through the ports that the constructor receives, so that tests can drive the same code
+through any order of events.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pd_cluster import wire
+from pd_cluster.engine.step import beam_groups, beams
+from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import Note, Request, Status, TokenOutput, note_nothing
+
+log = logging.getLogger(__name__)
+
+Ended = Callable[[Request, str | None], None]  # the leg is over here; None: another process reports why
+
+
+class ImportPorts(Protocol):
+    """The services that Imports needs."""
+
+    def send(self, conn: str, body: wire.Body) -> None: ...
+
+    def precision(self, conn: str) -> str:
+        """Returns the precision that KV cache had on its way over this link; "" when it is exact."""
+
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
+        """Lets the link's thread write the prompt's tokens from `first_token` on; earlier ones are here already."""
+
+    def forget(self, conn: str, transfer_id: str) -> None:
+        """Stops the link's thread; `on_drained` follows, even if the link is down."""
+
+    def progress_s(self, conn: str) -> float: ...
+
+
+class ImportState(enum.Enum):
+    EXPECTED = "expected"  # submitted, not offered
+    OFFERED = "offered"  # offered, not submitted
+    QUEUED = "queued"
+    LANDING = "landing"
+    CONFIRMING = "confirming"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Import:
+    transfer_id: str
+    state: ImportState
+    since_s: float
+    conn: str = ""
+    num_tokens: int = 0
+    request: Request | None = None
+    first_tokens: list[TokenOutput] = field(default_factory=list)
+
+
+class Imports:
+    """`joined(request, sequences, tokens)`: a request's KV has arrived; these sequences take part in the next step."""
+
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        ports: ImportPorts,
+        ended: Ended,
+        joined: Callable[[Request, list[Request], list[TokenOutput]], None],
+        clock: Callable[[], float],
+        timeouts: Timeouts,
+        growth_tokens: int,
+        vocab_size: int,
+        note: Note = note_nothing,
+    ) -> None:
+        self._scheduler = scheduler
+        self._ports = ports
+        self._ended = ended
+        self._joined = joined
+        self._clock = clock
+        self._timeouts = timeouts
+        self._growth_tokens = growth_tokens
+        self._vocab_size = vocab_size
+        self._note = note
+        self._imports: dict[str, Import] = {}  # offered ones in the order of their offers
+        self.num_landings = 0
+        self.num_expired = 0
+
+    def __len__(self) -> int:
+        return len(self._imports)
+
+    @property
+    def num_expected(self) -> int:
+        return sum(1 for each in self._imports.values() if each.state is ImportState.EXPECTED)
+
+    @property
+    def num_queued(self) -> int:
+        return sum(1 for i in self._imports.values() if i.state in (ImportState.EXPECTED, ImportState.QUEUED))
+
+    def num_on_their_way(self, batch: str) -> int:
+        """Counts requests whose KV will land without further action; 0 if one lacks room or is of another batch."""
+        total = 0
+        for each in self._imports.values():
+            if each.state is ImportState.DRAINING:
+                continue
+            if each.request is None or each.request.batch != batch or each.state is ImportState.QUEUED:
+                return 0
+            total += each.request.sampling.max_tokens > 1  # otherwise P has the whole answer
+        return total
+
+    def submit(self, request: Request) -> None:
+        found = self._imports.get(request.transfer_id)
+        if found is None:
+            new = Import(request.transfer_id, ImportState.EXPECTED, self._clock(), request=request)
+            self._imports[request.transfer_id] = new
+        elif found.state is ImportState.OFFERED:
+            found.request = request
+            found.state = ImportState.QUEUED
+            self._check_offer(found)
+        else:
+            self._ended(request, f"transfer {request.transfer_id} is under way for another request")
+
+    def on_offer(self, conn: str, offer: wire.Offer, peer: str = "") -> None:
+        """Handles an offer of `peer` (name@epoch) over its connection."""
+        found = self._imports.pop(offer.transfer_id, None)
+        if found is not None and found.state is not ImportState.EXPECTED:
+            self._imports[offer.transfer_id] = found  # offered twice: the first stands
+            return
+        request = found.request if found is not None else None
+        if found is not None and request is not None and peer not in ("", request.peer):
+            log.warning("%s offers %s, which %s should", peer, offer.transfer_id, request.peer)
+            self._imports[offer.transfer_id] = found
+            return
+        state = ImportState.OFFERED if request is None else ImportState.QUEUED
+        offered = Import(offer.transfer_id, state, self._clock(), conn, offer.num_tokens, request)
+        self._imports[offer.transfer_id] = offered
+        self._note(offer.transfer_id, "offered")
+        self._check_offer(offered)
+
+    def credit(self) -> None:
+        """Reserves landing blocks for queued offers, by priority and then in order of offers, while there is room."""
+        queued = [i for i in self._imports.values() if i.state is ImportState.QUEUED]
+        for waiting in sorted(queued, key=lambda i: i.request.priority if i.request is not None else 0):
+            request = waiting.request
+            assert request is not None
+            request.kv_precision = self._ports.precision(waiting.conn)
+            growth = min(request.sampling.max_tokens, self._growth_tokens)
+            num_tokens = waiting.num_tokens + growth
+            if not self._scheduler.can_land(request, num_tokens):
+                return
+            first_token = self._scheduler.land(request, num_tokens)
+            waiting.state = ImportState.LANDING
+            waiting.since_s = self._clock()
+            num_prompt_blocks = self._scheduler.num_blocks_for(waiting.num_tokens)
+            block_ids = request.block_table[:num_prompt_blocks]
+            self._ports.begin(waiting.conn, waiting.transfer_id, block_ids, first_token, waiting.num_tokens)
+            self._note(waiting.transfer_id, "credited", first_token=first_token)
+            self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))
+
+    def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
+        found = self._imports.get(transfer_id)
+        if found is None or found.state is not ImportState.LANDING:
+            return
+        if not self._are_first_tokens(found.request, first_tokens):
+            self.on_fault(transfer_id, "the first-token outputs do not belong to this request")
+        else:
+            found.state = ImportState.CONFIRMING
+            found.since_s = self._clock()
+            found.first_tokens = first_tokens
+            self._note(transfer_id, "landing complete")
+            self._ports.send(found.conn, wire.Confirm(transfer_id))
+
+    def on_confirmed(self, conn: str, answer: wire.Confirmed) -> None:
+        found = self._find(conn, answer.transfer_id)
+        if found is None or found.state is not ImportState.CONFIRMING or found.request is None:
+            return
+        if not answer.held:
+            self._give_up(found, "the prefill instance had already let go of the KV cache")
+            return
+        request = found.request
+        del self._imports[answer.transfer_id]
+        self.num_landings += 1
+        self._note(answer.transfer_id, "confirmed")
+        self._scheduler.landed(request)
+        start = beam_groups.start if request.sampling.beam_width else StepScheduler.start_sequences
+        sequences = start(self._scheduler, request, found.first_tokens)
+        self._joined(request, sequences, found.first_tokens)
+
+    def on_fault(self, transfer_id: str, reason: str) -> None:
+        """Cancels a transfer that the link's thread could not land."""
+        found = self._imports.get(transfer_id)
+        if found is not None and found.state is ImportState.LANDING:
+            self._ports.send(found.conn, wire.Cancel(transfer_id, reason))
+            self._give_up(found, reason)
+
+    def on_revoke(self, conn: str, transfer_id: str) -> None:
+        found = self._find(conn, transfer_id)
+        if found is not None:
+            self._give_up(found, None)
+
+    def abort(self, request: Request) -> None:
+        """Ends a transfer that is no longer wanted. Returns at once; landing blocks are freed after the last write."""
+        found = self._imports.get(request.transfer_id)
+        if found is not None and found.state is not ImportState.DRAINING:
+            if found.conn:
+                self._ports.send(found.conn, wire.Cancel(found.transfer_id, "aborted"))
+            self._give_up(found, None)
+
+    def on_link_down(self, conn: str, reason: str) -> None:
+        for found in [i for i in self._imports.values() if i.conn == conn]:
+            peer = found.request.peer if found.request is not None else "the prefill instance"
+            self._give_up(found, f"the link from {peer} is down: {reason}")
+
+    def on_drained(self, transfer_id: str) -> None:
+        found = self._imports.get(transfer_id)
+        if found is not None and found.state is ImportState.DRAINING:
+            del self._imports[transfer_id]
+            if found.request is not None and found.request.status is Status.LANDING:
+                self._scheduler.finish(found.request)
+
+    def expire(self) -> None:
+        now_s = self._clock()
+        for found in list(self._imports.values()):
+            if found.state in (ImportState.LANDING, ImportState.CONFIRMING, ImportState.OFFERED):
+                alive_s = found.since_s
+                if found.state is not ImportState.OFFERED:
+                    alive_s = max(alive_s, self._ports.progress_s(found.conn))
+                if now_s - alive_s > self._timeouts.transfer_timeout_s:
+                    self.num_expired += 1
+                    reason = f"the transfer stood still for {self._timeouts.transfer_timeout_s:g} s"
+                    self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
+                    self._give_up(found, reason)
+
+    def _check_offer(self, found: Import) -> None:
+        request = found.request
+        if request is not None and found.num_tokens != len(request.prompt_token_ids):
+            reason = f"offered {found.num_tokens} tokens for a prompt of {len(request.prompt_token_ids)}"
+            self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
+            self._give_up(found, reason)
+
+    def _are_first_tokens(self, request: Request | None, tokens: list[TokenOutput]) -> bool:
+        """Whether these are valid tokens for position 0 of each sequence, and at least one sequence continues."""
+        if request is not None and request.sampling.beam_width:
+            return beams.are_first_tokens(request, tokens, self._vocab_size)
+        if request is None or len(tokens) != request.sampling.n or all(t.finish_reason is not None for t in tokens):
+            return False
+        expected = [(request.request_id, request.attempt, index, 0) for index in range(request.sampling.n)]
+        found = [(t.request_id, t.attempt, t.index, t.position) for t in tokens]
+        return found == expected and all(0 <= t.token_id < self._vocab_size for t in tokens)
+
+    def _give_up(self, found: Import, error: str | None) -> None:
+        """Ends the leg; `error` None when the other side or the scheduler knows why. Landing blocks drain first."""
+        if found.state is ImportState.DRAINING:
+            return
+        request = found.request
+        if found.state in (ImportState.LANDING, ImportState.CONFIRMING):
+            found.state = ImportState.DRAINING
+            self._ports.forget(found.conn, found.transfer_id)
+        else:
+            del self._imports[found.transfer_id]
+        if request is not None:
+            self._ended(request, error)
+
+    def _find(self, conn: str, transfer_id: str) -> Import | None:
+        found = self._imports.get(transfer_id)
+        return found if found is not None and found.conn == conn else None

@@ -1,0 +1,190 @@
+"""The links of a worker from prefill instances. State × event table in docs/protocol.md.
+
+Runs on the engine's thread, except for `route` and `meet`, which pass on what the mailbox receives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.events import OfLane
+from pd_cluster.engine.handover.gather import Gather
+from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, ReceiveEnd, Side
+from pd_cluster.errors import LinkError, called
+from pd_cluster.kv.layout import KVLayout, check_pair, lanes
+from pd_cluster.transport.events import Drained, LinkEvent, Report
+from pd_cluster.types import Note, note_nothing
+
+log = logging.getLogger(__name__)
+
+
+class InLinks:
+    """D's end of every link. `down(conn, reason)` is called while the link's threads still acknowledge drains.
+
+    `report` receives the events of a link's only lane, or `OfLane` where there are several.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        post: Post,
+        ends: LaneEnds,
+        report: Callable[[LinkEvent | OfLane], None],
+        down: Callable[[str, str], None],
+        progress: PeerProgress,
+        note: Note = note_nothing,
+    ) -> None:
+        self._side = side
+        self._post = post
+        self._make = ends
+        self._report = report
+        self._down = down
+        self._progress = progress
+        self._note = note
+        self._lanes: dict[str, list[ReceiveEnd]] = {}
+        self._link_ids: dict[str, str] = {}
+        self._received_nbytes = 0  # over links that are gone
+        self._num_dropped = 0
+
+    @property
+    def received_nbytes(self) -> int:
+        return self._received_nbytes + sum(map(_received_nbytes, list(self._lanes.values())))
+
+    @property
+    def num_dropped(self) -> int:
+        """Counts KV frames that were not part of their link."""
+        return self._num_dropped + sum(map(_num_dropped, list(self._lanes.values())))
+
+    def on_open(self, conn: str, peer: str, opened: wire.LinkOpen, is_told: bool) -> None:
+        """Opens or refuses a link. `is_told`: the scheduler has announced this peer."""
+        if conn in self._lanes:
+            return
+        ends: list[ReceiveEnd] = []
+        try:
+            if not is_told:
+                raise LinkError(f"the scheduler has not told {self._side.own} of {peer}", retry=True)
+            self._check(opened)
+            reports = self._reports(len(opened.lanes))
+            for index, report in enumerate(reports):
+                ends.append(self._make.receive_end(conn, peer, opened, index, report, self._note))
+        except LinkError as error:
+            log.log(logging.INFO if error.retry else logging.ERROR, "refused %s: %s", peer, error)
+            self._post.send(conn, wire.LinkRefused(opened.link_id, error.text, error.retry))
+            for end in ends:
+                end.start()  # so that it ends
+                end.close()
+            return
+        self._link_ids[conn] = opened.link_id
+        self._lanes[conn] = ends
+        for end in ends:
+            end.start()
+
+    def on_failed(self, conn: str, reason: str) -> None:
+        """Asks P to open a new link, because this end's thread failed."""
+        if conn in self._lanes:
+            self._post.send(conn, wire.LinkRefused(self._link_ids[conn], reason, True))
+            self.on_down(conn, reason)
+
+    def on_down(self, conn: str, reason: str) -> None:
+        self._down(conn, reason)
+        ends = self._lanes.get(conn)
+        if ends is not None:
+            del self._lanes[conn], self._link_ids[conn]
+            self._received_nbytes += _received_nbytes(ends)
+            self._num_dropped += _num_dropped(ends)
+            for end in ends:
+                end.close()
+        self._progress.forget(conn)
+
+    def is_open(self, conn: str) -> bool:
+        return conn in self._lanes
+
+    def route(self, conn: str, frame: wire.KVFrame) -> None:
+        """Called on the mailbox's thread."""
+        ends = self._lanes.get(conn, [])
+        if 0 <= frame.lane < len(ends):
+            ends[frame.lane].put(frame)
+
+    def meet(self, conn: str, value: wire.LinkValue) -> None:
+        """Called on the mailbox's thread."""
+        ends = self._lanes.get(conn, [])
+        if 0 <= value.lane < len(ends):
+            ends[value.lane].meet(value)
+
+    # ---- ImportPorts
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        self._post.send(conn, body)
+
+    def precision(self, conn: str) -> str:
+        ends = self._lanes.get(conn)
+        return ends[0].precision if ends else ""  # the first lane's end is in this process, and all lanes are alike
+
+    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
+        """Names the same blocks to every rank."""
+        for end in self._lanes.get(conn, []):
+            end.begin(transfer_id, block_ids, first_token, num_tokens)
+
+    def forget(self, conn: str, transfer_id: str) -> None:
+        ends = self._lanes.get(conn)
+        if not ends:
+            self._report(Drained(transfer_id))
+        else:
+            for end in ends:
+                end.forget(transfer_id)
+
+    def progress_s(self, conn: str) -> float:
+        ends = self._lanes.get(conn)
+        if ends:
+            self._progress.moved(conn, _received_nbytes(ends))
+        return self._progress.at_s(conn)
+
+    # ---- inside
+
+    def _reports(self, num_lanes: int) -> list[Report]:
+        if num_lanes == 1:
+            return [self._report]
+        gather = Gather(num_lanes)
+        return [partial(self._report_of_lane, gather, lane) for lane in range(num_lanes)]
+
+    def _report_of_lane(self, gather: Gather, lane: int, event: LinkEvent) -> None:
+        self._report(OfLane(gather, lane, event))
+
+    def _check(self, opened: wire.LinkOpen) -> None:
+        side = self._side
+        if opened.model_identity != side.model_identity:
+            raise LinkError(
+                f"the models differ: the prefill instance serves {opened.model_identity[:12]}, "
+                f"the decode instance {side.model_identity[:12]}; start both with the same {called('model')}"
+            )
+        if (found := opened.numerics.difference(side.numerics)) is not None:
+            setting, theirs, ours = found
+            raise LinkError(
+                f"{setting} differs: {theirs} on the prefill instance and {ours} on the decode instance; start both "
+                f"with the same"
+            )
+        for name in opened.options.__struct_fields__:
+            theirs, ours = getattr(opened.options, name), getattr(side.options, name)
+            if theirs != ours:
+                raise LinkError(
+                    f"{called(f'kv_{name}')} differs: {theirs} on the prefill instance and {ours} on the "
+                    f"decode instance; start both with the same"
+                )
+        source = KVLayout.from_info(opened.layout)
+        check_pair(source, side.layout)
+        if [(lane.source_rank, lane.target_rank) for lane in opened.lanes] != lanes(source, side.layout):
+            raise LinkError(
+                f"the prefill instance of {source.tp_size} ranks and the decode instance of {side.layout.tp_size} do "
+                f"not agree about who sends to whom"
+            )
+
+
+def _received_nbytes(ends: list[ReceiveEnd]) -> int:
+    return sum(end.received_nbytes for end in ends)
+
+
+def _num_dropped(ends: list[ReceiveEnd]) -> int:
+    return sum(end.num_dropped for end in ends)

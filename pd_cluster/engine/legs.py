@@ -1,0 +1,165 @@
+"""The legs of requests on one worker: how they arrive, how they end, and the reports to schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.handover import Handover, Outcomes
+from pd_cluster.engine.outbox import Outbox
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.limits import EngineLimits
+from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.trace import LegNotes
+from pd_cluster.types import LegEnd, Request, Status, TokenOutput, resume
+
+
+class Legs:
+    """`hands_over` creates the object that exports and imports KV cache for these legs."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        limits: EngineLimits,
+        outbox: Outbox,
+        notes: LegNotes,
+        clock: Callable[[], float],
+        hands_over: Callable[[Outcomes], Handover],
+    ) -> None:
+        self._core = core
+        self._limits = limits
+        self._outbox = outbox
+        self._notes = notes
+        self._clock = clock
+        self.sequences: dict[str, list[Request]] = {}  # by leg, those that have not ended
+        self.deadlines: dict[str, float] = {}
+        self.handover = hands_over(self)
+        self.patience = Patience(core.scheduler, self.handover.imports, clock)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether nothing is left here, not even draining blocks."""
+        return not self.sequences and not self._core.scheduler.requests
+
+    def of_client(self, conn: str) -> list[str]:
+        return [key for key, sequences in self.sequences.items() if sequences[0].client == conn]
+
+    # ---- arrival
+
+    def submit(self, conn: str, submit: wire.Submit, is_draining: bool) -> None:
+        """Accepts a leg, or reports why not. `is_draining`: this worker accepts no more requests."""
+        request = request_of(submit, conn, self._clock())
+        key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
+        if key in self.sequences:
+            return
+        sequences = [resume(request, resumed) for resumed in submit.resumed] or [request]
+        if problem is None and any(each.key in self._core.scheduler.requests for each in sequences):
+            problem = "an earlier leg of this attempt is still ending here"
+        if is_fault := problem is None and is_draining:
+            problem = "this instance takes nothing more, because it stops"
+        self._notes.submitted(request, problem)
+        if problem is not None:
+            self._outbox.add_end(conn, LegEnd(request.request_id, request.attempt, problem, is_fault))
+            return
+        self.sequences[key] = sequences
+        if submit.deadline_s:
+            self.deadlines[key] = request.arrival_s + submit.deadline_s
+        for each in sequences:
+            self._core.guides.prepare(each)
+            if each.leg == "decode":
+                self.handover.imports.submit(each)
+            else:
+                self._core.scheduler.add(each)
+
+    # ---- outcomes (handover.Outcomes)
+
+    def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
+        self.patience.landed()
+        if not request.sampling.beam_width:
+            self._outbox.add_tokens(request.client, first_tokens)
+        if sequences:
+            self._notes.joined(request, max(0, request.sampling.n - len(sequences)))
+            self.sequences[request.leg_key] = list(sequences)
+        else:
+            self.forget(request)
+
+    def export_ended(self, request: Request, error: str | None) -> None:
+        self._report(request, error, is_fault=error is not None)
+        self.forget(request)
+        self._core.scheduler.finish(request)
+
+    def import_ended(self, request: Request, error: str | None) -> None:
+        if error is not None:
+            self._report(request, error, is_fault=True)
+        self.forget(request)
+
+    # ---- the end of a leg
+
+    def forget(self, request: Request) -> None:
+        """Removes an ended sequence; a leg ends with its last one."""
+        sequences = self.sequences.get(request.leg_key)
+        if sequences is not None and request in sequences:
+            sequences.remove(request)
+            self._notes.ended(request, is_last=not sequences)
+            if not sequences:
+                del self.sequences[request.leg_key]
+                self.deadlines.pop(request.leg_key, None)
+
+    def refuse(self, key: str, error: str) -> None:
+        """Ends a leg whose request cannot be served, unless another of its sequences has ended it already."""
+        if key in self.sequences:
+            self._end(key, error, is_refusal=True)
+
+    def expire(self, now_s: float) -> None:
+        for key in [key for key, deadline_s in self.deadlines.items() if now_s > deadline_s]:
+            self._end(key, "the request's deadline has passed")
+
+    def abort(self, conn: str, abort: wire.Abort) -> None:
+        """Ends a leg that its scheduler no longer wants, or (`index` not -1) one sequence of it."""
+        key, index = f"{abort.request_id}#{abort.attempt}", abort.index
+        sequences = self.sequences.get(key, [])
+        if not sequences or sequences[0].client != conn:
+            return
+        leader = sequences[0]
+        if index == -1 or (leader.sampling.n == 1 and index == 0):
+            self.drop(key)
+        elif leader.sampling.beam_width:
+            return  # hypotheses leave all at once
+        elif not leader.output_token_ids and not leader.is_resumed:  # its sequences are not separate yet
+            leader.dropped.add(index)
+        elif leader.leg != "prefill":
+            for request in [r for r in sequences if r.index == index]:
+                self.forget(request)
+                self._core.scheduler.finish(request)
+
+    def drop(self, key: str) -> None:
+        """Stops a leg in any state and frees its blocks; landing blocks follow once nothing writes to them."""
+        for request in list(self.sequences[key]):
+            self.forget(request)
+            self.handover.abort(request)
+            if request.key in self._core.scheduler.requests and request.status is not Status.LANDING:
+                self._core.scheduler.finish(request)
+
+    def _end(self, key: str, error: str, is_refusal: bool = False) -> None:
+        self._report(self.sequences[key][0], error, is_refusal=is_refusal)
+        self.drop(key)
+
+    def _report(self, request: Request, error: str | None, is_fault: bool = False, is_refusal: bool = False) -> None:
+        if error is not None:
+            self._notes.failed(request)
+        ended = LegEnd(request.request_id, request.attempt, error, is_fault, is_refusal)
+        self._outbox.add_end(request.client, ended)
+
+
+def request_of(submit: wire.Submit, client: str, now_s: float) -> Request:
+    """Returns the first sequence of a leg. `client` is the connection that the leg came over."""
+    return Request(
+        submit.request_id,
+        submit.order,
+        attempt=submit.attempt,
+        arrival_s=now_s,
+        leg=submit.leg,
+        transfer_id=submit.transfer_id,
+        peer=submit.peer,
+        client=client,
+    )

@@ -1,0 +1,265 @@
+"""A rank other than 0: computes rank 0's plans, and holds its ends of lanes. Read `run` first.
+
+It accepts messages only from rank 0. The channel's thread only queues: steps for the thread that computes, work for
+the threads of lanes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.links import LocalLanes
+from pd_cluster.engine.ranks import rank_messages as to
+from pd_cluster.engine.ranks.channel import Channel
+from pd_cluster.engine.ranks.lead import ALL_LAYERS
+from pd_cluster.errors import LinkError
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.model.batch import NUM_COLUMNS, StepInput
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
+from pd_cluster.transport.receiving import ReceiveThread
+from pd_cluster.transport.sending import SendThread
+from pd_cluster.types import note_nothing
+
+log = logging.getLogger(__name__)
+
+COUNT_INTERVAL_S = 0.2  # how often rank 0 learns what has moved
+
+At = tuple[str, int]  # connection and lane
+
+
+class Gate:
+    """Runs jobs in order, each once the steps have reached the point that it waits for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reached = to.Reached(0, ALL_LAYERS)
+        self._jobs: deque[tuple[to.Reached, Callable[[], None]]] = deque()
+
+    def add(self, after: to.Reached, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._jobs.append((after, job))
+            self._run()
+
+    def reached(self, progress: to.Reached) -> None:
+        with self._lock:
+            self._reached = progress
+            self._run()
+
+    def _run(self) -> None:
+        while self._jobs and self._jobs[0][0] <= self._reached:
+            self._jobs.popleft()[1]()
+
+
+class LaneHost:
+    """This rank's ends of lanes. `send` messages rank 0.
+
+    Sending and receiving wait for steps, each in its own order.
+    """
+
+    def __init__(self, lanes: LocalLanes, layout: KVLayout, send: Callable[[to.RankMessage], None]) -> None:
+        self._lanes = lanes
+        self._layout = layout
+        self._send = send
+        self._sending, self._receiving = Gate(), Gate()
+        self._sends: dict[At, SendThread] = {}
+        self._receives: dict[At, ReceiveThread] = {}
+        self._counted: dict[At, tuple[int, int]] = {}
+
+    def handle(self, message: to.ToFollower) -> None:
+        """Handles a message, on the channel's thread."""
+        at = message.conn, message.lane  # type: ignore[union-attr]  # steps and moves do not come here
+        match message:
+            case to.OpenSend():
+                self._open_send(message)
+            case to.OpenReceive():
+                self._open_receive(message)
+            case to.Value():  # at once: the end waits for it inside another call
+                end = self._sends.get(at) or self._receives.get(at)
+                if end is not None:
+                    end.meet(message.value)
+            case to.Ship() | to.ShipEnd() | to.Drop() | to.CloseSend() | to.Open() | to.Settle() | to.SendProbe():
+                thread = self._sends.get(at)
+                if thread is not None:
+                    after = message.after if isinstance(message, (to.Ship, to.ShipEnd)) else to.Reached()
+                    self._sending.add(after, partial(self._do_send, thread, message))
+                if isinstance(message, to.CloseSend):
+                    self._sends.pop(at, None)
+                    self._counted.pop(at, None)
+            case to.StartReceive() | to.Frame() | to.Begin() | to.Forget() | to.CloseReceive():
+                receive = self._receives.get(at)
+                after = message.after if isinstance(message, to.Begin) else to.Reached()
+                if receive is not None:
+                    self._receiving.add(after, partial(self._do_receive, receive, message))
+                elif isinstance(message, to.Forget):
+                    self._receiving.add(after, partial(self._report, at, Drained(message.transfer_id)))
+                if isinstance(message, to.CloseReceive):
+                    self._receives.pop(at, None)
+                    self._counted.pop(at, None)
+
+    def reached(self, progress: to.Reached) -> None:
+        """Runs jobs that waited for this progress, on the thread that computes."""
+        self._sending.reached(progress)
+        self._receiving.reached(progress)
+
+    def count(self) -> None:
+        """Reports what has moved since the last call."""
+        for at, send in list(self._sends.items()):
+            self._tell_count(at, send.sent_nbytes, 0)
+        for at, receive in list(self._receives.items()):
+            self._tell_count(at, receive.received_nbytes, receive.num_dropped)
+
+    def _tell_count(self, at: At, nbytes: int, num_dropped: int) -> None:
+        if self._counted.get(at, (0, 0)) != (nbytes, num_dropped):
+            self._counted[at] = nbytes, num_dropped
+            self._send(to.Counted(*at, nbytes, num_dropped))
+
+    def _report(self, at: At, event: LinkEvent) -> None:
+        self._send(to.Reported(*at, event))
+
+    def _open_send(self, message: to.OpenSend) -> None:
+        at = message.conn, message.lane
+        try:
+            thread = self._lanes.send_end(
+                message.conn,
+                message.link_id,
+                message.peer,
+                message.lane,
+                message.between,
+                partial(self._report, at),
+                note_nothing,
+            )
+        except LinkError as error:
+            self._report(at, LinkFailed(message.conn, str(error)))
+            return
+        self._sends[at] = thread
+        self._send(to.Offers(*at, thread.offers, thread.max_payloads, thread.probe_seed))
+
+    def _open_receive(self, message: to.OpenReceive) -> None:
+        at = message.conn, message.lane
+        try:
+            self._receives[at] = self._lanes.receive_end(
+                message.conn,
+                message.peer,
+                message.opened,
+                message.lane,
+                partial(self._report, at),
+                note_nothing,
+            )
+        except LinkError as error:
+            self._report(at, LinkFailed(message.conn, str(error)))
+
+    def _do_send(self, thread: SendThread, message: to.ToFollower) -> None:
+        match message:
+            case to.Open(transport=transport, peer=peer):
+                thread.open(transport, self._layout, KVLayout.from_info(peer))
+            case to.Settle():
+                thread.settle()
+            case to.SendProbe():
+                thread.probe()
+            case to.Ship(transfer_id=transfer_id, index=index, piece=piece):
+                thread.ship(transfer_id, index, piece)
+            case to.ShipEnd(end=end):
+                thread.ship_end(end)
+            case to.Drop(transfer_id=transfer_id):
+                thread.drop(transfer_id)
+            case to.CloseSend():
+                thread.close()
+
+    def _do_receive(self, thread: ReceiveThread, message: to.ToFollower) -> None:
+        match message:
+            case to.StartReceive():
+                thread.start()
+            case to.Frame(frame=frame):
+                thread.put(frame)
+            case to.Begin(transfer_id=transfer_id, block_ids=block_ids, first_token=first, num_tokens=num_tokens):
+                thread.begin(transfer_id, block_ids, first, num_tokens)
+            case to.Forget(transfer_id=transfer_id):
+                thread.forget(transfer_id)
+            case to.CloseReceive():
+                thread.close()
+
+
+class Follower:
+    """`lanes` is None for an engine without peers."""
+
+    def __init__(self, runner: ModelRunner, channel: Channel, lanes: LocalLanes | None) -> None:
+        self._runner = runner
+        self._channel = channel
+        self._host = None
+        if lanes is not None:
+            self._host = LaneHost(lanes, runner.pool.layout, channel.send)
+        self._steps: queue.SimpleQueue[to.Step | to.Moves | None] = queue.SimpleQueue()
+        self._num_steps = 0
+        self._next_count_s = 0.0
+
+    def start(self) -> None:
+        self._channel.start("rank 0", self._hear, self.stop)
+
+    def stop(self) -> None:
+        """Makes `run` return after its step, because rank 0 is gone or this process must end."""
+        self._steps.put(None)
+
+    def run(self) -> None:
+        """Computes until `stop`. Raises InstanceLost if another rank is gone in the middle of a step, and any error
+        that a message of rank 0 raised here.
+        """
+        while True:
+            self._count()
+            try:
+                message = self._steps.get(timeout=COUNT_INTERVAL_S)
+            except queue.Empty:
+                continue
+            if message is None:
+                if self._channel.error is not None:
+                    raise self._channel.error
+                return
+            if isinstance(message, to.Moves):
+                self._runner.move(message.moves)
+            else:
+                self._compute(message)
+
+    def _compute(self, step: to.Step) -> None:
+        self._num_steps += 1
+        on_layer = self._advance if step.by_layers else None
+        self._runner.compute(_input_of(step), on_layer, step.is_ahead)
+        self._advance(ALL_LAYERS)
+
+    def _advance(self, num_layers: int) -> None:
+        if self._host is not None:
+            self._host.reached(to.Reached(self._num_steps, num_layers))
+
+    def _count(self) -> None:
+        now_s = time.monotonic()
+        if self._host is not None and now_s >= self._next_count_s:
+            self._next_count_s = now_s + COUNT_INTERVAL_S
+            self._host.count()
+
+    def _hear(self, message: to.ToFollower) -> None:
+        if isinstance(message, (to.Step, to.Moves)):
+            self._steps.put(message)
+        elif isinstance(message, to.Ping):
+            self._channel.send(to.Pong())
+        elif self._host is not None:
+            self._host.handle(message)
+
+
+def _input_of(step: to.Step) -> StepInput:
+    parts = (step.rows, step.input_ids, step.blocks, step.rope_positions)
+    rows, input_ids, blocks, rope_positions = (np.frombuffer(data, np.int64).copy() for data in parts)
+    own = rope_positions.reshape(-1, len(input_ids)) if len(rope_positions) else None
+    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own)
+
+
+def send_to_rank_0(channel: Channel) -> Callable[[str, wire.Body], None]:
+    """Returns a send function for the lanes' threads: messages for a link's connection go through rank 0."""
+    return lambda conn, body: channel.send(to.Posted(conn, body))

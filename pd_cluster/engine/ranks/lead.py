@@ -1,0 +1,123 @@
+"""Rank 0's side of an instance with several ranks: the followers compute whatever it computes.
+
+One follower is one `Channel`. Knows nothing of what the steps are for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from pd_cluster.engine.ranks import rank_messages as to
+from pd_cluster.engine.ranks.channel import Channel, encode
+from pd_cluster.engine.step.core import OnLayer
+from pd_cluster.engine.step.plan import Move
+from pd_cluster.errors import InstanceLost
+from pd_cluster.model.batch import RunnerOutput, StepInput, step_input
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.sampling.tokens import After, Tokens
+from pd_cluster.types import Request
+
+ALL_LAYERS = 1 << 30
+
+
+class Watch:
+    """Reads followers' messages, and pings them, including those that compute nothing now.
+
+    `lost(rank, why)` is called when one is gone, or has not answered for `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        followers: Sequence[Channel],
+        hear: Callable[[Any], None],
+        lost: Callable[[int, str], None],
+        timeout_s: float,
+    ) -> None:
+        self._followers = followers
+        self._hear = hear
+        self._lost = lost
+        self._timeout_s = timeout_s
+        self._heard_s = [time.monotonic()] * len(followers)
+        self._is_over = threading.Event()
+
+    def start(self) -> None:
+        for at, channel in enumerate(self._followers):
+            channel.start(f"rank {at + 1}", partial(self._read, at), partial(self._ended, at))
+        threading.Thread(target=self._ask, name="ranks", daemon=True).start()
+
+    def _read(self, at: int, message: Any) -> None:
+        self._heard_s[at] = time.monotonic()
+        if not isinstance(message, to.Pong):
+            self._hear(message)
+
+    def _ended(self, at: int) -> None:
+        self._is_over.set()
+        self._lost(at + 1, "is gone")
+
+    def _ask(self) -> None:
+        while not self._is_over.wait(min(1.0, self._timeout_s / 4)):
+            for at, channel in enumerate(self._followers):
+                if time.monotonic() - self._heard_s[at] > self._timeout_s:
+                    self._lost(at + 1, f"has not answered for {self._timeout_s:g} s")
+                    return
+                try:
+                    channel.send(to.Ping())
+                except InstanceLost:  # it accepts nothing any more
+                    self._lost(at + 1, f"has taken nothing for {self._timeout_s:g} s")
+                    return
+
+
+class LeadRunner:
+    """The engine's Runner: sends each step to the followers, then computes its own share."""
+
+    def __init__(self, runner: ModelRunner, followers: Sequence[Channel]) -> None:
+        self._runner = runner
+        self._followers = followers
+        self.eos_token_ids = runner.eos_token_ids
+        self.vocab_size = runner.vocab_size
+        self.goes_ahead = runner.goes_ahead
+        self.progress = to.Reached(0, ALL_LAYERS)  # this rank's
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self._tell(to.Moves(list(moves)))
+        self._runner.move(moves)
+
+    def launch(self, requests: Sequence[Request], after: After | None = None) -> Tokens | None:
+        """Sends the step from host to host, and tokens that the host does not know yet from device to device."""
+        if not self._runner.can_launch(requests):
+            return None
+        step = self._runner.step_of(requests, after)
+        self._begin(step, is_ahead=after is not None, by_layers=False)
+        tokens = self._runner.launch_step(step, requests, after)
+        self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
+        return tokens
+
+    def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
+        step = step_input(chunks, self._runner.pool.layout.block_size)
+        num_steps = self._begin(step, is_ahead=False, by_layers=on_layer is not None)
+
+        def advance(num_layers: int) -> None:
+            self.progress = to.Reached(num_steps, num_layers)
+            if on_layer is not None:
+                on_layer(num_layers)
+
+        output = self._runner.compute(step, advance if on_layer is not None else None)
+        self.progress = to.Reached(num_steps, ALL_LAYERS)
+        return output
+
+    def _begin(self, step: StepInput, is_ahead: bool, by_layers: bool) -> int:
+        """Sends the step to the followers; returns its number."""
+        rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
+        rope_positions = b"" if step.rope_positions is None else step.rope_positions.tobytes()
+        self._tell(to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions))
+        self.progress = to.Reached(self.progress.num_steps + 1, 0)
+        return self.progress.num_steps
+
+    def _tell(self, message: to.RankMessage) -> None:
+        data = encode(message)
+        for follower in self._followers:
+            follower.send_encoded(data)

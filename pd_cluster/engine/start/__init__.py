@@ -1,0 +1,1 @@
+"""How rank processes start."""

@@ -1,0 +1,294 @@
+"""Requests rank processes from the preloader. Never imports torch.
+
+A preloader is a process that has imported what rank processes need (`preload_process.py`) and forks them: a rank
+starts within milliseconds, and ranks share the memory of the imports. The process that starts a preloader passes its
+socket on to its workers; any of them may request forks. docs/protocol.md says which process ends when.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import importlib.util
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pd_cluster.errors import PdClusterError
+
+VARIABLE = "PD_CLUSTER_PRELOADER"  # the socket's number, for processes that may request forks
+DEVICE_FILES = (  # drivers' files; the last two are GPUs under WSL and on Jetson
+    *("/dev/nvidiactl", "/dev/davinci_manager", "/dev/davinci0", "/dev/kfd", "/dev/dxg", "/dev/nvmap"),
+)
+KNOCK = b"fork"  # sent over the channel, with a socket for answers
+MAX_NBYTES = 1 << 17  # per message, mostly an environment
+FORK_TIMEOUT_S = 120.0  # the first imports from a cold disk may take a minute
+CODE_TIMEOUT_S = 1.0  # for the exit code, after the process has ended
+END_TIMEOUT_S = 5.0
+NAMESPACES = ("net", "mnt", "ipc", "pid", "user", "uts")
+LIMITS = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_STACK", "RLIMIT_CORE")
+# Variables that may differ between a preloader and a rank: neither Python nor torch reads them at start.
+OWN_PREFIXES = ("PD_CLUSTER_",)
+OWN_NAMES = {
+    *("RANK_TABLE_FILE_PATH", "GLOBAL_RANK_TABLE_FILE_PATH", "NODE_PORTS", "NODE_PORTS_FILE", "USE_OPENAI"),
+    *("VLLM_API_KEY", "PYTHONUNBUFFERED", "RES_OPTIONS", "PWD", "OLDPWD", "_", "SHLVL", "PYTEST_CURRENT_TEST"),
+}
+
+
+class NotForked(PdClusterError):
+    """The preloader is gone, or cannot fork this rank as it would have been spawned: start it by command line."""
+
+
+class ForkRequest(msgspec.Struct, frozen=True):
+    """A request to fork; its message carries the lifeline, stdout, stderr and the files of `numbers`, in this order."""
+
+    env: dict[str, str]
+    surroundings: dict[str, str]
+    folder: str  # the working directory
+    cpus: list[int]  # CPUs it may run on
+    numbers: list[int]  # of its files in the rank; the first is its parent's channel
+
+
+class ForkReady(msgspec.Struct, frozen=True, tag=True):
+    """Invites the request, which is then read at once, so that no sender's files wait in a queue."""
+
+
+class ForkStarted(msgspec.Struct, frozen=True, tag=True):
+    """The rank runs; its pidfd is in the same message."""
+
+    pid: int
+
+
+class ForkRefused(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class ForkEnded(msgspec.Struct, frozen=True, tag=True):
+    """The exit code; negative: the signal that ended it."""
+
+    code: int
+
+
+Answer = ForkReady | ForkStarted | ForkRefused | ForkEnded
+
+
+def forks_are_safe(device: str) -> bool:
+    """Returns whether a rank of `--device` may be forked: drivers of accelerators forbid it.
+
+    Needs pidfd_open (Linux 5.3).
+    """
+    if not has_no_driver(device):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def has_no_driver(device: str) -> bool:
+    """Returns whether a rank of `--device` loads no driver: transformers imports torch_npu wherever it is installed."""
+    if importlib.util.find_spec("torch_npu") is not None:
+        return False
+    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, DEVICE_FILES)))
+
+
+def essential(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that a rank and its preloader must share, so that the rank equals a spawned one."""
+    return {k: v for k, v in env.items() if k not in OWN_NAMES and not k.startswith(OWN_PREFIXES)}
+
+
+def surroundings() -> dict[str, str]:
+    """Returns what a process inherits besides its environment; a fork inherits the preloader's."""
+    found = {f"{name} namespace": os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
+    found["user"] = f"{os.getresuid()} {os.getresgid()} {sorted(os.getgroups())}"
+    found["control group"] = Path("/proc/self/cgroup").read_text()
+    found["niceness"] = str(os.getpriority(os.PRIO_PROCESS, 0))
+    found["limits"] = str([resource.getrlimit(getattr(resource, name)) for name in LIMITS])
+    return found
+
+
+class Preloader:
+    """The socket to a preloader; one made by `start` belongs to this process and ends with it."""
+
+    def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._channel = channel
+        self._process = process
+        self.is_silent = False  # it failed to answer once, so nobody waits for it again
+
+    @classmethod
+    def start(cls, env: Mapping[str, str], model: str = "") -> Preloader:
+        """Starts a preloader. `env` is a rank's; the files of `model`, a folder, are read ahead."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pd_cluster.engine.start.preload_process", str(theirs.fileno()), model],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=dict(env),
+                start_new_session=True,  # Ctrl-C is for this process's parent
+            )
+        return cls(ours, process)
+
+    @classmethod
+    def inherited(cls, env: Mapping[str, str]) -> Preloader | None:
+        """Returns the preloader of the process that started this one, if it passed one on."""
+        try:
+            number = int(env[VARIABLE])
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                return None
+            channel = socket.socket(fileno=os.dup(number))
+        except (KeyError, ValueError, OSError):
+            return None
+        if (channel.family, channel.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+            return cls(channel)
+        channel.close()  # the file was not passed on, and its number is reused
+        return None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs; False for a preloader of another process."""
+        return self._process is not None and self._process.poll() is None
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def close(self) -> None:
+        """Ends a preloader that belongs to this process; ranks that it has forked continue."""
+        self._channel.close()
+        if self._process is None:
+            return
+        self._process.kill()  # it has no state to save
+        self._process.wait()
+
+    def ask(self, env: Mapping[str, str], files: Sequence[int]) -> Fork:
+        """Requests a rank process that has `files` under the same numbers; the first is its parent's channel.
+
+        Raises NotForked. This process must keep the Fork: the rank ends when the Fork is closed or this process ends.
+        """
+        if self.is_silent:
+            raise NotForked("the preloader has not answered before")
+        try:
+            wanted = ForkRequest(dict(env), surroundings(), os.getcwd(), sorted(os.sched_getaffinity(0)), list(files))
+            request = msgspec.json.encode(wanted)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except (OSError, ValueError) as error:
+            raise NotForked(f"what it needs cannot be told: {error}") from error
+        fork = Fork(ours, request, files)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))]
+        try:
+            with theirs:
+                self._channel.sendmsg([KNOCK], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except OSError as error:
+            fork.close()
+            raise NotForked(f"the preloader is gone or has too much to do ({error.strerror})") from error
+        return fork
+
+
+class Fork:
+    """A rank process requested from a preloader. A pidfd reports its end; the preloader reports its exit code.
+
+    `held` is one end of a pipe. When all of its copies are closed the kernel kills the rank, even a stopped one.
+    """
+
+    def __init__(self, answers: socket.socket, request: bytes, files: Sequence[int]) -> None:
+        """The caller keeps ownership of `files`."""
+        self._answers = answers
+        self._request = request
+        self._lifeline, self._held = os.pipe()
+        self._files = [os.dup(file) for file in (1, 2, *files)]
+        self._pidfd = -1
+        self.pid = 0
+        self.exit_code: int | None = None  # None, too, if it cannot be learned
+        self.has_ended = False
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when `accept` can read, and, once the rank runs, when it has ended."""
+        return self._answers.fileno() if self._pidfd < 0 else self._pidfd
+
+    def accept(self) -> bool:
+        """Reads an answer that the preloader has sent. Returns True when the rank runs. Raises NotForked."""
+        try:
+            answer, files = self._read()
+            if isinstance(answer, ForkReady):
+                socket.send_fds(self._answers, [self._request], [self._lifeline, *self._files])
+                self._drop_files()
+                return False
+            if isinstance(answer, ForkStarted):
+                (self._pidfd,), self.pid = files, answer.pid
+                return True
+        except (OSError, ValueError) as error:
+            self.close()
+            raise NotForked(f"the preloader's answer cannot be read: {error}") from error
+        self.close()
+        raise NotForked(answer.reason if isinstance(answer, ForkRefused) else "the preloader has ended")
+
+    def reap(self) -> None:
+        """Learns how the process ended. A preloader that is gone, or stopped, cannot tell."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        self._answers.settimeout(CODE_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            answer, _ = self._read()
+            if isinstance(answer, ForkEnded):
+                self.exit_code = answer.code
+        self.close()
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal; harmless for a process that has ended."""
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until `fileno` is readable. Returns False if the time is over."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN)
+        return bool(poll.poll(timeout_s * 1e3))
+
+    def close(self) -> None:
+        """Kills the process, if there is one. May be called again."""
+        self._answers.close()
+        self._drop_files()
+        for fd in (self._pidfd, self._held):
+            if fd >= 0:
+                os.close(fd)
+        self._pidfd = self._held = -1
+
+    def _drop_files(self) -> None:
+        """Closes files that belong to the rank by now, or to nobody."""
+        for fd in (*self._files, *(fd for fd in [self._lifeline] if fd >= 0)):
+            os.close(fd)
+        self._files, self._lifeline = [], -1
+
+    def _read(self) -> tuple[Answer | None, list[int]]:
+        """Reads an answer and its files; None at the end of file. Raises OSError."""
+        data, files, _, _ = socket.recv_fds(self._answers, MAX_NBYTES, 1)
+        return (msgspec.json.decode(data, type=Answer) if data else None), files
+
+
+def die_with_lifeline(lifeline: int) -> None:
+    """Has the kernel kill this process once nobody holds the other end of the pipe, even if this process is stopped."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(lifeline, 0)
+    if poll.poll(0):  # closed before the kernel was asked
+        os._exit(1)

@@ -1,0 +1,122 @@
+"""The beams of one search in a scheduler: sequences computed separately, which wait for each other and share blocks.
+
+A computed beam is parked with its candidates; when all are, the best (beam, candidate) pairs become the beams of the
+next step. Nothing is copied for that: a child holds its parent's blocks, and the scheduler copies a shared one before
+it is written. beams.py chooses the best candidates. The states are in docs/protocol.md. No torch.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
+
+from pd_cluster.engine.step.beams import BeamSearch, Growth, answer, candidates_of
+from pd_cluster.engine.step.plan import service_order
+from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.types import Candidate, Request, Status, TokenOutput
+
+
+@dataclass(slots=True)
+class Change:
+    """The changes of a group; all empty while beams are still to be computed.
+
+    `started` and `ended` are beams gained and lost; `tokens` is the answer, once the search is over.
+    """
+
+    started: list[Request] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
+    tokens: list[TokenOutput] = field(default_factory=list)
+
+
+class BeamGroup:
+    """One search. Its beams are the scheduler's requests of this leg with the indices from 0 to `num_beams` - 1."""
+
+    def __init__(self, leader: Request) -> None:
+        self.search = BeamSearch(leader.sampling)
+        self.num_beams = 1
+        self.rows: dict[int, Sequence[Candidate]] = {}  # of the parked beams, by index
+
+
+_groups: WeakKeyDictionary[Request, BeamGroup] = WeakKeyDictionary()  # by beam; a group refers to none of them
+
+
+def advance(scheduler: StepScheduler, beam: Request, row: Sequence[Candidate]) -> Change:
+    """Adds the candidates of a beam that was just computed. The first time it is the prompt's only sequence."""
+    group = _groups.get(beam)
+    if group is None:
+        group = _groups[beam] = BeamGroup(beam)
+    scheduler.park(beam)
+    group.rows[beam.index] = row
+    if len(group.rows) < group.num_beams:
+        return Change()
+    growths = group.search.advance([group.rows[index] for index in range(group.num_beams)])
+    group.rows.clear()
+    before = [scheduler.requests[beam.key_of(index)] for index in range(group.num_beams)]
+    beams = [] if group.search.is_over else regroup(scheduler, before, growths)
+    group.num_beams = len(beams)
+    change = Change(beams[len(before) :], before[len(beams) :])
+    for started in change.started:
+        _groups[started] = group
+    for ended in change.ended:
+        scheduler.finish(ended)
+    if group.search.is_over:
+        change.tokens = answer(beam, group.search)
+    return change
+
+
+def start(scheduler: StepScheduler, request: Request, first_tokens: Sequence[TokenOutput]) -> list[Request]:
+    """Starts a search from a landed prompt and the candidates for token one; returns its beams."""
+    return [request, *advance(scheduler, request, candidates_of(first_tokens)).started]
+
+
+def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequence[Growth]) -> list[Request]:
+    """Turns parked beams into those that `growths` lists, by index; surplus beams keep nothing.
+
+    A child whose parent's KV was swapped out or dropped waits to be admitted, and so does one without a place.
+    """
+    children = [_child(scheduler, before, index, growth) for index, growth in enumerate(growths)]
+    for beam in before:
+        scheduler.blocks.release(scheduler.held(beam.block_table))
+        scheduler.swap.release(beam.swap_table)
+        beam.block_table, beam.swap_table = [], []
+    num_places = max(0, scheduler.max_num_seqs - scheduler.num_seqs)
+    return [
+        _go_on(scheduler, before[index] if index < len(before) else child, child, index < num_places)
+        for index, child in enumerate(children)
+    ]
+
+
+def _child(scheduler: StepScheduler, before: Sequence[Request], index: int, growth: Growth) -> Request:
+    """Returns the beam as it will be; it holds its parent's blocks in addition to the parent."""
+    parent = before[growth.parent]
+    table = parent.block_table and parent.block_table[: scheduler.num_blocks_for(parent.num_computed_tokens)]
+    scheduler.blocks.share(scheduler.held(table))
+    scheduler.swap.share(parent.swap_table)
+    return replace(
+        parent,
+        index=index,
+        output_token_ids=[*parent.output_token_ids, growth.token_id],
+        block_table=list(table),
+        swap_table=list(parent.swap_table),
+        block_hashes=list(parent.block_hashes),
+    )
+
+
+def _go_on(scheduler: StepScheduler, beam: Request, child: Request, has_place: bool) -> Request:
+    """Gives the beam of that index, which may be the child itself, the child's state and its place in the scheduler."""
+    for name in ("output_token_ids", "block_table", "swap_table", "block_hashes"):
+        setattr(beam, name, getattr(child, name))
+    beam.num_computed_tokens, beam.num_hashed_blocks = child.num_computed_tokens, child.num_hashed_blocks
+    scheduler.requests[beam.key] = beam
+    if beam.block_table and has_place:
+        beam.status = Status.RUNNING
+        scheduler.running.append(beam)
+        return beam
+    if beam.block_table:
+        scheduler.blocks.release(scheduler.held(beam.block_table))
+        beam.block_table, beam.num_computed_tokens, beam.num_hashed_blocks = [], 0, 0
+    beam.status = Status.WAITING
+    insort(scheduler.waiting, beam, key=service_order)
+    return beam

@@ -1,0 +1,53 @@
+"""A planned step: how many tokens each request computes, and which blocks move first. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pd_cluster.types import Request
+
+MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step: each of them costs a row of logits
+MAX_POOLING_CHUNK = 256  # tokens of a pooled prompt in one step
+
+
+def pooling_chunk_of(max_num_batched_tokens: int, block_size: int) -> int:
+    """Returns the tokens of every chunk of a pooled prompt but its last; whole blocks if they fit half a step."""
+    most = max(1, min(MAX_POOLING_CHUNK, max_num_batched_tokens // 2))
+    return most // block_size * block_size or most
+
+
+def service_order(request: Request) -> tuple[int, float, str, int]:
+    """Sort key: by priority, then by arrival."""
+    return request.priority, request.arrival_s, request.request_id, request.index
+
+
+class Move(NamedTuple):
+    """A block's content to copy before the step computes: within the pool, or between it and host memory."""
+
+    kind: Literal["copy", "out", "in"]
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """`chunks` holds (request, tokens to compute now); `moves` come first, in this order.
+
+    `preempted` and `admitted` changed place during planning.
+    """
+
+    chunks: list[tuple[Request, int]] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    num_prompt_rows: int = 0  # tokens among them whose logits are wanted for prompt_logprobs
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        self.chunks.append((request, num_tokens))
+        if request.wants_prompt_logprobs:
+            self.num_prompt_rows += num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.chunks)

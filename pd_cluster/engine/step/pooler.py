@@ -1,0 +1,77 @@
+"""From final hidden states to the vectors of pooling requests, chunk by chunk.
+
+A vector's bits depend on the prompt's hidden states alone: a mean is summed in float64, one token after the other, so
+that neither the chunks of a prompt nor other requests in a step can change the order. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from pd_cluster.engine.step.outputs import PooledVector
+from pd_cluster.types import Pooling, Request
+
+Doubles = npt.NDArray[np.float64]
+
+LEAST_LENGTH = 1e-12  # that a vector is divided by, as in torch's `normalize`
+NO_NUMBERS = np.empty(0, dtype=np.float32)
+NOT_KNOWN = "this model does not tell its hidden states, so it cannot embed; use another"
+
+
+class Pooler:
+    """Keeps the sum of each mean that is under way: until its request has ended, or starts again."""
+
+    def __init__(self) -> None:
+        self._sums: WeakKeyDictionary[Request, Doubles] = WeakKeyDictionary()
+
+    def pool(
+        self, chunks: list[tuple[Request, int]], hidden_states: npt.NDArray[np.float32]
+    ) -> dict[Request, PooledVector]:
+        """Returns the vectors of the prompts that this step completes; call it before the step is recorded.
+
+        `hidden_states`: [num_hidden_rows, hidden_size], of each chunk in turn its last `num_hidden_rows` tokens.
+        """
+        found: dict[Request, PooledVector] = {}
+        at = 0
+        for request, num_tokens in chunks:
+            if (pooling := request.pooling) is None:
+                continue
+            num_rows = request.num_hidden_rows(num_tokens)
+            rows = hidden_states[at : at + num_rows]
+            at += num_rows
+            is_complete = num_tokens == request.num_behind
+            if not hidden_states.shape[1]:
+                if is_complete:
+                    found[request] = PooledVector(NO_NUMBERS, NOT_KNOWN)
+            elif pooling.kind == "mean":
+                pooled = self._add(request, rows)
+                if is_complete:
+                    found[request] = vector_of(pooled / len(request.prompt_token_ids), pooling)
+                    del self._sums[request]
+            elif is_complete:
+                found[request] = vector_of(rows[-1].astype(np.float64), pooling)
+        return found
+
+    def _add(self, request: Request, rows: npt.NDArray[np.float32]) -> Doubles:
+        """Adds the rows to the request's sum; the first chunk starts it, also after a preemption without a swap."""
+        total = self._sums.get(request)
+        if total is None or request.num_computed_tokens == 0:
+            total = self._sums[request] = np.zeros(rows.shape[1])
+        for row in rows:
+            total += row
+        return total
+
+
+def vector_of(pooled: Doubles, pooling: Pooling) -> PooledVector:
+    """Returns the first `dimensions` numbers, normalized if that is asked for."""
+    size = len(pooled)
+    if (wanted := pooling.dimensions) is not None:
+        if wanted > size:
+            return PooledVector(NO_NUMBERS, f"dimensions {wanted}: this model's vectors have {size}; ask for fewer")
+        pooled = pooled[:wanted]
+    if pooling.normalizes:
+        pooled = pooled / max(float(np.sqrt(np.square(pooled).sum())), LEAST_LENGTH)
+    return PooledVector(pooled.astype(np.float32))

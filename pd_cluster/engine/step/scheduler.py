@@ -1,0 +1,341 @@
+"""Decides how many tokens each request computes in the next step, and which blocks it holds.
+
+Integers only: no torch, no sockets, no clock of its own. There is no prefill or decode phase: every request has
+`num_behind` tokens to catch up with, within one token budget. A prefix cache, a landing and a swap all enter the same
+arithmetic: `num_computed_tokens` starts higher.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+from pd_cluster.engine.step.holdings import Holdings
+from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, pooling_chunk_of, service_order
+from pd_cluster.errors import OutOfBlocks
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.types import Request, Status, TokenOutput, sibling
+
+
+class StepScheduler:
+    """Holds every request of one engine. The first in order of service always advances: later ones give way.
+
+    That order is by priority, then by arrival; below, "older" means earlier in it.
+
+    A request takes the blocks of all its known tokens when it is admitted and grows by a block when it needs one. When
+    there is none, the youngest running request is preempted: its KV goes to `swap` if there is room; otherwise it gives
+    its blocks back and computes its tokens again later, which gives the same tokens. Requests that are being handed
+    over are never preempted. `prefix` and `window` are those of holdings.py.
+
+    A pooled prompt is computed in chunks that end at fixed places, whatever else a step has, because attention's last
+    bits depend on where a chunk begins. A chunk waits for a step with room for all of it, and younger ones behind it.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockPool,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix: PrefixScope | None = None,
+        swap: BlockPool | None = None,
+        window: int | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.swap = swap if swap is not None else BlockPool(0)
+        self.block_size = block_size
+        self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, block_size)
+        self._holdings = holdings = Holdings(blocks, self.swap, block_size, prefix, window, chunk)
+        self.held, self.num_blocks_for = holdings.held, holdings.num_blocks_for
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []  # in order of service
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.num_prefix_query_tokens = 0
+        self.num_prefix_hit_tokens = 0
+
+    # ---- arrival and end of a request
+
+    def add(self, request: Request) -> None:
+        """Adds a request that will compute its tokens here."""
+        self._take_in(request)
+        insort(self.waiting, request, key=service_order)
+
+    def land(self, request: Request, num_tokens: int) -> int:
+        """Takes landing blocks for `num_tokens` tokens; returns how many prompt tokens are cached and need not land.
+
+        Raises OutOfBlocks and then changes nothing.
+        """
+        cached = self._holdings.cached(request, len(request.prompt_token_ids))
+        num_missing = self.num_blocks_for(num_tokens) - len(cached)
+        if num_missing > self.blocks.num_available - self.blocks.num_unheld(cached):
+            raise OutOfBlocks(wanted=num_missing, free=self.blocks.num_available)
+        self._take_in(request)
+        self.blocks.share(cached)
+        request.block_table = cached + self.blocks.take(num_missing)
+        request.num_hashed_blocks = len(cached)
+        request.status = Status.LANDING
+        return len(cached) * self.block_size
+
+    def landed(self, request: Request) -> None:
+        """Adds a request to the running ones: the peer's KV of all prompt tokens is in its blocks."""
+        request.num_computed_tokens = len(request.prompt_token_ids)
+        request.status = Status.RUNNING
+        self.running.append(request)
+        self._holdings.remember(request)
+
+    def fork(self, parent: Request, index: int) -> Request:
+        """Starts another sequence of the same prompt; it shares computed blocks and copies those it would change.
+
+        At the limit of running sequences it waits instead, and computes the prompt again or finds it in the prefix
+        cache.
+        """
+        runs = self.num_seqs < self.max_num_seqs
+        child = sibling(parent, index=index, block_hashes=list(parent.block_hashes))
+        self._take_in(child)
+        if not runs:
+            insort(self.waiting, child, key=service_order)
+            return child
+        child.status = Status.RUNNING
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.block_table = parent.block_table[: self.num_blocks_for(parent.num_computed_tokens)]
+        child.num_hashed_blocks = parent.num_hashed_blocks
+        self.blocks.share(self.held(child.block_table))
+        self.running.append(child)
+        return child
+
+    def start_sequences(self, request: Request, first_tokens: Sequence[TokenOutput]) -> list[Request]:
+        """Starts the sequences of a computed prompt from their first tokens: they run, or wait for room."""
+        going_on = [t for t in first_tokens if t.finish_reason is None and t.index not in request.dropped]
+        sequences = [request if t.index == request.index else self.fork(request, t.index) for t in going_on]
+        for sequence, token in zip(sequences, going_on, strict=True):
+            sequence.output_token_ids.append(token.token_id)
+        if request not in sequences:
+            self.finish(request)
+        return sequences
+
+    def export(self, request: Request) -> None:
+        """Marks a computed request as exporting; it keeps its blocks until `finish`."""
+        self.running.remove(request)
+        request.status = Status.EXPORTING
+
+    def park(self, request: Request) -> None:
+        """Parks a computed beam until the other beams of its search are computed; see engine/step/beam_groups.py."""
+        self.running.remove(request)
+        request.status = Status.PARKED
+
+    def finish(self, request: Request) -> None:
+        """Ends a request in any state and frees its blocks."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        self._holdings.give_back(request)
+        request.status = Status.FINISHED
+        del self.requests[request.key]
+
+    def _take_in(self, request: Request) -> None:
+        self._refuse_double(request)
+        self.requests[request.key] = request
+
+    def _refuse_double(self, request: Request) -> None:
+        if request.key in self.requests:
+            raise AssertionError(f"request {request.key} is here already")
+
+    # ---- a step
+
+    def plan(self) -> StepPlan:
+        """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests."""
+        plan = StepPlan()
+        budget = self.max_num_batched_tokens
+        for request in sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r))):
+            if not budget:
+                break
+            if request.status is not Status.RUNNING:  # preempted by an earlier one in this loop
+                continue
+            num_tokens = self._chunk(request, budget, plan)
+            if not num_tokens and request.pooling is not None:
+                budget = 0
+                break
+            if num_tokens and self._make_room(request, request.num_computed_tokens + num_tokens, plan):
+                plan.add(request, num_tokens)
+                budget = self.max_num_batched_tokens - plan.num_tokens if plan.preempted else budget - num_tokens
+        if not plan.preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def grow_ahead(self, requests: Sequence[Request]) -> bool:
+        """Makes room for the token after the one that each computes now; all requests get it or none."""
+        missing = [r for r in requests if self.num_blocks_for(r.num_computed_tokens + 2) > len(r.block_table)]
+        if len(missing) > self.blocks.num_available:
+            return False
+        for request in missing:
+            request.block_table += self.blocks.take(1)
+        return True
+
+    def could_admit(self) -> bool:
+        """Whether a request that waits could enter the next step if no sequence ended in this one."""
+        if not self.waiting or self.num_seqs >= self.max_num_seqs:
+            return False
+        request = self.waiting[0]
+        cached = self._holdings.cached(request, request.num_tokens - 1)
+        return self._num_missing(request, cached) is not None or bool(self._parked(request))
+
+    def computed(self, plan: StepPlan) -> list[Request]:
+        """Records a computed step; returns the requests that caught up and sample now, in the plan's order."""
+        for request, num_tokens in plan.chunks:
+            request.num_computed_tokens += num_tokens
+            if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
+                self._holdings.remember(request)
+            self._holdings.let_pass(request)
+        return [request for request, _ in plan.chunks if request.num_behind == 0]
+
+    def can_land(self, request: Request, num_tokens: int) -> bool:
+        """Whether a transfer may be credited. Requests that wait here come first, unless it has the higher priority.
+
+        Each further sequence reserves room for a block, but never more than an empty pool has.
+        """
+        if self.waiting and self.waiting[0].priority <= request.priority:
+            return False
+        if self.num_seqs >= self.max_num_seqs:
+            return False
+        num_sequences = min(request.sampling.num_sequences, self.max_num_seqs - self.num_seqs)
+        cached = self._holdings.cached(request, len(request.prompt_token_ids))
+        num_blocks = min(self.num_blocks_for(num_tokens) + num_sequences - 1, self.blocks.num_blocks)
+        num_available = self.blocks.num_available - self.blocks.num_unheld(cached)
+        return num_blocks - len(cached) + self._reserve() <= num_available
+
+    @property
+    def num_seqs(self) -> int:
+        """Counts sequences that take part in steps, or will once their KV has landed."""
+        return sum(1 for r in self.requests.values() if r.status in (Status.RUNNING, Status.LANDING))
+
+    def check(self) -> None:
+        """Checks that every block is free, cached or held by a counted request, and that lists and statuses agree.
+
+        Raises AssertionError.
+        """
+        self.blocks.check([self.held(r.block_table) for r in self.requests.values()])
+        self.swap.check([r.swap_table for r in self.requests.values()])
+        for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
+            expected = {r.key for r in self.requests.values() if r.status is status}
+            if expected != {r.key for r in members} or len(expected) != len(members):
+                raise AssertionError(f"requests that are {status.value} and their list differ")
+        if any(r.block_table for r in self.waiting):
+            raise AssertionError("a request that waits holds blocks")
+
+    # ---- room
+
+    def _chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
+        """Returns how many of its tokens the step can take.
+
+        0 when other prompts with wanted logprobs fill the step, or a pooled prompt's chunk does not fit what is left.
+        """
+        if request.pooling is not None:
+            size = self._pooling_chunk
+            num_tokens = min(request.num_behind, size - request.num_computed_tokens % size)
+            return num_tokens if num_tokens <= budget else 0
+        rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
+        return min(request.num_behind, budget, rows)
+
+    def _reserve(self) -> int:
+        """Returns the blocks kept free for running requests' growth, so that admission does not preempt at once."""
+        return len(self.running)
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        num_seqs = self.num_seqs if self.waiting else 0
+        while self.waiting and budget:
+            request = self.waiting[0]
+            num_seqs += 1
+            if num_seqs > self.max_num_seqs or not self._chunk(request, budget, plan):
+                return
+            while not self._enter(request, plan):
+                if not (victims := self._parked(request)):
+                    return
+                self._preempt(max(victims, key=service_order), plan)
+            self.waiting.pop(0)
+            request.status = Status.RUNNING
+            self.running.append(request)
+            num_tokens = self._chunk(request, budget, plan)
+            plan.admitted.append(request)
+            plan.add(request, num_tokens)
+            budget -= num_tokens
+
+    def _num_missing(self, request: Request, cached: Sequence[int]) -> int | None:
+        """Returns how many blocks it takes besides its cached ones; None: there are not enough."""
+        num_missing = self.num_blocks_for(request.num_tokens) - len(cached)
+        num_available = self.blocks.num_available - self.blocks.num_unheld(cached)
+        return num_missing if num_missing + self._reserve() <= num_available else None
+
+    def _enter(self, request: Request, plan: StepPlan) -> bool:
+        """Takes blocks for all known tokens that are not cached. False: there are not enough."""
+        cached = self._holdings.cached(request, request.num_tokens - 1)  # the last token gives the logits
+        num_missing = self._num_missing(request, cached)
+        if num_missing is None:
+            return False
+        self.blocks.share(cached)
+        request.block_table = cached + self.blocks.take(num_missing)
+        if request.swap_table:
+            plan.moves += [Move("in", s, t) for s, t in zip(request.swap_table, request.block_table, strict=False)]
+            self.swap.release(request.swap_table)
+            request.swap_table = []
+            request.num_hashed_blocks = self._holdings.num_passed(request)  # the former blocks' hashes are lost
+            return True
+        request.num_computed_tokens = len(cached) * self.block_size
+        request.num_hashed_blocks = len(cached)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_prefix_query_tokens += len(request.prompt_token_ids) if self._holdings.prefix is not None else 0
+            self.num_prefix_hit_tokens += request.num_cached_tokens
+        return True
+
+    def _make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Grows the block table to `num_tokens`, preempting younger requests. False: not in this step.
+
+        A block that others hold too is replaced by a copy before it is written.
+        """
+        while True:
+            first = request.num_computed_tokens // self.block_size
+            is_shared = first < len(request.block_table) and self.blocks.is_shared(request.block_table[first])
+            missing = max(0, self.num_blocks_for(num_tokens) - len(request.block_table))
+            if missing + is_shared <= self.blocks.num_available:
+                break
+            victims = [r for r in self.running if r.leg != "prefill" and service_order(r) > service_order(request)]
+            victims += self._parked(request)
+            if not victims:
+                return False
+            self._preempt(max(victims, key=service_order), plan)
+        if is_shared:
+            (own,) = self.blocks.take(1)
+            plan.moves.append(Move("copy", request.block_table[first], own))
+            self.blocks.release([request.block_table[first]])
+            request.block_table[first] = own
+        if missing:
+            request.block_table += self.blocks.take(missing)
+        return True
+
+    def _parked(self, request: Request) -> list[Request]:
+        """Returns the beams that give their blocks to a request: those of its own search and of younger requests."""
+        parked = [r for r in self.requests.values() if r.status is Status.PARKED and r.block_table]
+        return [r for r in parked if r.leg_key == request.leg_key or service_order(r) > service_order(request)]
+
+    def _preempt(self, victim: Request, plan: StepPlan) -> None:
+        num_blocks = self.num_blocks_for(victim.num_computed_tokens)
+        swap_table = self.swap.take(num_blocks) if num_blocks <= self.swap.num_available else []
+        pairs = zip(victim.block_table, swap_table, strict=False)
+        plan.moves += [Move("out", source, target) for source, target in pairs if source != self._holdings.nobodys]
+        self._holdings.give_back(victim)
+        victim.swap_table = swap_table
+        if not swap_table:
+            victim.num_computed_tokens = 0
+        self.num_preemptions += 1
+        if victim.status is Status.PARKED:  # it stays parked: none of its tokens are computed again before its turn
+            return
+        self.running.remove(victim)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
+        plan.preempted.append(victim)
+        victim.status = Status.WAITING
+        insort(self.waiting, victim, key=service_order)

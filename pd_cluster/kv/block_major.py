@@ -1,0 +1,193 @@
+"""Pools that lie block by block: a block is one contiguous range, in host memory or in a device's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from pd_cluster.kv.device_copy import copy_blocks, warm
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.memory import Memory, Move, Seen, ids_on, paired_runs, runs, slots_of
+from pd_cluster.native.copy import streaming_copy
+from pd_cluster.wire import KVPiece
+
+HOT_NBYTES = 1 << 20  # copied and checked in one go, while it is in the core's own cache
+
+
+class BlockMajor:
+    """The common part of both: one allocation, [num_blocks, num_layers, numbers of a layer].
+
+    `data` is the same as [num_blocks, num_layers, num_planes, block_size, local_kv_heads, width] where all planes have
+    one width.
+    """
+
+    def __init__(self, layout: KVLayout, parts: Sequence[torch.Tensor]) -> None:
+        (whole,) = parts
+        self.layout = layout
+        num_blocks, num_layers = len(whole), layout.num_layers
+        size, heads = layout.block_size, layout.local_kv_heads
+        self._numbers = whole.view(num_blocks, num_layers, -1)
+        self.bytes = self._numbers.view(torch.uint8)  # [num_blocks, num_layers, layer_nbytes]
+        ends = list(itertools.accumulate(size * heads * plane.width for plane in layout.planes))
+        places = zip([0, *ends], ends, strict=False)
+        # Each [num_blocks, num_layers, block_size, local_kv_heads, width].
+        self._planes = [self._numbers[:, :, at:end].view(num_blocks, num_layers, size, heads, -1) for at, end in places]
+        widths = {plane.width for plane in layout.planes}
+        shape = (num_blocks, num_layers, len(ends), size, heads, -1)
+        self._data: torch.Tensor | None = self._numbers.view(shape) if len(widths) == 1 else None
+
+    @classmethod
+    def shapes(cls, layout: KVLayout, num_blocks: int) -> list[tuple[int, ...]]:
+        return [(num_blocks, layout.num_layers, layout.block_numel // layout.num_layers)]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [self._numbers]
+
+    @property
+    def data(self) -> torch.Tensor:
+        assert self._data is not None
+        return self._data
+
+    @property
+    def device(self) -> torch.device:
+        return self._numbers.device
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def planes(self, layer: int) -> list[torch.Tensor]:
+        return [plane[:, layer] for plane in self._planes]
+
+    def heads_of(self, piece: KVPiece, heads: slice) -> list[torch.Tensor]:
+        ids = ids_on(self.device, torch.tensor(piece.block_ids))
+        layers = slice(piece.first_layer, piece.stop_layer)
+        return [plane[:, layers, :, heads].index_select(0, ids).transpose(0, 1) for plane in self._planes]
+
+    def put_vectors(self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: slice) -> None:
+        block, offset = slots_of(self.layout, piece, into, self.device)
+        for plane, vectors in zip(self._planes, planes, strict=True):
+            target = plane[:, piece.first_layer : piece.stop_layer, :, heads]
+            target[block, :, offset] = vectors.to(plane.dtype).transpose(0, 1)  # [num_tokens, num_layers, heads, width]
+
+    def _layers(self, piece: KVPiece) -> torch.Tensor:
+        """Returns all blocks as bytes, restricted to the piece's layers."""
+        return self.bytes[:, piece.first_layer : piece.stop_layer]
+
+    def _layers_of(self, source: Memory, piece: KVPiece) -> torch.Tensor:
+        assert isinstance(source, BlockMajor)
+        return source._layers(piece)
+
+
+class HostBlocks(BlockMajor):
+    """Lies in host memory and copies past the processor's caches where the machine can. Calls return after the copy."""
+
+    def gather(self, piece: KVPiece) -> torch.Tensor:
+        layers = self._layers(piece)
+        found = [layers[first : first + count] for first, count in runs(piece.block_ids)]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        return whole.reshape(-1)  # copies if not contiguous
+
+    def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
+        """Writes past the cache: the payload's buffer stays in it."""
+        copy = streaming_copy()
+        at = 0
+        for part in self._contiguous(piece, into):
+            source = payload[at : at + len(part)]
+            if copy is not None:
+                copy(part, source)
+            else:
+                part.copy_(source)
+            at += len(part)
+
+    def contiguous_parts(self, piece: KVPiece) -> list[torch.Tensor]:
+        return self._contiguous(piece, piece.block_ids)
+
+    def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
+        """Passes each part to `seen` while it is in the core's own cache.
+
+        That is the written part, or the part that was read where the copy bypasses the cache.
+        """
+        here, there = self._layers_of(source, piece), self._layers(piece)
+        copy = streaming_copy()
+        for first, start, count in paired_runs(piece.block_ids, into):
+            to_blocks, of_blocks = there[start : start + count], here[first : first + count]
+            pairs = zip(_contiguous(to_blocks), _contiguous(of_blocks), strict=True)
+            for to, of in _hot(pairs) if seen is not None else pairs:
+                if copy is not None:
+                    copy(to, of)
+                else:
+                    to.copy_(of)
+                if seen is not None:
+                    seen(of if copy is not None else to)
+
+    def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
+        blocks = self.bytes.flatten(1)
+        if kind == "copy":
+            _copy_each(blocks, pairs)
+            return
+        sources, targets = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
+        to, of = (host, blocks) if kind == "out" else (blocks, host)
+        to.index_copy_(0, targets, of.index_select(0, sources))
+
+    def warm(self) -> None: ...
+
+    def _contiguous(self, piece: KVPiece, blocks: list[int]) -> list[torch.Tensor]:
+        layers = self._layers(piece)
+        return [part for first, count in runs(blocks) for part in _contiguous(layers[first : first + count])]
+
+
+class DeviceBlocks(BlockMajor):
+    """Lies in an accelerator's memory: calls launch their work, which may still run on return."""
+
+    def gather(self, piece: KVPiece) -> torch.Tensor:
+        layers, count = self._layers(piece), len(piece.block_ids)
+        payload = torch.empty((count, *layers.shape[1:]), dtype=torch.uint8, device=layers.device)
+        into = list(range(count))
+        copy_blocks(layers, payload, piece.block_ids, into, paired_runs(piece.block_ids, into))
+        return payload.view(-1)
+
+    def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
+        layers = self._layers(piece)
+        source, of = payload.view(len(into), *layers.shape[1:]), list(range(len(into)))
+        copy_blocks(source, layers, of, into, paired_runs(of, into))
+
+    def contiguous_parts(self, piece: KVPiece) -> list[torch.Tensor]:
+        return [self.gather(piece)]
+
+    def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
+        assert seen is None
+        ids = piece.block_ids
+        copy_blocks(self._layers_of(source, piece), self._layers(piece), ids, into, paired_runs(ids, into))
+
+    def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
+        """Copies a block at a time between device and host: each is one large contiguous copy."""
+        blocks = self.bytes.flatten(1)
+        if kind == "copy":
+            _copy_each(blocks, pairs)
+            return
+        to, of = (host, blocks) if kind == "out" else (blocks, host)
+        for source, target in pairs:
+            to[target].copy_(of[source], non_blocking=True)
+
+    def warm(self) -> None:
+        warm(self.device)
+
+
+def _copy_each(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies one after the other: a target may be the next one's source."""
+    for source, target in pairs:
+        blocks[target].copy_(blocks[source])
+
+
+def _contiguous(blocks: torch.Tensor) -> list[torch.Tensor]:
+    """Splits [n, num_layers, layer_nbytes] of a pool: whole when all layers are there, otherwise block by block."""
+    return [blocks.view(-1)] if blocks.is_contiguous() else [block.view(-1) for block in blocks]
+
+
+def _hot(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for to, of in pairs:
+        for at in range(0, len(of), HOT_NBYTES):
+            yield to[at : at + HOT_NBYTES], of[at : at + HOT_NBYTES]

@@ -1,0 +1,62 @@
+"""Copies verbatim blocks from pool to pool on one device: in one launch where Triton is installed, else in few.
+
+Launches only: the caller orders the copy and determines its end (transport/copies.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+
+from pd_cluster.devices.device import has_triton
+from pd_cluster.kv.memory import ids_on
+
+WORD_NBYTES = 8
+MAX_COPIES = 4  # up to this many stretches contiguous on both sides are copied one by one, by the driver
+
+Runs = list[tuple[int, int, int]]
+CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def copy_blocks(source: torch.Tensor, target: torch.Tensor, ids: list[int], into: list[int], runs: Runs) -> None:
+    """Copies `target[into] = source[ids]`, [num_blocks, num_layers, layer_nbytes] uint8; `runs`: the same, joined."""
+    source, target = source.flatten(1), target.flatten(1)
+    if _has_words(source) and _has_words(target):
+        source, target = source.view(torch.int64), target.view(torch.int64)
+    there = [target[start : start + count] for _, start, count in runs[:MAX_COPIES]]
+    here = [source[first : first + count] for first, _, count in runs[:MAX_COPIES]]
+    is_plain = len(runs) <= MAX_COPIES and all(each.is_contiguous() for each in there + here)
+    kernel = None if is_plain or source.dtype != torch.int64 else _kernel(source.device.type)
+    if kernel is not None:
+        kernel(source, target, ids_on(source.device, torch.tensor(list(zip(ids, into, strict=True)))))
+    elif is_plain:
+        for to, of in zip(there, here, strict=True):
+            to.copy_(of)
+    else:
+        there += [target[start : start + count] for _, start, count in runs[MAX_COPIES:]]
+        here += [source[first : first + count] for first, _, count in runs[MAX_COPIES:]]
+        torch._foreach_copy_(there, here)
+
+
+def warm(device: torch.device) -> None:
+    """Compiles the kernel, if any: when a link opens rather than for its first transfer."""
+    kernel = _kernel(device.type)
+    if kernel is not None:
+        words = torch.zeros(2, 16, dtype=torch.int64, device=device)  # sizes with the properties of a pool's
+        kernel(words, words, ids_on(device, torch.tensor([[0, 1]])))
+
+
+def _has_words(blocks: torch.Tensor) -> bool:
+    """Whether every block of [num_blocks, nbytes] begins and ends on a word of eight bytes."""
+    return not any(each % WORD_NBYTES for each in (blocks.shape[1], blocks.stride(0), blocks.storage_offset()))
+
+
+@functools.cache
+def _kernel(device_type: str) -> CopyPairs | None:
+    if device_type != "cuda" or not has_triton():
+        return None
+    copy: CopyPairs = importlib.import_module("pd_cluster.kv.copy_kernel").copy_pairs
+    return copy

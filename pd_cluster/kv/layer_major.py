@@ -1,0 +1,129 @@
+"""Pools that lie layer by layer, one allocation each: some operators, such as NPUs', need every plane contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.memory import Memory, Move, Seen, ids_on, slots_of
+from pd_cluster.wire import KVPiece
+
+ALL = slice(None)
+
+
+class LayerMajor:
+    """`layers[i]` holds the planes of layer i one after the other, each [num_blocks, block_size, heads, width].
+
+    It is [num_planes, num_blocks, block_size, local_kv_heads, width] where all planes have one width, and flat
+    otherwise.
+    """
+
+    def __init__(self, layout: KVLayout, parts: Sequence[torch.Tensor]) -> None:
+        self.layout = layout
+        self.layers = list(parts)
+        size, heads = layout.block_size, layout.local_kv_heads
+        self._num_blocks = self.layers[0].numel() * layout.num_layers // layout.block_numel
+        shapes = [(self._num_blocks, size, heads, plane.width) for plane in layout.planes]
+        numels = [size * heads * plane.width * self._num_blocks for plane in layout.planes]
+        self._planes = [
+            [flat.view(shape) for flat, shape in zip(torch.split(layer.view(-1), numels), shapes, strict=True)]
+            for layer in self.layers
+        ]
+
+    @classmethod
+    def shapes(cls, layout: KVLayout, num_blocks: int) -> list[tuple[int, ...]]:
+        widths = {plane.width for plane in layout.planes}
+        shape: tuple[int, ...] = (num_blocks * layout.block_numel // layout.num_layers,)
+        if len(widths) == 1:
+            shape = (len(layout.planes), num_blocks, layout.block_size, layout.local_kv_heads, widths.pop())
+        return [shape] * layout.num_layers
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return self.layers
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].device
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def planes(self, layer: int) -> list[torch.Tensor]:
+        return list(self._planes[layer])
+
+    def gather(self, piece: KVPiece) -> torch.Tensor:
+        return self._gathered(self._ids(piece.block_ids), _layers_of(piece)).view(-1)
+
+    def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
+        blocks = payload.view(len(into), -1).to(self.device)
+        self._scatter(self._ids(into), blocks, _layers_of(piece))
+
+    def contiguous_parts(self, piece: KVPiece) -> list[torch.Tensor]:
+        return [self.gather(piece)]
+
+    def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
+        """Copies layer by layer, without a detour through blocks."""
+        assert seen is None
+        assert isinstance(source, LayerMajor)
+        layers = _layers_of(piece)
+        self._copy(source, self._ids(piece.block_ids), self._ids(into), layers)
+
+    def heads_of(self, piece: KVPiece, heads: slice) -> list[torch.Tensor]:
+        ids = self._ids(piece.block_ids)
+        by_plane = zip(*self._planes[_layers_of(piece)], strict=True)
+        return [torch.stack([plane.index_select(0, ids)[:, :, heads] for plane in planes]) for planes in by_plane]
+
+    def put_vectors(self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: slice) -> None:
+        block, offset = slots_of(self.layout, piece, into, self.device)
+        size, num_heads = self.layout.block_size, self.layout.local_kv_heads
+        wanted = torch.arange(*heads.indices(num_heads), device=self.device)
+        rows = ((block * size + offset)[:, None] * num_heads + wanted).flatten()
+        for at, layer in enumerate(self._planes[_layers_of(piece)]):
+            for plane, vectors in zip(layer, planes, strict=True):
+                width = plane.shape[-1]
+                plane.view(-1, width).index_copy_(0, rows, vectors[at].to(plane.dtype).reshape(-1, width))
+
+    def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
+        for source, target in pairs:
+            if kind == "copy":
+                self._copy(self, self._ids([source]), self._ids([target]), ALL)
+            elif kind == "out":
+                host[target].copy_(self._gathered(self._ids([source]), ALL)[0], non_blocking=True)
+            else:
+                block = host[source].to(self.device, non_blocking=True)
+                self._scatter(self._ids([target]), block[None], ALL)
+
+    def warm(self) -> None: ...
+
+    def _ids(self, blocks: list[int]) -> torch.Tensor:
+        return ids_on(self.device, torch.tensor(blocks))
+
+    def _flat_planes(self, layers: slice) -> list[torch.Tensor]:
+        """Returns every plane of each of these layers, as [num_blocks, numbers].
+
+        Indexing always uses the first dimension of such a plane, or of a view of all of it. Along another, NPUs write
+        by copying the whole tensor out and back, over what a step has written meanwhile on another stream.
+        """
+        return [plane.flatten(1) for layer in self._planes[layers] for plane in layer]
+
+    def _gathered(self, ids: torch.Tensor, layers: slice) -> torch.Tensor:
+        """Returns a copy of some blocks in block-major order: [num_ids, nbytes] uint8."""
+        found = [plane.index_select(0, ids) for plane in self._flat_planes(layers)]
+        return torch.cat(found, dim=1).view(torch.uint8)
+
+    def _scatter(self, ids: torch.Tensor, blocks: torch.Tensor, layers: slice) -> None:
+        planes = self._flat_planes(layers)
+        numbers = torch.split(blocks.view(planes[0].dtype), [plane.shape[1] for plane in planes], dim=1)
+        for plane, values in zip(planes, numbers, strict=True):
+            plane.index_copy_(0, ids, values)
+
+    def _copy(self, source: LayerMajor, ids: torch.Tensor, into: torch.Tensor, layers: slice) -> None:
+        for there, here in zip(self._flat_planes(layers), source._flat_planes(layers), strict=True):
+            there.index_copy_(0, into, here.index_select(0, ids))
+
+
+def _layers_of(piece: KVPiece) -> slice:
+    return slice(piece.first_layer, piece.stop_layer)

@@ -1,0 +1,1 @@
+"""Measurements for contributors; needs a checkout."""

@@ -1,0 +1,1 @@
+"""Measurements of one engine's steps."""

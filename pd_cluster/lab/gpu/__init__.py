@@ -1,0 +1,1 @@
+"""All GPU measurements in one hour."""

@@ -1,0 +1,1 @@
+"""Measurements of the offline service against its parts."""

@@ -1,0 +1,1 @@
+"""Measurements of the router and its queue."""

@@ -1,4 +1,0 @@
-// All kernels as one unit. Exported: pd_init, pd_norm, pd_gate, pd_attend (float32 throughout), pd_copy.
-#include "attention.h"
-#include "copy.h"
-#include "rows.h"

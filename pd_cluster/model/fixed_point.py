@@ -1,0 +1,90 @@
+"""Probability masses as whole numbers: their sums are exact in any order, so every device keeps and draws the same.
+
+A mass is 2 ** x for x = (logit - best) / temperature * log2(e), in units of 2 ** -MASS_BITS. It takes only additions
+and multiplications in double, each rounded by itself, so numpy, torch and Triton (`cuda/draw_kernels`) find the same
+bits; the functions of their libraries differ in the last ones. Knows nothing of how tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+MASS_BITS: Final = 42  # the sum of two million tokens that are all the best fits 64 bits
+MAX_VOCAB_SIZE: Final = 1 << 21
+AT_ONCE: Final = 1 << 14  # numbers that numpy computes with while they are in the cache
+LOG2_E: Final = 1.4426950408889634
+LEAST_EXPONENT: Final = -60.0  # masses are zero long before
+ROUNDER: Final = 6755399441055744.0  # 1.5 * 2 ** 52: adding it and taking it away rounds to the nearest whole number
+# ln(2) ** k / k!, for powers of -0.5 to 0.5: the error is below 1e-12. Written out, because a library's powers differ.
+TAYLOR: Final = (
+    0.6931471805599453,
+    0.24022650695910072,
+    0.05550410866482158,
+    0.009618129107628477,
+    0.0013333558146428443,
+    0.0001540353039338161,
+    1.5252733804059841e-05,
+    1.321548679014431e-06,
+    1.01780860092397e-07,
+    7.054911620801123e-09,
+)
+
+
+def fixed_masses(values: Any, best: Any, inverse_temperature: Any) -> Any:
+    """Returns the masses of logits [num_rows, num_tokens] float32 in rows with maxima `best`, int64.
+
+    `best` and `inverse_temperature`, both [num_rows], and the logits are all numpy's or all torch's. -inf has mass 0;
+    no logit may be NaN or above its row's best.
+    """
+    assert values.shape[1] <= MAX_VOCAB_SIZE, f"{values.shape[1]} tokens; exact sums take {MAX_VOCAB_SIZE}"
+    factor = (_double(inverse_temperature) * LOG2_E)[:, None]
+    if isinstance(values, Tensor):
+        return _masses(values, _double(best)[:, None], factor)
+    found = np.empty(values.shape, dtype=np.int64)
+    width = max(1, AT_ONCE // max(1, len(values)))
+    for start in range(0, values.shape[1], width):
+        part = slice(start, start + width)
+        found[:, part] = _masses(values[:, part], _double(best)[:, None], factor)
+    return found
+
+
+def _masses(values: Any, best: Any, factor: Any) -> Any:
+    """Returns the masses of [num_rows, num_tokens]; `best` and `factor` are [num_rows, 1], in double."""
+    exponent = _double(values) - best
+    exponent *= factor
+    exponent = exponent.clip(min=LEAST_EXPONENT)
+    whole = exponent + ROUNDER
+    whole -= ROUNDER
+    exponent -= whole
+    power = exponent * TAYLOR[-1]
+    for coefficient in TAYLOR[-2::-1]:
+        power += coefficient
+        power *= exponent
+    power += 1.0
+    power *= float(1 << MASS_BITS)
+    return _whole(power) >> _whole(-whole)
+
+
+def share_of(fraction: Any, total: Any) -> Any:
+    """Returns that fraction of a sum of masses, rounded down; both [num_rows], numpy's or torch's."""
+    return _whole(fraction * _double(total))
+
+
+def _double(numbers: Any) -> Any:
+    return numbers.double() if isinstance(numbers, Tensor) else np.asarray(numbers, dtype=np.float64)
+
+
+def _whole(numbers: Any) -> Any:
+    return numbers.long() if isinstance(numbers, Tensor) else numbers.astype(np.int64)
+
+
+def sums_by_bin(bins: NDArray[np.int64], masses: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the exact sum of masses of each bin; numpy counts in double, which holds each half of the bits."""
+    half = MASS_BITS // 2
+    high, low = np.bincount(bins, masses >> half), np.bincount(bins, masses & ((1 << half) - 1))
+    found: NDArray[np.int64] = (high.astype(np.int64) << half) + low.astype(np.int64)
+    return found

@@ -1,0 +1,1 @@
+"""Layers, and the operations that devices compute for them."""

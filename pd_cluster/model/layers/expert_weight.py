@@ -1,0 +1,164 @@
+"""The weights of experts as values of the same forms as linear layers': their parts, stacked expert by expert.
+
+Files have them fused, `experts.gate_up_proj` with a leading dimension of experts, or expert by expert. Here both are a
+stack for each of the two products, from which `Ops.experts` takes packed layers or matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pd_cluster.errors import ModelError
+from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.layers.weight import PLAIN, LinearWeight, Parts, Tensors, WeightForm
+
+PRODUCTS = ("gate_up_proj", "down_proj")  # transformers' names
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """One linear layer of every expert; each part is [num_experts, …]. `rows`: an order of its output features."""
+
+    form: WeightForm
+    parts: Tensors
+    dtype: torch.dtype  # of the activations
+    rows: torch.Tensor | None = None  # [out_features] int64; None: the order of the files
+
+    def __len__(self) -> int:
+        return len(next(iter(self.parts.values())))
+
+    @property
+    def out_features(self) -> int:
+        return self.form.weight.of(self.parts, self.dtype).out_features
+
+    def reordered(self, rows: torch.Tensor) -> ExpertStack:
+        """Returns the stack with these output features of each expert in this order; nothing is copied yet."""
+        return replace(self, rows=rows if self.rows is None else self.rows[rows])
+
+    def expert(self, index: int) -> LinearWeight:
+        """Raises ModelError, as `whole` does, if the form cannot be reordered."""
+        return self._weight({name: part[index].contiguous() for name, part in self.parts.items()})
+
+    def linears(self) -> list[Linear]:
+        """Returns each expert's layer, packed as other layers are."""
+        return [self.expert(index).linear() for index in range(len(self))]
+
+    def whole(self) -> LinearWeight:
+        """Returns all experts' weights as one value, whose matrix and bias have a leading dimension of experts.
+
+        Plain weights are not copied unless they are reordered.
+        """
+        return self._weight(self.parts)
+
+    def _weight(self, parts: Tensors) -> LinearWeight:
+        weight = self.form.weight.of(parts, self.dtype)
+        return weight if self.rows is None else weight.reordered(self.rows)
+
+    @classmethod
+    def stacked(cls, form: WeightForm, experts: Sequence[Sequence[Tensors]], dtype: torch.dtype) -> ExpertStack:
+        """Joins layers of an expert (gate and up) along their output features, then stacks the experts.
+
+        Raises ModelError if a part without output features differs among the layers of an expert.
+        """
+        parts = {}
+        for name in experts[0][0]:
+            outputs = form.parts[name].outputs
+            joined = [_joined([layer[name] for layer in layers], outputs, name) for layers in experts]
+            parts[name] = torch.stack(joined)
+        return cls(form, parts, dtype)
+
+
+def _joined(tensors: Sequence[torch.Tensor], outputs: int | None, name: str) -> torch.Tensor:
+    if outputs is not None:
+        return torch.cat(list(tensors), dim=outputs)
+    if not all(torch.equal(each, tensors[0]) for each in tensors):
+        raise ModelError(f"an expert's gate and up differ in {name}, which both products would share")
+    return tensors[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """`gate_up` maps hidden_size to 2 * features, `down` maps features to hidden_size.
+
+    `Ops.experts` takes gates before ups; some architectures have them in turn.
+    """
+
+    gate_up: ExpertStack
+    down: ExpertStack
+
+
+class HeldExperts(torch.nn.Module):
+    """Experts of transformers' model whose weights have a form that transformers does not know.
+
+    `inner` is transformers' module without its weights.
+    """
+
+    def __init__(self, inner: Any, gate_up: Parts, down: Parts) -> None:
+        super().__init__()
+        for name in [name for name, _ in inner.named_parameters(recurse=False)]:
+            delattr(inner, name)
+        self.inner, self.config = inner, inner.config
+        self.gate_up, self.down = gate_up, down
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gated: torch.Tensor = self.inner._apply_gate(gate_up)
+        return gated
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Computes as PackedExperts does, for the proof at load: experts are packed before they serve."""
+        held = experts_of(self)
+
+        def layers(index: int) -> tuple[Linear, Linear]:
+            return held.gate_up.expert(index).linear(), held.down.expert(index).linear()
+
+        return through_experts(layers, len(held.down), self.gate, x, chosen, weights)
+
+
+def are_experts(module: Any) -> bool:
+    """Whether these are transformers' experts: their weights in one tensor, and a method between the two products."""
+    if not all(hasattr(module, name) for name in ("is_transposed", "has_bias", "_apply_gate", "gate_up_proj")):
+        return False
+    return module.gate_up_proj.dim() == 3 and not getattr(module, "has_post_expert_norm", False)
+
+
+def experts_of(module: Any) -> ExpertWeights:
+    """Returns the weights of transformers' experts, without a copy, in the form of their files."""
+    if isinstance(module, HeldExperts):
+        gate_up, down = (ExpertStack(each.form, each.tensors, each.dtype) for each in (module.gate_up, module.down))
+        return ExpertWeights(gate_up, down)
+    found = []
+    for name in PRODUCTS:
+        weight = getattr(module, name).detach()
+        parts = {"weight": weight.transpose(1, 2) if getattr(module, "is_transposed", False) else weight}
+        if getattr(module, "has_bias", False):
+            parts["bias"] = getattr(module, f"{name}_bias").detach()
+        found.append(ExpertStack(PLAIN, parts, weight.dtype))
+    return ExpertWeights(*found)
+
+
+def through_experts(
+    layers: Callable[[int], tuple[Linear, Linear]],
+    num_experts: int,
+    gate: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Passes each row through the experts that its router chose, in the order of their numbers.
+
+    Takes x [num_rows, hidden_size]; chosen, weights [num_rows, top_k]. Ignores numbers beyond the experts. `layers`
+    gives an expert's two products.
+    """
+    result = torch.zeros_like(x)
+    for index in torch.unique(chosen).tolist():
+        if index >= num_experts:
+            continue
+        gate_up, down = layers(index)
+        rows, rank = (chosen == index).nonzero(as_tuple=True)
+        added = down(gate(gate_up(x[rows])))
+        result.index_add_(0, rows, added.mul_(weights[rows, rank, None]))
+    return result

@@ -1,0 +1,85 @@
+"""Linear layers whose weight has oneDNN's own order, which is faster on CPU.
+
+The rule is fixed, never measured: float32 on x86-64 with oneDNN is packed, anything else stays plain. So the same
+checkpoint computes the same numbers in every process; and with packing, a row's numbers do not depend on how many rows
+are computed with it, unlike MKL's.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import linear, pad
+
+Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [num_rows, out_features]
+
+MOST_PADDED = 16 << 20  # padding's multiplications per product: cheaper than compiling for another number of rows
+SIZES_PER_OCTAVE = 8
+LEAST_ROWS = 4
+MOST_INPUTS_OF_ONE_ROW = 1024  # up to here one row alone has the same bits; tests/model/test_linear.py verifies it
+
+
+class PackedLinear:
+    """`x @ weight.T + bias` with a weight that only oneDNN can read; the plain one is not kept.
+
+    oneDNN compiles anew for every number of rows, a millisecond each, and keeps about a thousand results. So rows are
+    padded to a frequent number. Fewer than four rows of a wide input become four: for a single row, oneDNN adds in
+    another order from 1,025 inputs on (AVX-512), and four take no longer than one, while two and three do.
+    """
+
+    __slots__ = ("_bias", "_most_padding", "_run", "_weight", "least_rows")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self._bias = bias
+        self._run = torch.ops.mkldnn._linear_pointwise.default
+        self.least_rows = LEAST_ROWS if weight.shape[1] > MOST_INPUTS_OF_ONE_ROW else 1
+        self._most_padding = MOST_PADDED // max(1, weight.numel())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows = x.shape[-2]
+        if num_rows < self.least_rows:
+            padding = self.least_rows - num_rows if num_rows else 0
+        else:
+            padding = padded(num_rows, self._most_padding) - num_rows
+        if padding:
+            x = pad(x, (0, 0, 0, padding))
+        result: torch.Tensor = self._run(x, self._weight, self._bias, "none", [], "")
+        return result[..., :num_rows, :] if padding else result
+
+
+class PlainLinear:
+    """Computes the same with the weight in its original order."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight.detach()
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weight, self._bias)
+
+
+def packs(weight: torch.Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and platform.machine() == "x86_64"
+        and weight.numel() > 0
+    )
+
+
+def padded(num_rows: int, most: int) -> int:
+    """Rounds up to one of eight sizes per octave, at most `most` apart: computing a few extra rows is cheap."""
+    step = min(num_rows // SIZES_PER_OCTAVE, most)
+    step = 1 << step.bit_length() - 1 if step > 1 else 1
+    return -(-num_rows // step) * step
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Makes a layer of weight [out_features, in_features], bias [out_features]; the caller drops its own weight."""
+    return PackedLinear(weight, bias) if packs(weight) else PlainLinear(weight, bias)

@@ -1,0 +1,143 @@
+"""Operations of a fused decoder: one interface, implemented here in torch.
+
+`pd_cluster.model.cpu.ops` has the same in C, for float32, `pd_cluster.model.cuda.ops` in Triton. Rows are tokens:
+activations are [num_tokens, features]; norms compute in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from pd_cluster.model.attention import sdpa
+from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.layers.expert_weight import ExpertWeights
+from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, Experts, Gates
+from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.layers.weight import LinearWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root-mean-square norm. Where an architecture multiplies by 1 + w, `weight` is that sum, in float32.
+
+    A normed value is rounded to the weight's dtype before the multiplication.
+    """
+
+    weight: torch.Tensor  # [features]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """One layer's attention on the output of its projections: queries, keys, values side by side in each row."""
+
+    layer_idx: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key, whose value is zero (gpt-oss)
+
+    @property
+    def scoring(self) -> sdpa.Scoring:
+        return sdpa.Scoring(self.scaling, self.sliding_window, self.softcap, self.sinks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """cos and sin of a step's tokens, each [num_tokens, head_dim]; both halves of a row are the same.
+
+    They have the activations' dtype, or float32: then the rotation is rounded once, at its end.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+Rows = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, hidden_size] to the same shape
+
+
+class Ops(Gates, Protocol):
+    """`is_capturable`: on an accelerator nothing here reads from the device, so that a graph can hold all of it."""
+
+    name: str
+    attention: str  # the attention in use, for the log
+    is_capturable: bool
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        """Returns the layer that computes with this weight, whose other references the caller drops."""
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Returns x [num_rows, features] normed, and leaves it unchanged."""
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Adds delta to x in place; returns x normed."""
+
+    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
+        """Returns a function for a sparse block: `gate` is transformers' router, `weights` have gates before ups.
+
+        The caller drops the weights. Raises ModelError if their form cannot have this order.
+
+        On accelerators the host need not know which experts are chosen.
+        """
+
+    def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
+        """Maps [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] to [num_tokens, num_heads * head_dim].
+
+        Norms and rotates, writes keys and values to the pool's slots, attends. May overwrite qkv.
+        """
+
+
+class TorchOps:
+    """The reference, also used where the C kernels cannot be built."""
+
+    name = "torch"
+    attention = "SDPA"
+    is_capturable = False  # SDPA reads lengths on the host
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        return weight.linear()
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        return (normed.to(norm.weight.dtype) * norm.weight).to(x.dtype)
+
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self.norm(x.add_(delta), norm)
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "swigluoai":
+            gate = gate.clamp(max=SWIGLUOAI_LIMIT)
+            gate = gate * torch.sigmoid(gate * SWIGLUOAI_ALPHA)
+            return (up.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT) + 1).mul_(gate)
+        return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
+
+    def experts(self, gate: Any, weights: ExpertWeights, activation: Activation) -> Rows:
+        return Experts(gate, weights, self, activation)
+
+    def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
+        num_kv, dim = heads.num_kv_heads, heads.head_dim
+        query, key, value = torch.split(qkv.view(len(qkv), -1, dim), [heads.num_heads, num_kv, num_kv], dim=1)
+        if heads.q_norm is not None and heads.k_norm is not None:
+            query, key = self.norm(query, heads.q_norm), self.norm(key, heads.k_norm)
+        query, key = _rotate(query, rope), _rotate(key, rope)
+        output = sdpa.write_and_attend(heads.layer_idx, query.transpose(0, 1), key, value, batch, heads.scoring)
+        return output.reshape(len(qkv), -1)
+
+
+def _rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotates x [num_tokens, num_heads, head_dim]."""
+    left, right = x.chunk(2, dim=-1)
+    rotated = x * rope.cos[:, None] + torch.cat((-right, left), dim=-1) * rope.sin[:, None]
+    return rotated.to(x.dtype)

@@ -1,0 +1,140 @@
+"""Packs the products of models whose layers stay transformers' own: linear layers, routers, experts.
+
+Packing makes them faster on CPU, and a row's numbers independent of the rows beside it (model/layers/linear.py).
+Modules are recognised by their structure; others stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from pd_cluster.model.layers.expert_weight import HeldExperts, are_experts, experts_of, through_experts
+from pd_cluster.model.layers.linear import Linear, PackedLinear, packs
+from pd_cluster.model.layers.weight import HeldLinear, no_weight, weight_of
+
+APART = 16  # float32 numbers in a vector register, at most
+
+
+def pack_modules(model: torch.nn.Module) -> int:
+    """Replaces the modules that can be packed; returns their number."""
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()  # includes both names of a module that has two
+        if child is not None
+    ]
+    packed: dict[int, torch.nn.Module | None] = {}
+    for parent, name, child in places:
+        if id(child) not in packed:
+            packed[id(child)] = _packed(child)
+        if (replacement := packed[id(child)]) is not None:
+            setattr(parent, name, replacement)
+    return sum(each is not None for each in packed.values())
+
+
+def _packed(module: torch.nn.Module) -> torch.nn.Module | None:
+    kind = type(module).__name__
+    weight: Any = getattr(module, "weight", None)
+    if isinstance(module, HeldLinear):
+        return PackedModule(weight_of(module).linear(), weight.shape, weight.dtype)
+    if isinstance(module, HeldExperts):
+        return PackedExperts(module)
+    if type(module) is torch.nn.Linear and packs(weight):
+        return PackedModule.of(weight, module.bias)
+    if kind == "Conv1D" and weight is not None and packs(weight):  # GPT-2's, from transformers.pytorch_utils
+        return PackedModule.of(weight.T.contiguous(), getattr(module, "bias", None))
+    if kind.endswith("Router") and weight is not None and weight.dim() == 2 and packs(weight):
+        return PackedRouter(module)
+    if are_experts(module) and packs(module.down_proj):  # type: ignore[arg-type]
+        return PackedExperts(module)
+    return None
+
+
+class PackedModule(torch.nn.Module):
+    """A linear layer that computes nothing but the product."""
+
+    def __init__(self, product: Linear, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """`shape`: out_features, in_features."""
+        super().__init__()
+        self._linear = product
+        self.out_features, self.in_features = shape
+        self.weight = no_weight(shape, dtype)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedModule:
+        if len(weight) == 1:
+            return cls(rows_apart(weight, bias), weight.shape, weight.dtype)
+        return cls(PackedLinear(weight, None if bias is None else bias.detach()), weight.shape, weight.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x)
+
+
+def rows_apart(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Makes a packed linear of few outputs, whose rows begin a multiple of APART numbers apart.
+
+    torch's functions compute adjacent numbers several at a time, and the last few of them in another way, with other
+    bits: the choice of these must not depend on the rows before.
+    """
+    num_outputs = weight.shape[0]
+    padding = -num_outputs % APART
+    weight = torch.cat((weight.detach(), weight.new_zeros(padding, weight.shape[1])))
+    bias = None if bias is None else torch.cat((bias.detach(), bias.new_zeros(padding)))
+    packed = PackedLinear(weight, bias)
+    return lambda x: packed(x)[..., :num_outputs]
+
+
+class PackedRouter(torch.nn.Module):
+    """Transformers' own router, except for its product."""
+
+    def __init__(self, router: Any) -> None:
+        super().__init__()
+        self.router = router
+        self._product = _Product(router.weight, rows_apart(router.weight))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._product:
+            return self.router(*args, **kwargs)
+
+
+class _Product(TorchFunctionMode):
+    """Computes `linear(x, weight, bias)` of one weight by `packed`."""
+
+    def __init__(self, weight: torch.Tensor, packed: Linear) -> None:
+        super().__init__()
+        self._address, self._packed = weight.data_ptr(), packed
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is linear and len(args) > 1 and args[1].data_ptr() == self._address:
+            x, _, *rest = args
+            bias = rest[0] if rest else (kwargs or {}).get("bias")
+            product = self._packed(x)
+            return product if bias is None else product.add_(bias)
+        return function(*args, **(kwargs or {}))
+
+
+class PackedExperts(torch.nn.Module):
+    """Passes each row through the experts that its router chose, in the order of their numbers."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self._gate = experts.gate if isinstance(experts, HeldExperts) else experts._apply_gate
+        weights = experts_of(experts)
+        self._gate_up, self._down = weights.gate_up.linears(), weights.down.linears()
+        if isinstance(experts, HeldExperts):
+            del experts.gate_up, experts.down
+        else:
+            del experts.gate_up_proj, experts.down_proj
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return through_experts(self._layers, len(self._down), self._gate, x, chosen, weights)
+
+    def _layers(self, index: int) -> tuple[Linear, Linear]:
+        return self._gate_up[index], self._down[index]

@@ -1,0 +1,124 @@
+"""The architectures whose layers are fused, each as its differences from Llama. No other module knows their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation
+from pd_cluster.model.layers.rope_tables import NO_ROPE, WHOLE_MODEL, Turn, turn, turn_once
+
+# A layer's norms: the field of FusedLayer -> the module's name.
+BEFORE_EACH_HALF = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+AFTER_EACH_HALF = {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+AROUND_EACH_HALF = {"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **AFTER_EACH_HALF}
+AROUND_EACH_HALF_OF_GLM = {
+    **BEFORE_EACH_HALF,
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_mlp_norm": "post_mlp_layernorm",
+}
+
+
+def own_window(attention: Any) -> int | None:
+    window: int | None = getattr(attention, "sliding_window", None)
+    return window
+
+
+def models_window(attention: Any) -> int | None:
+    """All layers attend through the config's window."""
+    return own_window(attention.config)
+
+
+def window_if_sliding(attention: Any) -> int | None:
+    return own_window(attention) if attention.is_sliding else None
+
+
+def one_rope(attention: Any) -> str:
+    return WHOLE_MODEL
+
+
+def rope_of_its_type(attention: Any) -> str:
+    """Sliding and full layers have ropes of their own."""
+    kind: str = attention.layer_type
+    return kind
+
+
+def rope_of_its_attention_type(attention: Any) -> str:
+    kind: str = attention.attention_type
+    return kind
+
+
+def rope_if_used(attention: Any) -> str:
+    return WHOLE_MODEL if attention.use_rope else NO_ROPE
+
+
+def rope_if_sliding(attention: Any) -> str:
+    """Full layers are not rotated, unless all layers are full."""
+    return WHOLE_MODEL if attention.sliding_window is None or attention.is_sliding else NO_ROPE
+
+
+@dataclass(frozen=True, slots=True)
+class Quirks:
+    """The differences of an architecture from Llama that its modules do not show themselves.
+
+    `adds_one`: norms multiply by 1 + w. `scales_in_float32`: norms are rounded after the multiplication, not before.
+    `norms`: a layer's, by their place. `norms_span_heads`: those of queries and keys norm all heads as one vector.
+    `window`, `rope`: a layer's window, and the kind of layer whose rope it has, from its attention module.
+    `pairs_neighbours`: rope rotates feature 2i with 2i + 1. `turn` calls the rotary embedding.
+    `caps_scores`: attention applies the config's softcap, which other architectures may have without effect.
+    `multiplies`: the config's multipliers of embeddings, residuals and logits apply.
+    `activation`: instead of the config's. `router`: its name in a sparse block. `interleaves_gates`: the experts' files
+    have gates and ups in turn.
+    `only_with`: values of the config without which the kernels do not compute this architecture.
+    """
+
+    adds_one: bool = False
+    scales_in_float32: bool = False
+    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE_EACH_HALF)
+    norms_span_heads: bool = False
+    window: Callable[[Any], int | None] = own_window
+    rope: Callable[[Any], str] = one_rope
+    pairs_neighbours: bool = False
+    turn: Turn = turn
+    caps_scores: bool = False
+    multiplies: bool = False
+    activation: Activation | None = None
+    router: str = "gate"
+    interleaves_gates: bool = False
+    only_with: Mapping[str, float] = field(default_factory=dict)
+
+
+ARCHITECTURES: dict[str, Quirks] = {
+    "LlamaForCausalLM": Quirks(),
+    "Qwen2ForCausalLM": Quirks(),
+    "Qwen2MoeForCausalLM": Quirks(),
+    "Qwen3ForCausalLM": Quirks(),
+    "Qwen3MoeForCausalLM": Quirks(),
+    "MistralForCausalLM": Quirks(window=models_window),
+    "MixtralForCausalLM": Quirks(window=models_window),
+    "MinistralForCausalLM": Quirks(),
+    "CwmForCausalLM": Quirks(),
+    "Phi3ForCausalLM": Quirks(window=models_window),
+    "GemmaForCausalLM": Quirks(adds_one=True),
+    "Gemma2ForCausalLM": Quirks(adds_one=True, norms=AROUND_EACH_HALF, caps_scores=True),
+    "Gemma3ForCausalLM": Quirks(adds_one=True, norms=AROUND_EACH_HALF, rope=rope_of_its_type),
+    "Olmo2ForCausalLM": Quirks(scales_in_float32=True, norms=AFTER_EACH_HALF, norms_span_heads=True),
+    "Olmo3ForCausalLM": Quirks(
+        scales_in_float32=True, norms=AFTER_EACH_HALF, norms_span_heads=True, rope=rope_of_its_attention_type
+    ),
+    "GraniteForCausalLM": Quirks(multiplies=True),
+    "SmolLM3ForCausalLM": Quirks(rope=rope_if_used),
+    "Exaone4ForCausalLM": Quirks(norms=AFTER_EACH_HALF, window=window_if_sliding, rope=rope_if_sliding),
+    "Ernie4_5ForCausalLM": Quirks(pairs_neighbours=True),
+    "GlmForCausalLM": Quirks(pairs_neighbours=True),
+    "Glm4ForCausalLM": Quirks(norms=AROUND_EACH_HALF_OF_GLM, pairs_neighbours=True),
+    "GptOssForCausalLM": Quirks(
+        scales_in_float32=True,
+        turn=turn_once,
+        activation="swigluoai",
+        router="router",
+        interleaves_gates=True,
+        only_with={"swiglu_alpha": SWIGLUOAI_ALPHA, "swiglu_limit": SWIGLUOAI_LIMIT},
+    ),
+}

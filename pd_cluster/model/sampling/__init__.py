@@ -1,0 +1,1 @@
+"""Sampling: tokens from logits."""

@@ -1,0 +1,215 @@
+"""Chooses the next token of each row of logits, with its logprobs.
+
+Randomness is a counter-based hash of (seed, sequence index, position), computed on the host: a request draws the same
+numbers alone, in a batch, after a retry and on every device. Knows nothing of requests' lives.
+
+    logits ─ argmax ─┬─ rows that are greedy and nothing else ────────────────────────────┬─ token ids ─ logprobs
+                     └─ the others ─ copy, masks and penalties (adjust) ─ argmax or draw ─┘  of the raw logits
+
+Masks of guides come with the rows; see guided.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pd_cluster.model.sampling.adjust import Edit, adjustment_of, adjusts, apply, restrict
+from pd_cluster.model.sampling.candidates import candidates_of, ends_of, told_of
+from pd_cluster.model.sampling.draw import Knobs, draw
+from pd_cluster.model.sampling.guided import Mask
+from pd_cluster.model.sampling.logprobs import logprobs_of
+from pd_cluster.model.sampling.passes import Floats, Ints, copy_of_rows, peaks, rows_of
+from pd_cluster.types import Candidate, Logprobs, Request, Sampling
+
+MASK = (1 << 64) - 1
+NO_TOKEN = -1  # nothing may follow
+MAX_LOGITS_AT_ONCE = 6 << 20  # 24 MiB of float32: glibc maps each temporary of 32 MiB or more anew, slowly
+
+
+def splitmix64(state: int) -> int:
+    """Returns one output of SplitMix64 (Steele, Lea, Flood 2014) for this state."""
+    z = (state + 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    """Returns a number in [0, 1) with 53 random bits, a function of its arguments only. Vectors in tests/unit."""
+    mixed = splitmix64(splitmix64(splitmix64(seed & MASK) ^ index) ^ position)
+    return (mixed >> 11) * 2.0**-53
+
+
+def uniforms(seeds: Sequence[int], indexes: Sequence[int], positions: Sequence[int]) -> Floats:
+    """Returns `uniform` for each row, [num_rows]."""
+    mixed = _splitmix64s(np.array([seed & MASK for seed in seeds], dtype=np.uint64))
+    mixed = _splitmix64s(mixed ^ np.array(indexes, dtype=np.uint64))
+    mixed = _splitmix64s(mixed ^ np.array(positions, dtype=np.uint64))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix64s(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = states + np.uint64(0x9E3779B97F4A7C15)  # wraps around
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class SamplingRow(NamedTuple):
+    """One token to choose. A fork has its own `index` even while it shares the request's tokens."""
+
+    request: Request
+    index: int  # type: ignore[assignment]  # hides tuple.index, which rows do not need
+    position: int  # among the output tokens of the sequence
+    mask: Mask | None = None  # from its guide
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether the request's own masks and penalties apply; they do not if its guide only allows the end."""
+        is_complete = self.mask is not None and self.mask.is_complete
+        return not is_complete and adjusts(self.request.sampling, self.position)
+
+
+class Sampled(NamedTuple):
+    token_id: int  # or NO_TOKEN
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Chooses tokens. Its only memory is in adjust.py, and can be dropped at any time."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow], at: Sequence[int] | None = None) -> list[Sampled]:
+        """Returns one token for each of `rows`, from logits [num_rows, vocab_size] float32, which may be overwritten.
+
+        `at` gives the row of logits for each, if several use the same one.
+
+        Never raises for any logits or parameters. If masks forbid every token, the most likely of the allowed_token_ids
+        is chosen, or of all if there are none; if one of the masks is a guide's, NO_TOKEN.
+        """
+        num_rows = len(rows) if at is None else len(logits)
+        assert logits.shape == (num_rows, self.vocab_size), f"{tuple(logits.shape)} for {num_rows} rows"
+        sampled: list[Sampled] = []
+        with torch.inference_mode():  # tensors made in inference mode can be changed only in it
+            for part in self._parts(len(rows)):
+                own = logits[part] if at is None else logits[list(at[part])]
+                sampled += self._sample(own, rows[part])
+        return sampled
+
+    def prompt_logprobs(self, logits: Tensor, targets: list[int], num_top: int) -> list[Logprobs]:
+        """Returns logprobs of the target token of each row of logits [num_rows, vocab_size] float32."""
+        told: list[Logprobs] = []
+        with torch.inference_mode():
+            for part in self._parts(len(targets)):
+                _, best = peaks(logits[part])
+                token_ids = np.array(targets[part], dtype=np.int64)
+                told += logprobs_of(logits[part], best, token_ids, [num_top] * len(token_ids))
+        return told
+
+    def candidates(self, logits: Tensor, rows: Sequence[SamplingRow], at: Sequence[int]) -> list[list[Candidate]]:
+        """Returns continuations of beams: each of `rows` with row `at` of logits [num_rows, vocab_size] float32.
+
+        Best first.
+        """
+        found: list[list[Candidate]] = []
+        with torch.inference_mode():
+            for part in self._parts(len(rows)):
+                found += self._candidates(logits[list(at[part])], rows[part])
+        return found
+
+    def _candidates(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[list[Candidate]]:
+        params = [row.request.sampling for row in rows]
+        _, best = peaks(logits)
+        work = logits.clone()
+        self._adjust(work, rows)
+        _, best_left = peaks(work, lambda i: self._likeliest_allowed(logits[i], rows[i]))
+        ends = [ends_of(p, self.eos_token_ids, self.vocab_size) for p in params]
+        found = candidates_of(work, best_left, ends, [p.beam_width for p in params])
+        if told := [i for i, p in enumerate(params) if p.logprobs is not None]:
+            index = np.array(told)
+            asked = told_of(
+                rows_of(logits, index), best[index], [found[i] for i in told], [params[i].logprobs or 0 for i in told]
+            )
+            for i, row in zip(told, asked, strict=True):
+                found[i] = row
+        return found
+
+    def _parts(self, num_rows: int) -> list[slice]:
+        """Splits rows into slices small enough for one pass."""
+        step = max(1, MAX_LOGITS_AT_ONCE // self.vocab_size)
+        return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+    def _sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+        params = [row.request.sampling for row in rows]
+        token_ids, best = peaks(logits)
+        drawn = [i for i, p in enumerate(params) if not p.greedy]
+        adjusted = [i for i, row in enumerate(rows) if row.mask is not None or row.is_adjusted]
+        stuck: set[int] = set()
+        if drawn or adjusted:
+            # Drawn rows come first, as a view of the copy, so a batch of only drawn rows needs no copy.
+            at = np.array(drawn + [i for i in adjusted if params[i].greedy])
+            others = [rows[i] for i in at.tolist()]
+            if adjusted:
+                work = copy_of_rows(logits, at)
+                self._adjust(work, others)
+                chosen, best_left = peaks(work, lambda i: self._fallback(logits[at[i]], others[i], stuck, int(at[i])))
+            else:
+                work, chosen, best_left = rows_of(logits, at), token_ids[at], best[at]
+            if num_drawn := len(drawn):
+                knobs = self._knobs(others[:num_drawn])
+                chosen[:num_drawn] = draw(work[:num_drawn], best_left[:num_drawn], knobs)
+            token_ids[at] = chosen
+        told = self._logprobs(logits, best, token_ids, params)
+        found = [Sampled(token_id, told.get(i)) for i, token_id in enumerate(token_ids.tolist())]
+        for i in stuck:
+            found[i] = Sampled(NO_TOKEN, None)
+        return found
+
+    def _adjust(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+        """Applies masks, biases and penalties in place."""
+        restrict(logits, [(i, row.mask.words) for i, row in enumerate(rows) if row.mask is not None])
+        edits = []
+        for i, row in enumerate(rows):
+            if row.is_adjusted:
+                adjustment = adjustment_of(row.request, self.vocab_size, self.eos_token_ids)
+                edits.append(Edit(i, adjustment, adjustment.banned(row.request, row.position)))
+        apply(logits, edits)
+
+    def _fallback(self, line: Tensor, row: SamplingRow, stuck: set[int], at: int) -> int:
+        """Returns the choice for a row with every token masked; `line` [vocab_size] holds the model's own logits.
+
+        A guided row has no choice: `at` is added to `stuck`, and the result is ignored.
+        """
+        if row.mask is not None:
+            stuck.add(at)
+            return 0
+        return self._likeliest_allowed(line, row)
+
+    def _likeliest_allowed(self, line: Tensor, row: SamplingRow) -> int:
+        allowed = adjustment_of(row.request, self.vocab_size, self.eos_token_ids).allowed.tolist()
+        return int(allowed[int(line[allowed].argmax())] if allowed else line.argmax())
+
+    def _knobs(self, rows: Sequence[SamplingRow]) -> Knobs:
+        params = [row.request.sampling for row in rows]
+        draws = uniforms([p.seed for p in params], [row.index for row in rows], [row.position for row in rows])
+        return Knobs.of(params, draws, self.vocab_size)
+
+    def _logprobs(
+        self, logits: Tensor, best: Floats, token_ids: Ints, params: Sequence[Sampling]
+    ) -> dict[int, Logprobs]:
+        """Returns the logprobs of the rows that ask for them, by row."""
+        num_top = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        if not num_top:
+            return {}
+        at = np.array(list(num_top))
+        told = logprobs_of(rows_of(logits, at), best[at], token_ids[at], list(num_top.values()))
+        return dict(zip(num_top, told, strict=True))

@@ -1,0 +1,84 @@
+// Paged attention over the block-major pool, and the steps just before it: norms of q and k, rotation, KV write.
+//
+// It has two forms. Decode (one query) takes several KV heads of a sequence together; its vectors run along the head
+// dimension. Otherwise it takes one KV head at a time, and queries are the lanes of vectors: a tile of up to 2 * VL
+// (token, head) rows is transposed once, keys and values are broadcast straight from the pool, and the softmax needs no
+// sum across a vector. Both are online: a running maximum m and sum l per row. A row's result does not depend on the
+// rest of the batch.
+#pragma once
+#include "decode.h"
+#include "lanes.h"
+
+// ---- the work of one call
+
+static int is_decode(const Layer *y, int64_t query_len) {
+    return query_len == 1 && y->num_heads <= MAX_GROUP * y->num_kv_heads;
+}
+
+static int64_t num_items(const Layer *y, int64_t query_len, int64_t decode_parts) {
+    int64_t group = y->num_heads / y->num_kv_heads;
+    return is_decode(y, query_len) ? decode_parts : (query_len * group + LANES - 1) / LANES * y->num_kv_heads;
+}
+
+// Finds item number `index`; `at` is an earlier item's position in the step's order. Returns 0 past the last item.
+static int find_item(const Work *w, int64_t index, int64_t *at, Item *item) {
+    const Step *s = w->step;
+    const Layer *y = w->layer;
+    if (index >= w->item_starts[s->num_seqs]) return 0;
+    while (index >= w->item_starts[*at + 1]) ++*at;
+    int64_t seq = s->order[*at], inner = index - w->item_starts[*at], kv_head, stop, tile = 0;
+    int64_t dim = y->head_dim, group = y->num_heads / y->num_kv_heads, start = s->query_starts[seq];
+    item->query_len = s->query_starts[seq + 1] - start;
+    if (is_decode(y, item->query_len)) {
+        kv_head = y->num_kv_heads * inner / w->decode_parts;
+        stop = y->num_kv_heads * (inner + 1) / w->decode_parts;
+    } else {
+        int64_t tiles = (w->item_starts[*at + 1] - w->item_starts[*at]) / y->num_kv_heads;
+        kv_head = inner / tiles, stop = kv_head + 1;
+        tile = tiles - 1 - inner % tiles; // longest first
+    }
+    const float *head = w->pool + kv_head * dim;
+    item->source = (Source){head + y->key_offset, head + y->value_offset, s->block_table + s->table_starts[seq],
+                            y->block_stride,      y->num_kv_heads * dim,  y->block_size};
+    item->q = w->qkv + start * (y->num_heads + 2 * y->num_kv_heads) * dim + kv_head * group * dim;
+    item->out = w->out + (start * y->num_heads + kv_head * group) * dim;
+    item->sinks = y->sinks ? y->sinks + kv_head * group : 0;
+    item->num_heads = stop - kv_head;
+    item->context_len = s->context_lens[seq];
+    item->first_row = tile * LANES;
+    return 1;
+}
+
+static void attend_work(void *data) {
+    Work *w = data;
+    const Step *s = w->step;
+    Item items[2], *item = items, *after = items + 1;
+    int64_t at = 0;
+    for (int64_t token; (token = next_items(&w->token_counter, 4)) < s->num_tokens;)
+        for (int64_t t = token; t < MIN(token + 4, s->num_tokens); t++) prepare_token(w, t);
+    if (s->num_threads > 1) runtime.barrier(); // all keys are written
+    int more = find_item(w, next_items(&w->item_counter, 1), &at, item);
+    while (more) {
+        int decodes = is_decode(w->layer, item->query_len);
+        if (!decodes) attend_tile(w->layer, item);
+        more = find_item(w, next_items(&w->item_counter, 1), &at, after);
+        if (decodes) decode(w->layer, item, more && is_decode(w->layer, after->query_len) ? after : 0);
+        Item *done = item;
+        item = after, after = done;
+    }
+}
+
+// qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; its queries are rotated in place.
+// out [num_tokens, num_heads * head_dim]. The caller has checked every block, slot and shape.
+void pd_attend(const Step *step, const Layer *layer, float *pool, float *qkv, float *out) {
+    int64_t *starts = alloca((size_t)(step->num_seqs + 1) * sizeof(int64_t));
+    int64_t wanted = (4 * step->num_threads + step->num_seqs - 1) / step->num_seqs;
+    int64_t parts = step->num_threads > 1 ? MIN(wanted, layer->num_kv_heads) : 1;
+    starts[0] = 0;
+    for (int64_t i = 0; i < step->num_seqs; i++) {
+        int64_t seq = step->order[i], query_len = step->query_starts[seq + 1] - step->query_starts[seq];
+        starts[i + 1] = starts[i] + num_items(layer, query_len, parts);
+    }
+    Work work = {step, layer, pool, qkv, out, 0, 0, starts, parts};
+    run(attend_work, &work, step->num_threads);
+}

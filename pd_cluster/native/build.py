@@ -1,0 +1,119 @@
+"""Compiles the kernels for this machine, once, and caches the result in the user's cache folder.
+
+The file's name identifies everything it depends on, so processes that race build the same file; an unfinished one is
+never visible. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+FLAGS = (
+    *("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # infinities and NaN keep their meaning
+)
+COMPILE_DEADLINE_S = 60.0
+VERSION_DEADLINE_S = 10.0
+OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
+
+
+class KernelsUnavailable(Exception):
+    """The reason why the kernels cannot run here."""
+
+
+def are_wanted() -> bool:
+    return os.environ.get("PD_CLUSTER_CPU_KERNELS", "1") != "0"
+
+
+def load(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
+    """Returns the kernels, ready to be called. Raises KernelsUnavailable."""
+    runtime = openmp_runtime()
+    library = ctypes.CDLL(str(build(flags)))
+    library.pd_init.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.pd_init.restype = None
+    library.pd_init(
+        ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p), ctypes.cast(runtime.GOMP_barrier, ctypes.c_void_p)
+    )
+    return library
+
+
+def openmp_runtime() -> ctypes.CDLL:
+    """Returns torch's own OpenMP library: two thread pools spinning on the same cores would be very slow."""
+    paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text("utf-8").splitlines()}
+    found = sorted(path for path in paths if OPENMP.search(path))
+    of_torch = [path for path in found if "/torch/" in path or "/torch.libs/" in path] or found
+    if len(of_torch) != 1:
+        raise KernelsUnavailable(f"{len(of_torch)} OpenMP libraries are loaded, wanted one: {of_torch}")
+    runtime = ctypes.CDLL(of_torch[0])
+    if not hasattr(runtime, "GOMP_parallel") or not hasattr(runtime, "GOMP_barrier"):
+        raise KernelsUnavailable(f"{of_torch[0]} has no GOMP_parallel")
+    return runtime
+
+
+def build(flags: tuple[str, ...]) -> Path:
+    """Returns the shared library, compiled unless it is cached. Raises KernelsUnavailable."""
+    compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc")
+    if compiler is None:
+        raise KernelsUnavailable("no C compiler (gcc or cc) on PATH")
+    target = cache_folder() / f"kernels-{_fingerprint(compiler, flags)}.so"
+    if not target.exists():
+        _compile(compiler, flags, target)
+    return target
+
+
+def cache_folder() -> Path:
+    """Returns a folder that belongs to this user alone: its files are executed."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-cluster"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError) as error:
+        raise KernelsUnavailable(f"no cache folder: {error}") from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise KernelsUnavailable(f"{folder} belongs to or can be written by other users")
+    return folder
+
+
+def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+    """Hashes the source, the flags, the compiler and the CPU's features."""
+    digest = hashlib.sha256(repr(flags).encode())
+    for file in sorted(FOLDER.glob("*.[ch]")):
+        digest.update(file.name.encode() + file.read_bytes())
+    digest.update(_run([compiler, "--version"], VERSION_DEADLINE_S).encode())
+    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+        if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part"):
+            digest.update(line.encode())
+        elif not line:  # the first core stands for all
+            break
+    return digest.hexdigest()[:24]
+
+
+def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".kernels-", suffix=".so")
+    except OSError as error:
+        raise KernelsUnavailable(f"cannot write to {target.parent}: {error}") from error
+    os.close(handle)
+    try:
+        _run([compiler, *flags, str(FOLDER / "kernels.c"), "-o", name, "-lm"], COMPILE_DEADLINE_S)
+        os.replace(name, target)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _run(command: list[str], deadline_s: float) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsUnavailable(f"{command[0]}: {error}") from error
+    if done.returncode:
+        raise KernelsUnavailable(f"{command[0]} failed with {done.returncode}: {done.stderr.strip()[:300]}")
+    return done.stdout

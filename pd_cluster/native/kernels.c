@@ -1,0 +1,4 @@
+// Builds all kernels as one unit, which exports pd_init, pd_norm, pd_gate, pd_attend (float32 throughout), pd_copy.
+#include "attention.h"
+#include "copy.h"
+#include "rows.h"

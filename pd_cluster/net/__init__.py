@@ -1,0 +1,1 @@
+"""ZeroMQ: sockets, mailboxes, and the authentication of peers."""

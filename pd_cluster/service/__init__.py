@@ -1,0 +1,1 @@
+"""Text in, text out, over a router, independent of HTTP."""

@@ -1,0 +1,106 @@
+"""From generations to pieces of text, over the router: streamed, or whole. Knows nothing of requests' fields."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import msgspec
+
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.errors import GenerationError
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.merge import merged, together
+from pd_cluster.service.sequence import Piece, joined
+from pd_cluster.types import TokenOutput
+
+MOST_TOKENS_OF_PIECE = 64  # of an answer that is read only once whole
+
+
+class Answering:
+    """The methods of TextService that produce answers."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
+        """Yields the pieces of all prompts of a request as they come. The first error or closing it ends all."""
+        return merged([self.stream(generation) for generation in generations], lambda error: _fail(generations, error))
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
+        """Yields a piece whenever a sequence has text, and a last one with its finish_reason. Closing it aborts."""
+        if generation.is_prompt_only:
+            await self._learn_of_prompt(generation)
+            for sequence in generation.sequences:
+                sequence.finish_reason = "length"
+                yield generation.piece_of(sequence, "")
+            return
+        if generation.order.batch and not generation.has_stops:
+            async with contextlib.aclosing(self._whole(generation)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
+        async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
+            async for token in tokens:
+                sequence = generation.sequences[token.index]
+                text = sequence.add(token)
+                if sequence.finish_reason is not None and token.finish_reason is None:
+                    generation.stop(sequence.index)
+                if text or generation.every_token or sequence.finish_reason is not None:
+                    yield generation.piece_of(sequence, text)
+
+    async def complete(self, generations: list[Generation]) -> list[Piece]:
+        """Returns a piece for each choice. If there are more sequences than choices, the best ones are chosen."""
+        works = [self._complete(generation) for generation in generations]
+        whole = await together(works, lambda error: _fail(generations, error))
+        return [piece for pieces in whole for piece in pieces]
+
+    async def _complete(self, generation: Generation) -> list[Piece]:
+        first = generation.first_choice
+        found: dict[int, list[Piece]] = {sequence.index: [] for sequence in generation.sequences}
+        by_token = generation.is_prompt_only or generation.has_stops
+        pieces = self.stream(generation) if by_token else self._whole(generation)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                found[piece.index - first].append(piece)
+        if len(found) > generation.num_choices:
+            generation.keep_best()
+        whole = [joined(found[sequence.index]) for sequence in generation.sequences]
+        return [msgspec.structs.replace(piece, index=first + at) for at, piece in enumerate(whole)]
+
+    async def _whole(self, generation: Generation) -> AsyncGenerator[Piece, None]:
+        """Yields few, large pieces, for callers that read to the end, where only the engine ends an answer."""
+        arrived: dict[int, list[TokenOutput]] = {sequence.index: [] for sequence in generation.sequences}
+        async with contextlib.aclosing(self._tokens(generation, gathers=True)) as tokens:  # type: ignore[type-var]
+            async for token in tokens:
+                own = arrived[token.index]
+                own.append(token)
+                if token.finish_reason is not None or token.earlier or len(own) == MOST_TOKENS_OF_PIECE:
+                    sequence, arrived[token.index] = generation.sequences[token.index], []
+                    yield generation.piece_of(sequence, sequence.add_all(own))
+
+    def _tokens(self, generation: Generation, gathers: bool = False) -> AsyncIterator[TokenOutput]:
+        generation.arrived()
+        if gathers:
+            generation.amend(gathers=True)
+        return self._router.serve(
+            generation.order,
+            generation.routed,
+            generation.prompted,
+            generation.client_id,
+            generation.received_s,
+            generation.visitor,
+        )
+
+    async def _learn_of_prompt(self, generation: Generation) -> None:
+        """Has the prompt computed if its logprobs were requested, and nothing after it."""
+        if generation.sampling.prompt_logprobs is None:
+            return
+        async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
+            await anext(tokens)
+
+
+def _fail(generations: list[Generation], error: BaseException) -> None:
+    """Ends all prompts of a request with the error of one, so that it does not count as a client's disconnect."""
+    for generation in generations:
+        generation.fail(GenerationError(f"another prompt of the request failed: {error}"))

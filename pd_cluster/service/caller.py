@@ -1,0 +1,54 @@
+"""The sender of a request: its share of turns, its patience, its permitted models and its cached prompts.
+
+Knows nothing of keys (auth.py) or of how prompts are cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pd_cluster.cluster.routing.entrance import Visitor
+from pd_cluster.cluster.routing.waiting_room import Party
+from pd_cluster.service.meter import Meter
+
+
+def nothing() -> None:
+    """Ignores the event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`client`: an API key's tenant, or a peer's address. `tenant`: "" where all callers share cached prompts.
+
+    `patience_s`: how long it waits for an answer to begin. `arrived` is called when the router has the request.
+    `party`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
+    request; None where there are no keys.
+    """
+
+    client: str = ""
+    tenant: str = ""
+    patience_s: float = math.inf
+    arrived: Callable[[], None] = field(default=nothing, compare=False)
+    party: Party | None = field(default=None, compare=False, repr=False)
+    models: tuple[str, ...] | None = None
+    meter: Meter | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def visitor(self) -> Visitor:
+        return Visitor(self.client, self.patience_s, self.party)
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def salt(self, own: str | None) -> str:
+        """Returns the salt of cached prompts. `own` is the request's, within its tenant; no two pairs share a salt."""
+        if not self.tenant:
+            return own or ""
+        return hashlib.sha256(json.dumps([self.tenant, own or ""]).encode()).hexdigest()
+
+
+NOBODY = Caller()

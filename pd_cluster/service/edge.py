@@ -1,0 +1,147 @@
+"""The parts of every process that serves requests: a mailbox, a router, and the conversion of text.
+
+The list of instances comes from outside: from the workers themselves or from the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+from pd_cluster import wire
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
+from pd_cluster.cluster.members.roster import Roster
+from pd_cluster.cluster.routing.policy import POLICIES
+from pd_cluster.cluster.routing.predict import Goals
+from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.net.mailbox import Mailbox
+from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.settings.config import ApiConfig, Credentials
+from pd_cluster.settings.timeouts import Timeouts
+
+log = logging.getLogger(__name__)
+
+RosterT = TypeVar("RosterT", bound=Roster)
+
+
+class LoopHandler:
+    """Carries the mailbox's events from its thread to the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, roster: Roster, router: Router) -> None:
+        self._loop = loop
+        self.roster = roster
+        self.router = router
+        self.fatal: asyncio.Future[None] = loop.create_future()
+
+    def on_opened(self, conn: str, peer: str, kind: str) -> None:
+        self._call(self.roster.on_opened, conn)
+
+    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
+        if isinstance(body, wire.Outputs):
+            heard_s = self.router.timelines.heard(conn, body.now_s)  # here, before it waits for its turn on the loop
+            self._call(self.router.on_outputs, conn, body, heard_s)
+        elif isinstance(body, wire.Heartbeat) and body.load is not None:
+            self._call(self.roster.on_heartbeat, conn, body.load)
+        elif isinstance(body, wire.CacheKeys):
+            self._call(self.roster.on_cache_keys, conn, body)
+
+    def on_closed(self, conn: str, peer: str, reason: str) -> None:
+        self._call(self.roster.on_closed, conn, reason)
+        self._call(self.router.timelines.gone, conn)
+
+    def on_fatal(self, error: BaseException) -> None:
+        self._call(self.fatal.set_exception, error)
+
+    def load(self) -> wire.Load | None:
+        return None
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+class Edge(Generic[RosterT]):
+    """Must be made on its event loop. Raises ConfigError for a model that cannot be served.
+
+    `roster_of` makes the list of instances that requests go to: membership.py in the scheduler, mirror.py in an API
+    process. `index` distinguishes the processes of one scheduler: workers know them by name, and their random seeds
+    must differ.
+    """
+
+    def __init__(
+        self,
+        config: ApiConfig,
+        credentials: Credentials,
+        roster_of: Callable[[Mailbox, Checkpoint], RosterT],
+        index: int | None = None,
+    ) -> None:
+        engine, routing, timeouts = config.engine, config.routing, config.timeouts
+        self.config = config
+        self.checkpoint = Checkpoint.of(engine)
+        self.checkpoint.warn_of_ignored_files()
+        self.checkpoint.warn_if_unproven()
+        self._defaults = sampling_defaults(self.checkpoint, engine.generation_config, config.sampling_override)
+        if self._defaults and index is None:
+            told = ", ".join(f"{name} {value:g}" for name, value in self._defaults.items())
+            log.info("requests that do not say otherwise have %s (--generation-config vllm: not the file's)", told)
+        self._limit = self.checkpoint.max_model_len(engine.max_model_len)
+        self._seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))
+        name = "scheduler" if index is None else f"scheduler-{index}"
+        self.mailbox = Mailbox(name, secrets.randbits(62), "scheduler", credentials, timeouts)
+        self.roster = roster_of(self.mailbox, self.checkpoint)
+        self.router = Router(
+            self.mailbox.send,
+            self.roster,
+            POLICIES[routing.policy],
+            timeouts.request_timeout_s,
+            replay_limits(routing.max_attempts, timeouts),
+            Goals(routing.slo_ttft_s, routing.slo_tpot_s),
+            routing.max_queue_s,
+            routing.has_priorities,
+        )
+        self.handler = LoopHandler(asyncio.get_running_loop(), self.roster, self.router)
+
+    def start(self) -> None:
+        """Starts to receive messages from workers."""
+        self.mailbox.start(self.handler)
+
+    def service(self) -> TextService:
+        """Makes the service of this process."""
+        self.router.expect_instances()
+        return text_service(self.router, self.checkpoint, self.config, self._limit, self._seed, self._defaults)
+
+
+def text_service(
+    router: Router,
+    checkpoint: Checkpoint,
+    config: ApiConfig,
+    max_model_len: int,
+    seed: int | None,
+    defaults: Mapping[str, int | float],
+) -> TextService:
+    """Makes a text service. Raises ConfigError."""
+    served = ServiceConfig(
+        config.engine.model,
+        config.served_model_names,
+        max_model_len,
+        seed,
+        config.max_logprobs,
+        config.engine.max_num_seqs,
+        config.timeouts.guided_timeout_s,
+        config.routing.has_priorities,
+        config.chat,
+        config.returns_tokens_as_token_ids,
+        defaults,
+        config.requires_model,
+    )
+    return TextService(router, checkpoint, served)
+
+
+def replay_limits(max_attempts: int, timeouts: Timeouts) -> ReplayLimits:
+    together_s = timeouts.dead_after_s + timeouts.heartbeat_interval_s  # the longest that a death goes unnoticed
+    return ReplayLimits(max_attempts, timeouts.replay_wait_s, together_s)

@@ -1,0 +1,123 @@
+"""The progress of one prompt of a request. Knows nothing of HTTP or of the instances that serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pd_cluster.cluster.routing.entrance import ANYBODY, Visitor
+from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.errors import GenerationError
+from pd_cluster.parsers.reply import ReplyReader
+from pd_cluster.service.sequence import Piece, TextSequence
+from pd_cluster.types import Logprobs, Order, PromptOutput, Sampling
+
+
+def _stop_nothing(index: int) -> None:
+    """Does nothing: a request that has not been sent cannot be stopped."""
+
+
+def _fail_nothing(error: GenerationError) -> None:
+    """Does nothing: a request that has not been sent cannot fail."""
+
+
+def _nothing() -> None:
+    """Ignores the event."""
+
+
+def _no_calls() -> str:
+    raise AssertionError("an answer without a reader makes no calls")
+
+
+@dataclass(slots=True)
+class Generation:
+    """The progress of one request: its parameters, the state of its sequences, and the stream that serves it."""
+
+    order: Order
+    sequences: list[TextSequence]
+    num_choices: int  # of the sequences, the best ones are the answer
+    first_choice: int = 0  # its first choice's number among those of all prompts of a request
+    every_token: bool = False  # a piece for each token, even when there is no text yet
+    is_prompt_only: bool = False  # max_tokens 0, with echo
+    new_reader: Callable[[], ReplyReader] | None = None  # for a choice's text, where it is more than content
+    new_call_id: Callable[[], str] = _no_calls
+    calls_finish: bool = False  # a choice that makes calls reports it in its finish_reason
+    prompt: PromptOutput | None = None  # known no later than the first piece
+    served_by: list[str] = field(default_factory=list)
+    stream: RequestStream | None = None  # set once it has been sent
+    stop: Callable[[int], None] = _stop_nothing
+    fail: Callable[[GenerationError], None] = _fail_nothing
+    client_id: str = ""  # the answer's id for clients
+    received_s: float | None = None
+    visitor: Visitor = ANYBODY
+    arrived: Callable[[], None] = _nothing  # called when the router has it
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.order.prompt_token_ids
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.order.sampling
+
+    def amend(self, **fields: Any) -> None:
+        """Changes the order of a request that has not been sent yet."""
+        self.order = msgspec.structs.replace(self.order, **fields)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Counts the sequences that are answered; cached tokens are included once they are known."""
+        num_prompt = len(self.prompt_token_ids)
+        num_output = sum(sequence.num_tokens for sequence in self.sequences)
+        usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
+        if self.prompt is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.prompt.num_cached_tokens}
+        return usage
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether a sequence may end because of its text."""
+        return any(sequence.stops for sequence in self.sequences)
+
+    @property
+    def prompt_logprobs(self) -> list[Logprobs | None]:
+        return self.prompt.logprobs if self.prompt is not None else []
+
+    def routed(self, stream: RequestStream) -> None:
+        self.stream = stream
+        self.served_by = [stream.prefill.name, stream.decode.name]
+        self.stop = stream.stop
+        self.fail = stream.inbox.put
+
+    def prompted(self, prompt: PromptOutput) -> None:
+        self.prompt = prompt
+
+    def keep_best(self) -> None:
+        """Keeps the sequences with the highest mean logprob of their tokens, best first, and renumbers them."""
+        ranked = sorted(self.sequences, key=lambda sequence: -sequence.mean_logprob)
+        self.sequences = ranked[: self.num_choices]
+
+    def piece_of(self, sequence: TextSequence, text: str) -> Piece:
+        """Returns a sequence's output since its last piece, under the number that its choice has in the answer."""
+        return sequence.piece(text, self.first_choice + sequence.index)
+
+
+def usage_of(generations: list[Generation]) -> dict[str, Any]:
+    """Returns the usage of a request with several prompts. Cached tokens are included once all are known."""
+    usages = [generation.usage for generation in generations]
+    if len(usages) == 1:
+        return usages[0]
+    total: dict[str, Any] = {
+        name: sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
+    if all("prompt_tokens_details" in usage for usage in usages):
+        num_cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        total["prompt_tokens_details"] = {"cached_tokens": num_cached}
+    return total

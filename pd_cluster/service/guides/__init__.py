@@ -1,0 +1,1 @@
+"""Guides are tried in child processes before anything is computed."""

@@ -1,0 +1,188 @@
+"""From parsed requests to generations: token ids, sampling, limits. Knows nothing of chats, of routers or of HTTP."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pd_cluster.errors import GuideError, RequestError
+from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.guides.guide_check import GuideCheck
+from pd_cluster.service.limits import Limits, max_tokens_of, truncated
+from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
+from pd_cluster.service.schema.guide_fields import Asked
+from pd_cluster.service.schema.protocol import GenerationRequest
+from pd_cluster.service.sequence import TextSequence
+from pd_cluster.text.control_tokens import ControlTokens
+from pd_cluster.text.stop_strings import StopStrings
+from pd_cluster.text.tokenizer import Tokenizer
+from pd_cluster.types import Order, Sampling
+
+MAX_GUIDES_NUM_CHARS = 1 << 20  # of a guide times the prompts that it applies to, each of which has its own copy
+
+
+class Shared(NamedTuple):
+    """The common part of all prompts of a request. The sampling lacks max_tokens and seed."""
+
+    sampling: Sampling
+    markers: Collection[str]
+    num_prompts: int
+    caller: Caller = NOBODY
+
+
+class Intake:
+    """`limit` returns the current number of tokens in the context."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tokenizer_file: Path,
+        limits: Limits,
+        limit: Callable[[], int],
+        seed: int | None,
+        guided_timeout_s: float,
+        has_priorities: bool,
+        sampling_defaults: Mapping[str, int | float],
+        control: ControlTokens,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._has_priorities = has_priorities
+        self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
+        self._sampling_defaults = sampling_defaults
+        self._most_tokens = sampling_defaults.get("max_new_tokens")
+        self.limits = limits
+        self.encoder = PromptEncoder(tokenizer, limit, control)
+        self.guides = GuideCheck(tokenizer_file, limits.vocab_size, limits.eos_token_ids, guided_timeout_s)
+
+    async def close(self) -> None:
+        self.encoder.close()
+        await self.guides.close()
+
+    async def token_ids(
+        self, request: GenerationRequest, prompts: list[str | list[int]], special: bool, caller: Caller = NOBODY
+    ) -> list[list[int]]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        may_be_cut = request.truncate_prompt_tokens is not None
+        encoded = iter(await self.encoder.encode(texts, special, may_be_cut, "prompt", caller))
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    async def shared(
+        self,
+        request: GenerationRequest,
+        asked: Asked | None,
+        markers: Collection[str] = (),
+        num_prompts: int = 1,
+        caller: Caller = NOBODY,
+    ) -> Shared:
+        """Makes the part that all prompts share. `markers` are special tokens to be read. Raises RequestError."""
+        if asked is not None and len(asked.guide.text) * num_prompts > MAX_GUIDES_NUM_CHARS:
+            raise RequestError(
+                f"{asked.field}: {len(asked.guide.text)} characters for each of {num_prompts} prompts are too many; "
+                f"send fewer prompts in a request",
+                param=asked.field.partition(".")[0],
+            )
+        if request.priority and not self._has_priorities:
+            raise RequestError(
+                f"priority: {request.priority}; this server takes requests as they come (--scheduling-policy fcfs)",
+                param="priority",
+            )
+        self._check_text(request, asked)
+        sampling = msgspec.structs.replace(
+            request.sampling(0, 0, self._sampling_defaults),
+            bad_words=await self.encoder.bad_words(request.bad_words or [], caller),
+            guide=asked.guide if asked is not None else None,
+        )
+        await self._check_guide(asked)
+        return Shared(sampling, markers, num_prompts, caller)
+
+    def generation(
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        default_max_tokens: int | None,
+        param: str,
+        shared: Shared,
+    ) -> Generation:
+        """Checks the limits. Raises RequestError."""
+        limit = self._limit()
+        token_ids = truncated(request, token_ids, limit, default_max_tokens or 1)
+        wanted = max_tokens_of(request, len(token_ids), limit, default_max_tokens, param)
+        if self._most_tokens is not None:  # as in vLLM's server: no answer is longer, whatever a request wants
+            wanted = min(wanted, int(self._most_tokens))
+            least = request.min_tokens or 0
+            if least > wanted:
+                raise RequestError(
+                    f"min_tokens: {least} is more than {wanted}, to which this server limits answers (its "
+                    f"generation config has max_new_tokens); lower it",
+                    param="min_tokens",
+                )
+        if min(token_ids) < 0 or max(token_ids) >= self.limits.vocab_size:
+            raise RequestError(f"{param}: token ids must be in 0 to {self.limits.vocab_size - 1}", param=param)
+        seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
+        sampling = msgspec.structs.replace(shared.sampling, max_tokens=wanted, seed=seed)
+        sampling = self.limits.check(request, sampling, len(token_ids), shared.num_prompts)
+        sequences = self._sequences(request, sampling, shared.markers)
+        if wanted == 0:  # the engine computes at least one token, which is not shown
+            sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
+        order = Order(
+            token_ids,
+            sampling,
+            shared.caller.salt(request.cache_salt),
+            session=request.prompt_cache_key or "",
+            priority=request.priority or 0,
+        )
+        return Generation(
+            order,
+            sequences,
+            request.num_choices,
+            every_token=bool(request.return_token_ids),
+            is_prompt_only=wanted == 0,
+            visitor=shared.caller.visitor,
+            arrived=shared.caller.arrived,
+        )
+
+    def _sequences(
+        self, request: GenerationRequest, sampling: Sampling, markers: Collection[str]
+    ) -> list[TextSequence]:
+        skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
+        include, stops = bool(request.include_stop_str_in_output), request.stops
+        told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids)
+        return [
+            TextSequence(
+                index,
+                self._tokenizer.detokenizer(skips, markers, spaces),
+                StopStrings(stops, include),
+                sampling.min_tokens,
+                shows_stop_token=include or not skips,
+                stop_token_ids=told,
+            )
+            for index in range(sampling.n)
+        ]
+
+    def _check_text(self, request: GenerationRequest, asked: Asked | None) -> None:
+        """Raises RequestError for parameters that need a tokenizer where there is none."""
+        if self._tokenizer.has_text:
+            return
+        given = {"stop": request.stops, "bad_words": request.bad_words}
+        field = asked.field if asked is not None else next((name for name, value in given.items() if value), "")
+        if field:
+            raise RequestError(
+                f"{field}: there is no tokenizer (--skip-tokenizer-init), and so no text to look at; leave it out",
+                param=field.partition(".")[0],
+            )
+
+    async def _check_guide(self, asked: Asked | None) -> None:
+        """Checks a guide before the request goes anywhere. Raises RequestError that names the field, or Unavailable."""
+        if asked is None:
+            return
+        try:
+            await self.guides.check(asked.guide)
+        except GuideError as error:
+            raise RequestError(f"{asked.field}: {error}", param=asked.field.partition(".")[0]) from None

@@ -1,0 +1,194 @@
+"""Checks that need the model or the server's own limits: ids, lengths, numbers of logprobs.
+
+Every refusal is a RequestError that names the field, its value and the remedy. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from pd_cluster.engine.step.limits import MAX_ANSWER_TOKENS, MAX_LOGPROB_ENTRIES
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
+from pd_cluster.settings.requests import RequestSettings
+from pd_cluster.types import MAX_SEQUENCES, Sampling
+
+DEFAULT_MAX_LOGPROBS = RequestSettings().max_logprobs
+MAX_STREAMED_LOGPROB_ENTRIES = 32_768  # of prompts: they are written at once, while other streams wait
+OUTPUT_TOKENS_COUNTED = 16_384  # per sequence: a single one may always be as long as the context
+MAX_STREAMED_NBYTES = 256 << 20  # of /generate with several texts, whose frames repeat all of them
+
+
+class Limits(NamedTuple):
+    """The limits of one server and its model, apart from the context's length."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    max_beam_width: int = MAX_SEQUENCES
+
+    def check(
+        self, request: GenerationRequest, sampling: Sampling, num_prompt_tokens: int, num_prompts: int = 1
+    ) -> Sampling:
+        """Returns the sampling within the limits, for one of `num_prompts` prompts. Raises RequestError."""
+        self._check_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias))
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
+        name = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
+        self._check_logprobs(name, sampling.logprobs)
+        self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
+        _check_size(request, sampling, num_prompt_tokens, num_prompts)
+        _check_greedy(request, sampling)
+        self._check_beams(request, sampling)
+        if sampling.max_tokens and sampling.min_tokens > sampling.max_tokens:
+            raise RequestError(
+                f"min_tokens: {sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}; raise max_tokens "
+                f"or lower min_tokens",
+                param="min_tokens",
+            )
+        # A word with an id outside of the vocabulary never occurs.
+        words = tuple(word for word in sampling.bad_words if max(word) < self.vocab_size)
+        sampling = msgspec.structs.replace(sampling, bad_words=words)
+        self._check_something_is_left(sampling)
+        most = {name: min(getattr(sampling, name) or 0, self.vocab_size) for name in ("logprobs", "prompt_logprobs")}
+        asked = {name: number for name, number in most.items() if getattr(sampling, name) is not None}
+        return msgspec.structs.replace(sampling, **asked)
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self.vocab_size:
+                raise RequestError(
+                    f"{name}: {token_id} is not in the vocabulary; ids are 0 to {self.vocab_size - 1}", param=name
+                )
+
+    def _check_logprobs(self, name: str, number: int | None) -> None:
+        if number is not None and number > self.max_logprobs:
+            raise RequestError(
+                f"{name}: {number} is more than this server's {self.max_logprobs} (--max-logprobs); ask for fewer",
+                param=name,
+            )
+
+    def _check_beams(self, request: GenerationRequest, sampling: Sampling) -> None:
+        name = "n" if request.best_of is None else "best_of"
+        if sampling.beam_width > self.max_beam_width:
+            raise RequestError(
+                f"{name}: {sampling.beam_width} beams are more than this server's {self.max_beam_width} sequences in a "
+                f"step (--max-num-seqs); ask for fewer",
+                param=name,
+            )
+        if sampling.beam_width and sampling.n * sampling.max_tokens > MAX_ANSWER_TOKENS:
+            raise RequestError(
+                f"n: {sampling.n} hypotheses of up to {sampling.max_tokens} tokens are too much for one answer, which "
+                f"has at most {MAX_ANSWER_TOKENS} tokens; ask for fewer, or lower max_tokens",
+                param="n",
+            )
+
+    def _check_something_is_left(self, sampling: Sampling) -> None:
+        """Raises RequestError where every token is forbidden."""
+        forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
+        if sampling.min_tokens:
+            forbidden |= {*sampling.stop_token_ids, *self.eos_token_ids}
+        if sampling.allowed_token_ids and forbidden.issuperset(sampling.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids: bad_words and min_tokens forbid every one of them; allow one more",
+                param="allowed_token_ids",
+            )
+        if not sampling.allowed_token_ids and len(forbidden) >= self.vocab_size:
+            raise RequestError("bad_words: they forbid the whole vocabulary; leave one out", param="bad_words")
+
+
+def _check_size(request: GenerationRequest, sampling: Sampling, num_prompt_tokens: int, num_prompts: int) -> None:
+    """Limits the size of an answer, which is assembled in memory. Raises RequestError."""
+    num_entries = 0  # assumes that all prompts are as long as this one
+    if sampling.prompt_logprobs is not None:
+        num_told = request.num_choices if isinstance(request, CompletionRequest) else 1
+        num_entries += num_prompt_tokens * (sampling.prompt_logprobs + 1) * num_told
+    if sampling.logprobs is not None:
+        num_entries += min(sampling.max_tokens, OUTPUT_TOKENS_COUNTED) * (sampling.logprobs + 1) * sampling.n
+    num_entries *= num_prompts
+    if request.stream and sampling.prompt_logprobs is not None:  # they are echoed
+        num_told = num_prompt_tokens * (sampling.prompt_logprobs + 1) * request.num_choices
+        if num_told > MAX_STREAMED_LOGPROB_ENTRIES:
+            raise RequestError(
+                f"logprobs: a stream that begins with {num_told} of the prompt's is too much at once, at most "
+                f"{MAX_STREAMED_LOGPROB_ENTRIES} are given; leave out stream, or ask for fewer",
+                param="logprobs",
+            )
+    if num_entries > MAX_LOGPROB_ENTRIES:
+        raise RequestError(
+            f"logprobs: the answer could have {num_entries} of them, at most {MAX_LOGPROB_ENTRIES} are given; ask for "
+            f"fewer logprobs, fewer choices or a shorter answer",
+            param="logprobs",
+        )
+
+
+def check_streamed_texts(num_texts: int, num_prompt_chars: int, max_tokens: int) -> None:
+    """Limits a streamed /generate, whose frames repeat all texts from their beginning. Raises RequestError."""
+    nbytes = num_texts * max_tokens * num_texts * (num_prompt_chars + 4 * max_tokens)
+    if num_texts > 1 and nbytes > MAX_STREAMED_NBYTES:
+        raise RequestError(
+            f"n: {num_texts} texts of up to {max_tokens} tokens, each behind {num_prompt_chars} characters of prompt, "
+            f"would be {nbytes >> 20} MiB of frames, at most {MAX_STREAMED_NBYTES >> 20} are sent; ask for fewer, or "
+            f"without stream",
+            param="n",
+        )
+
+
+def _check_greedy(request: GenerationRequest, sampling: Sampling) -> None:
+    if not sampling.greedy or sampling.n == 1 or sampling.beam_width:
+        return
+    name, value = ("n", request.num_choices) if request.num_choices > 1 else ("best_of", sampling.n)
+    raise RequestError(
+        f"{name}: {value} with temperature 0: greedy sampling gives one answer; use 1, or a temperature above 0",
+        param=name,
+    )
+
+
+def truncated(request: GenerationRequest, token_ids: list[int], limit: int, default_max_tokens: int) -> list[int]:
+    """Returns the last tokens of a prompt, as many as the request keeps. Raises RequestError."""
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    wanted = request.wanted_tokens if request.wanted_tokens is not None else default_max_tokens
+    if keep == -1:
+        keep = limit - max(wanted, 1)
+    if not 0 < keep < limit:
+        raise RequestError(
+            f"truncate_prompt_tokens: {request.truncate_prompt_tokens} with {wanted} output tokens does not fit the "
+            f"model's context of {limit} tokens; keep fewer, or lower max_tokens",
+            param="truncate_prompt_tokens",
+        )
+    return token_ids[-keep:]
+
+
+def max_tokens_of(
+    request: GenerationRequest, num_prompt: int, limit: int, default_max_tokens: int | None, param: str
+) -> int:
+    """Returns the most output tokens of this request. Raises RequestError when the context has no room for them."""
+    if not num_prompt:
+        raise RequestError(f"{param}: no tokens", param=param)
+    if num_prompt >= limit:
+        raise RequestError(
+            f"{param}: the prompt is too long: {num_prompt} tokens; this model's maximum context length is {limit} "
+            f"tokens, prompt and output together",
+            param=param,
+            code="context_length_exceeded",
+        )
+    wanted = request.wanted_tokens
+    least = 0 if isinstance(request, CompletionRequest) and request.echo else 1
+    if wanted is not None and wanted < least:
+        raise RequestError(f"max_tokens: {wanted}; must be at least 1 (0 only with echo)", param="max_tokens")
+    if wanted is None:
+        room = limit - num_prompt
+        wanted = room if default_max_tokens is None or request.wants_all_room else min(default_max_tokens, room)
+    if num_prompt + wanted > limit:
+        raise RequestError(
+            f"max_tokens: {num_prompt} prompt tokens and {wanted} output tokens are too many; this model's maximum "
+            f"context length is {limit} tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return wanted

@@ -1,0 +1,95 @@
+"""Several asynchronous generators or results as one. Independent of what they yield."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SETTLE_S = 1.0  # for the others to end, once one has failed
+NUM_A_TURN = 16  # generators that begin before other tasks have their turn
+MAX_WAITING = 1024  # items that nobody has taken; beyond that, the generators wait
+
+
+def _tell_nobody(error: BaseException) -> None:
+    """Ignores the error."""
+
+
+def merged(
+    streams: Sequence[AsyncGenerator[T, None]], failed: Callable[[BaseException], None] = _tell_nobody
+) -> AsyncGenerator[T, None]:
+    """Yields the items of all in the order in which they come. Closing this closes all.
+
+    The first error ends all of them; `failed` receives it before they are cancelled, so that they can end by
+    themselves.
+    """
+    return streams[0] if len(streams) == 1 else _merged(streams, failed)
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[T, None]], failed: Callable[[BaseException], None]
+) -> AsyncGenerator[T, None]:
+    items: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue(MAX_WAITING)
+    tasks: list[asyncio.Future[None]] = []
+    num_running = len(streams)
+    try:
+        for at, stream in enumerate(streams):
+            tasks.append(asyncio.ensure_future(_pump(stream, items)))
+            if at % NUM_A_TURN == NUM_A_TURN - 1:
+                await asyncio.sleep(0)
+        while num_running:
+            item = await items.get()
+            if isinstance(item, BaseException):
+                failed(item)
+                await asyncio.wait(tasks, timeout=SETTLE_S)
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item[0]
+    finally:
+        await _end(tasks)
+
+
+async def together(
+    works: Sequence[Coroutine[Any, Any, T]], failed: Callable[[BaseException], None] = _tell_nobody
+) -> list[T]:
+    """Returns all results. The first error ends all of them, as with `merged`."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks: list[asyncio.Future[T]] = []
+    try:
+        for at, work in enumerate(works):
+            tasks.append(asyncio.ensure_future(work))
+            if at % NUM_A_TURN == NUM_A_TURN - 1:
+                await asyncio.sleep(0)
+        return await asyncio.gather(*tasks)
+    except Exception as error:
+        failed(error)
+        await asyncio.wait(tasks, timeout=SETTLE_S)
+        raise
+    finally:
+        for work in works[len(tasks) :]:
+            work.close()
+        await _end(tasks)
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(stream: AsyncGenerator[T, None], items: asyncio.Queue[tuple[T] | BaseException | None]) -> None:
+    """Forwards a stream's items, then None or the error that ended it."""
+    last: BaseException | None = None
+    try:
+        async with contextlib.aclosing(stream):
+            async for item in stream:
+                await items.put((item,))
+    except Exception as error:
+        last = error
+    await items.put(last)

@@ -1,0 +1,124 @@
+"""Chat requests to prompts: by the server's template or, where that is allowed, by the request's own.
+
+Knows nothing of token ids; guarded_prompt.py finds out which control tokens are the template's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import cast
+
+import msgspec
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
+from pd_cluster.service.prompts.conversation import Conversation, conversation_of
+from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.prompts.template_child import Rendered, RenderJob
+from pd_cluster.service.schema.chat_protocol import ChatFields
+from pd_cluster.text.chat_template import ChatTemplate
+from pd_cluster.text.control_tokens import PromptText
+
+LONG_NBYTES = 4096  # longer conversations are rendered on a thread, so that no stream waits for them
+
+Rendering = Generator[Conversation, str, PromptText]  # yields a conversation to render, and receives the text
+
+
+class ChatPrompts:
+    """`children` render the templates of requests; None where requests may not have any."""
+
+    def __init__(self, template: ChatTemplate | None, children: Children | None) -> None:
+        self._template = template
+        self._children = children
+
+    @classmethod
+    def make(
+        cls, template: ChatTemplate | None, constants: dict[str, str], trusts_requests: bool, timeout_s: float
+    ) -> ChatPrompts:
+        settings = msgspec.json.encode(constants)
+        module = "pd_cluster.service.prompts.template_child"
+        return cls(template, Children(module, settings, timeout_s, "template") if trusts_requests else None)
+
+    async def render(
+        self,
+        request: ChatFields,
+        shows_tools: bool = True,
+        check: Callable[[int], None] = lambda num_chars: None,
+        guard: Guard | None = None,
+    ) -> PromptText:
+        """Returns the prompt. `check` receives a lower bound of its characters before any work.
+
+        Without a `guard`, clients' texts may have control tokens. Raises RequestError.
+        """
+        if request.chat_template is not None:
+            return await self._render_own(request.chat_template, request, shows_tools, check, guard)
+        if self._template is None:
+            raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+        conversation = conversation_of(request, self._template.variables, shows_tools)
+        check(conversation.num_chars)
+        if conversation.nbytes <= LONG_NBYTES:
+            return rendered(conversation, self._template, guard)
+        return await asyncio.to_thread(rendered, conversation, self._template, guard)
+
+    async def close(self) -> None:
+        if self._children is not None:
+            await self._children.close()
+
+    async def _render_own(
+        self,
+        source: str,
+        request: ChatFields,
+        shows_tools: bool,
+        check: Callable[[int], None],
+        guard: Guard | None,
+    ) -> PromptText:
+        if self._children is None:
+            raise RequestError(
+                "chat_template: this server takes no templates from requests (--trust-request-chat-template)",
+                param="chat_template",
+            )
+        known = (await self._ask(self._children, source)).variables
+        conversation = conversation_of(request, known, shows_tools)
+        check(conversation.num_chars)
+        rendering = _steps(conversation, guard)
+        wanted = next(rendering)
+        while True:
+            text = (await self._ask(self._children, source, wanted)).text
+            try:
+                wanted = rendering.send(text)
+            except StopIteration as ended:
+                return cast(PromptText, ended.value)
+
+    async def _ask(self, children: Children, source: str, conversation: Conversation | None = None) -> Rendered:
+        """Has a child render the template. Raises RequestError."""
+        try:
+            answer = await children.ask(msgspec.json.encode(RenderJob(source, conversation)))
+        except TookTooLong as error:
+            raise RequestError(f"chat_template: {error}; make it simpler", param="chat_template") from None
+        except Broke:
+            raise RequestError("chat_template: it takes too much memory", param="chat_template") from None
+        rendered = msgspec.json.decode(answer, type=Rendered)
+        if rendered.error:
+            raise RequestError(rendered.error, param=rendered.param)
+        return rendered
+
+
+def rendered(conversation: Conversation, template: ChatTemplate, guard: Guard | None) -> PromptText:
+    """Renders the prompt in the calling thread. Raises RequestError."""
+    rendering = _steps(conversation, guard)
+    wanted = next(rendering)
+    while True:
+        text = wanted.render(template)
+        try:
+            wanted = rendering.send(text)
+        except StopIteration as ended:
+            return cast(PromptText, ended.value)
+
+
+def _steps(conversation: Conversation, guard: Guard | None) -> Rendering:
+    return guard.prompt(conversation) if guard is not None else _as_written(conversation)
+
+
+def _as_written(conversation: Conversation) -> Rendering:
+    return PromptText((yield conversation))

@@ -1,0 +1,116 @@
+"""From a chat request to its template's input. Every refusal is a RequestError that names the field.
+
+Knows nothing of tokens or of answers.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import msgspec
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.chat_protocol import ChatFields
+from pd_cluster.text.chat_template import OWN, ChatTemplate, with_both_reasonings
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """The input of a template, and how its text is tokenized."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def num_chars(self) -> int:
+        """A lower bound of the prompt's characters."""
+        return sum(len(content) for m in self.messages if isinstance(content := m.get("content"), str))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of everything that a template may have to write."""
+        return len(msgspec.json.encode(self)) if self.variables else self.num_chars
+
+    def render(self, template: ChatTemplate) -> str:
+        """Renders the template. Raises RequestError."""
+        return template.render(self.messages, self.add_generation_prompt, self.variables, self.continue_final_message)
+
+
+def conversation_of(request: ChatFields, known: frozenset[str], shows_tools: bool = True) -> Conversation:
+    """`known` are the template's variables: anything that it has no place for is refused. Raises RequestError."""
+    continues = bool(request.continue_final_message)
+    messages = [_for_template(message.to_template(at), at) for at, message in enumerate(request.messages)]
+    if continues and request.opens_answer:
+        raise RequestError(
+            "continue_final_message: an answer cannot both continue the last message and begin anew; leave out "
+            "add_generation_prompt",
+            param="continue_final_message",
+        )
+    if continues and not messages[-1].get("content"):
+        raise RequestError(
+            "continue_final_message: the last message has no text to continue", param="continue_final_message"
+        )
+    variables = dict(request.chat_template_kwargs or {})
+    for name in (name for name in OWN if name in variables):
+        raise RequestError(f"chat_template_kwargs.{name}: is a field of its own", param="chat_template_kwargs")
+    given: dict[str, Any] = {"documents": request.documents}
+    if request.tools and shows_tools:
+        given["tools"] = [tool.model_dump(exclude_unset=True) for tool in request.tools]
+    for name, value in given.items():
+        if value and name not in known:
+            raise RequestError(f"{name}: this model's chat template has no place for them", param=name)
+    variables |= {name: value for name, value in given.items() if value}
+    variables |= _effort(request.reasoning_effort, known)
+    return Conversation(messages, variables, request.opens_answer, continues)
+
+
+def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
+    """Maps an effort to the template's variable: several efforts, or whether to think at all."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in known and effort == "none":
+        return {"enable_thinking": False}
+    raise RequestError(
+        f"reasoning_effort: {effort!r} means nothing to this model's chat template; "
+        + ("'none' switches its thinking off" if "enable_thinking" in known else "leave it out"),
+        param="reasoning_effort",
+    )
+
+
+def _for_template(message: dict[str, Any], at: int) -> dict[str, Any]:
+    """Decodes calls' arguments to objects, which templates format; reasoning gets both names."""
+    message = with_both_reasonings(message)
+    calls = message.get("tool_calls")
+    if not calls:  # also an empty list: templates only test whether the key exists
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    if not isinstance(calls, list):
+        raise _wrong_call(at, "", "must be a list")
+    return {**message, "tool_calls": [_call(call, at, f"[{index}]") for index, call in enumerate(calls)]}
+
+
+def _call(call: Any, at: int, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _wrong_call(at, place, 'must be {"id", "type": "function", "function": {"name", "arguments"}}')
+    arguments = function.get("arguments") or {}
+    if not isinstance(arguments, str | dict):
+        raise _wrong_call(at, f"{place}.function.arguments", f"{reprlib.repr(arguments)} is not a JSON object")
+    decoded = _decoded(arguments) if isinstance(arguments, str) else arguments
+    return {"type": "function", **call, "function": {**function, "arguments": decoded}}
+
+
+def _decoded(arguments: str) -> Any:
+    """Decodes arguments, or returns them as they are: a model's text need not be JSON."""
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
+def _wrong_call(at: int, place: str, why: str) -> RequestError:
+    return RequestError(f"messages[{at}].tool_calls{place}: {why}", param="messages")

@@ -1,0 +1,110 @@
+"""Texts to token ids, on a thread where it takes long. Knows nothing of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.service.helpers.fair_pool import FairPool
+from pd_cluster.text.control_tokens import ControlTokens, PromptText
+from pd_cluster.text.tokenizer import Tokenizer
+
+SHORT_NUM_CHARS = 4096  # longer texts are tokenized on a thread, so that no stream waits for them
+TRUNCATED_NUM_CHARS = 1 << 20  # the most characters of a text that will be truncated, if the context allows fewer
+# A text with more characters than this per token of the context has only that many tokenized first.
+PROBED_CHARS_PER_TOKEN = 16
+PROBE_MARGIN = 2  # a beginning with this many times the context's tokens is proof, wherever it was cut
+
+T = TypeVar("T")
+
+
+class PromptEncoder:
+    """`limit` returns the current number of tokens in the context. Clients take turns with long texts."""
+
+    def __init__(self, tokenizer: Tokenizer, limit: Callable[[], int], control: ControlTokens) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._control = control
+        self._pool = FairPool()
+
+    def close(self) -> None:
+        self._pool.close()
+
+    async def encode(
+        self, texts: list[str], special: bool, may_be_cut: bool, param: str, caller: Caller = NOBODY
+    ) -> list[list[int]]:
+        """Encodes a text. Raises RequestError, before any work, for one that cannot fit the context."""
+        if texts and not self._tokenizer.has_text:
+            raise RequestError(
+                f"{param}: a text, and there is no tokenizer (--skip-tokenizer-init); give token ids", param=param
+            )
+        for text in texts:
+            self.check(len(text), may_be_cut, param)
+        limit = self._limit()
+
+        def work() -> list[list[int]]:
+            found = []
+            for text in texts:
+                self._probe(text, limit, may_be_cut, param)
+                found.append(self._tokenizer.encode(text, special))
+            return found
+
+        return await self.run(work, sum(map(len, texts)), caller)
+
+    async def encode_prompt(
+        self, prompt: PromptText, special: bool, may_be_cut: bool, param: str, caller: Caller = NOBODY
+    ) -> list[int]:
+        """Encodes a prompt that may list its own control tokens."""
+        if prompt.own is None:
+            (found,) = await self.encode([prompt.text], special, may_be_cut, param, caller)
+            return found
+        self.check(len(prompt.text), may_be_cut, param)
+        limit = self._limit()
+
+        def work() -> list[int]:
+            self._probe(prompt.text, limit, may_be_cut, param)
+            return self._tokenizer.encode_prompt(prompt, self._control, special)
+
+        return await self._pool.run(caller.client, work, len(prompt.text))
+
+    async def bad_words(self, words: list[str], caller: Caller = NOBODY) -> tuple[tuple[int, ...], ...]:
+        return await self.run(lambda: self._tokenizer.encode_bad_words(words), sum(map(len, words)), caller)
+
+    async def run(self, work: Callable[[], T], num_chars: int, caller: Caller) -> T:
+        """Runs short work at once, without a turn."""
+        if num_chars <= SHORT_NUM_CHARS:
+            return work()
+        return await self._pool.run(caller.client, work, num_chars)
+
+    def check(self, num_chars: int, may_be_cut: bool, param: str) -> None:
+        """Raises RequestError for a text of `num_chars` characters that is too long in any case."""
+        limit, longest = self._limit(), self._tokenizer.max_chars_per_token
+        most = limit * longest
+        if may_be_cut and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):
+            raise RequestError(
+                f"{param}: {num_chars} characters are too many to tokenize, even for truncate_prompt_tokens; "
+                f"send at most {most}",
+                param=param,
+            )
+        if num_chars > most:
+            raise RequestError(
+                f"{param}: the prompt is too long: {num_chars} characters; this model's maximum context length is "
+                f"{limit} tokens, of at most {longest} characters",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _probe(self, text: str, limit: int, may_be_cut: bool, param: str) -> None:
+        """Raises RequestError for a text whose beginning alone is too long, without tokenizing the rest."""
+        num_chars = PROBED_CHARS_PER_TOKEN * limit
+        if may_be_cut or len(text) <= max(num_chars, SHORT_NUM_CHARS):
+            return
+        if (num_tokens := len(self._tokenizer.encode(text[:num_chars], False))) > PROBE_MARGIN * limit:
+            raise RequestError(
+                f"{param}: the prompt is too long: {num_tokens} tokens in the first {num_chars} of its {len(text)} "
+                f"characters; this model's maximum context length is {limit} tokens, prompt and output together",
+                param=param,
+                code="context_length_exceeded",
+            )

@@ -1,0 +1,116 @@
+"""The parts of a conversation: messages, tools, and other input of a chat template.
+
+Knows nothing of how a template renders them (conversation.py) or of the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationRequest
+
+MAX_TOOLS = 128
+MAX_DESCRIPTION_NUM_CHARS = 16_384
+MAX_TEMPLATE_NUM_CHARS = 65_536
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
+
+    @property
+    def text(self) -> str:
+        """The content's text parts, as the template gets them if `to_template` accepts the others."""
+        return self.content if isinstance(self.content, str) else self.to_template(0).get("content") or ""
+
+    def to_template(self, index: int) -> dict[str, Any]:
+        """Returns the message for chat templates: text parts joined. Raises RequestError for images and the like."""
+        fields = {**(self.model_extra or {}), "role": self.role}
+        message = {name: value for name, value in fields.items() if value is not None}
+        # Templates for calls look for None; others expect text.
+        message["content"] = self.content if self.content is not None or message.get("tool_calls") else ""
+        if isinstance(self.content, list):
+            texts = []
+            for at, part in enumerate(self.content):
+                text = part.get("refusal" if part.get("type") == "refusal" else "text")
+                if part.get("type") not in TEXT_PARTS or not isinstance(text, str):
+                    raise RequestError(
+                        f"messages[{index}].content[{at}]: only parts of type 'text' are supported",
+                        param="messages",
+                    )
+                texts.append(text)
+            message["content"] = "\n".join(texts)
+        return message
+
+
+class Function(BaseModel):
+    """One that a model may call. `parameters` is a JSON schema of its arguments; without one, any object will do."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: Name
+    description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatFields(BaseModel):
+    """The fields that determine a conversation's prompt; /tokenize takes the same."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
+    chat_template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_NUM_CHARS)
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends where an answer of the assistant begins."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+
+class ChatCompletionRequest(GenerationRequest, ChatFields):
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

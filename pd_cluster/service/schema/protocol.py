@@ -1,0 +1,300 @@
+"""The schema of requests: OpenAI's chat and completion schemas with vLLM's extra parameters.
+
+A parameter is honoured, or refused with a 400 that names it; one that is not supported yet is refused unless its value
+means "as if not given". Unknown fields are accepted and logged once. Checks that need the model or the server's limits
+(ids, lengths) are in limits.py.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pd_cluster.engine.step.limits import MAX_LENGTH_PENALTY
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.guide_fields import Asked, GuideFields, guide_of
+from pd_cluster.types import INT32_MAX, MAX_SEQUENCES, Sampling
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_NUM_CHARS = 1024
+MAX_PROMPTS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_STOP_TOKEN_IDS = 1024
+MAX_CHOICES = 4096  # of all prompts of a request together
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_NUM_CHARS = 256
+MAX_SALT_NUM_CHARS = 256
+MAX_LOGIT_BIAS = 100.0
+DRAWN_SEED = -1  # as if none was given, as in vLLM
+MIN_TEMPERATURE = 1e-5  # lower ones are greedy, as in vLLM
+
+# Parameters of other servers that are not supported yet -> the values that ask for nothing.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "guided_decoding": (),
+    "logits_processors": ([],),
+    "extra_args": ({},),
+    "vllm_xargs": ({},),
+    "thinking_token_budget": (),
+    "detokenize": (True,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+}
+# The same for parameters that mean something only in a chat.
+CHAT_ONLY: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "chat_template": (),
+    "documents": ([],),
+    "continue_final_message": (False,),
+    "reasoning_effort": (),
+}
+REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
+
+DERIVED_FROM = {"stop", "logit_bias", *GuideFields.__annotations__}  # by the cached properties of a request
+
+FAIL_FAST = Field(fail_fast=True)  # one error is reported; collecting millions blocks the interpreter for seconds
+TokenIds = Annotated[list[int], FAIL_FAST]
+Id = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_NUM_CHARS)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    include_usage: bool | None = True  # as in vLLM: a client that sends options wants the usage
+    continuous_usage_stats: bool | None = (
+        False  # vLLM's: in every chunk, for its prompt so far; only beside include_usage
+    )
+
+
+class GenerationRequest(BaseModel):
+    """Fields that chat, completions and /generate share. None means the server's default."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: str | Annotated[list[str], FAIL_FAST] | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_SEQUENCES)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_SEQUENCES)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(
+        default=None, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY, allow_inf_nan=False
+    )
+    early_stopping: bool | Literal["never"] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2, allow_inf_nan=False)
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    min_tokens: Count | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIASES, fail_fast=True)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[Id], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    prompt_logprobs: Count | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], FAIL_FAST] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def wants_all_room(self) -> bool:
+        """Whether max_tokens is an explicit null, which asks for all the room of the context, as in vLLM."""
+        return self.max_tokens is None and "max_tokens" in self.model_fields_set
+
+    @property
+    def own_seed(self) -> int | None:
+        return None if self.seed == DRAWN_SEED else self.seed
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences to generate, or a beam search's width; the best `num_choices` of them are answered."""
+        return self.best_of or self.num_choices
+
+    @property
+    def beam_width(self) -> int:
+        """0 without beam search."""
+        return self.num_sequences if self.use_beam_search else 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The most likely tokens to return with each token of the answer; None: not even its own logprob."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Keeps values derived from the fields, unless one of these changes."""
+        copy = super().model_copy(update=update, deep=deep)
+        if not DERIVED_FROM.isdisjoint(update or ()):
+            for name in ("stops", "biases", "asked"):
+                copy.__dict__.pop(name, None)
+        return copy
+
+    @cached_property
+    def asked(self) -> Asked | None:
+        """The guide of the output, and the field that asks for it. Raises RequestError."""
+        return guide_of(self)
+
+    @cached_property
+    def stops(self) -> list[str]:
+        """Stop strings. Raises RequestError for empty ones and too many."""
+        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        if len(stops) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop: {len(stops)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+        if (longest := max(map(len, stops), default=0)) > MAX_STOP_NUM_CHARS:
+            raise RequestError(
+                f"stop: a string of {longest} characters, at most {MAX_STOP_NUM_CHARS} are allowed", param="stop"
+            )
+        if "" in stops:
+            raise RequestError("stop: an empty string would stop everything", param="stop")
+        return stops
+
+    def sampling(self, max_tokens: int, seed: int, defaults: Mapping[str, int | float]) -> Sampling:
+        """Returns the sampling parameters. `defaults` are the server's (sampling_defaults.py)."""
+
+        def choose(value: Any, name: str, default: Any) -> Any:
+            return value if value is not None else defaults.get(name, default)
+
+        if self.beam_width:  # nothing is drawn: the model's defaults for drawing do not apply
+            defaults = {name: value for name, value in defaults.items() if name == "repetition_penalty"}
+        temperature = float(choose(self.temperature, "temperature", 0.0 if self.beam_width else 1.0))
+        num_sequences = self.num_choices if self.beam_width else self.num_sequences
+        num_logprobs = self.num_logprobs
+        return Sampling(
+            n=num_sequences,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+            top_k=int(choose(self.top_k, "top_k", -1)),
+            top_p=float(choose(self.top_p, "top_p", 1.0)),
+            min_p=float(choose(self.min_p, "min_p", 0.0)),
+            seed=seed if self.own_seed is None else self.own_seed,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            presence_penalty=float(self.presence_penalty or 0.0),
+            frequency_penalty=float(self.frequency_penalty or 0.0),
+            repetition_penalty=float(choose(self.repetition_penalty, "repetition_penalty", 1.0)),
+            logit_bias=tuple(sorted(self.biases.items())),
+            allowed_token_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
+            # Ranking sequences needs the logprobs of their tokens.
+            logprobs=0 if num_logprobs is None and num_sequences > self.num_choices else num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            beam_width=self.beam_width,
+            length_penalty=1.0 if self.length_penalty is None else float(self.length_penalty),
+            early_stopping=self.early_stopping or False,
+        )
+
+    @cached_property
+    def biases(self) -> dict[int, float]:
+        """Returns token id -> bias. Raises RequestError for keys that are not ids."""
+        for key in self.logit_bias or {}:
+            if not (key.isascii() and key.isdecimal() and len(key) < 11 and (key == "0" or key[0] != "0")):
+                raise RequestError(
+                    f'logit_bias: {reprlib.repr(key)} is not a token id; keys are ids, as in {{"5": -100}}',
+                    param="logit_bias",
+                )
+        return {int(key): bias for key, bias in (self.logit_bias or {}).items()}
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def include_usage_so_far(self) -> bool:
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+
+
+_PROMPTS = Field(fail_fast=True, json_schema_extra={"maxItems": MAX_PROMPTS})  # checked with a message of its own
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | TokenIds | Annotated[list[str], _PROMPTS] | Annotated[list[TokenIds], _PROMPTS]
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    logprobs: Count | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Returns one or many. Raises RequestError for none, and for more choices than one answer has room for."""
+        prompt = self.prompt
+        if not prompt and not isinstance(prompt, str):
+            raise RequestError("prompt: empty; give a text, a list of token ids, or a list of these", param="prompt")
+        several: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        if len(several) > MAX_PROMPTS:
+            raise RequestError(
+                f"prompt: {len(several)} prompts are more than the {MAX_PROMPTS} that a request may have; send several",
+                param="prompt",
+            )
+        if len(several) * self.num_sequences > MAX_CHOICES:
+            raise RequestError(
+                f"prompt: {len(several)} prompts with {self.num_sequences} sequences each are more than {MAX_CHOICES} "
+                f"sequences; send fewer prompts in a request",
+                param="prompt",
+            )
+        return several
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The prompt's logprobs to return; `echo` shows them too."""
+        return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
+
+
+class GenerateRequest(GenerationRequest):
+    """vLLM's plain API, `USE_OPENAI=0`."""
+
+    prompt: str | TokenIds
+    logprobs: Count | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs

@@ -1,0 +1,245 @@
+"""The server's answers as models for the OpenAPI document, which tests compare with real answers.
+
+Answers are not made with them (answers.py writes them by hand, a stream's chunks byte by byte). A field with a default
+is not in every answer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ErrorDetails(BaseModel):
+    message: str = Field(description="What is wrong, with names and numbers.")
+    type: str = Field(description="The kind of error, such as invalid_request_error or service_unavailable.")
+    param: str | None = Field(description="The field of the request that is wrong.")
+    code: str | None = Field(description="For programs, such as context_length_exceeded or invalid_api_key.")
+
+
+class Error(BaseModel):
+    error: ErrorDetails
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Tokens of the prompt whose KV cache was there already.")
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int = Field(description="Of all choices together.")
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int = Field(description="1 is the most likely token.")
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+OF_PROMPT = Field(default=None, description="By token id; null for the first token, which has none.")
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] = Field(description="Of the token's text in UTF-8; a token may be half a character.")
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprob]
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="A JSON object as text. The model wrote it: check it before use.")
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(BaseModel):
+    role: str
+    content: str | None
+    reasoning: str | None = Field(default=None, description="What the model wrote before its answer.")
+    reasoning_content: str | None = Field(default=None, description="The same, under its older name.")
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int = Field(description="Unix time, in seconds.")
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = OF_PROMPT
+
+
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(BaseModel):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta | None = None
+
+
+class Delta(BaseModel):
+    """The new part of a message. The first of a choice has the role."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
+
+
+class ChatCompletionChunk(BaseModel):
+    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="Where each token's text begins, in characters.")
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = OF_PROMPT
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int = Field(description="Unix time, in seconds.")
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(BaseModel):
+    index: int
+    text: str = Field(description="What is new.")
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
+
+
+class CompletionChunk(BaseModel):
+    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
+
+class Generated(BaseModel):
+    """In a stream each frame has the whole text so far, and the last one the logprobs and ids."""
+
+    text: list[str] = Field(description="Of each sequence: the prompt and what the model wrote after it.")
+    logprobs: list[CompletionLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = OF_PROMPT
+    token_ids: list[list[int]] | None = Field(default=None, description="Of each sequence, without the prompt.")
+    prompt_token_ids: list[int] | None = None
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int = Field(description="Since when it is served; Unix time, in seconds.")
+    owned_by: str
+    root: str = Field(description="The model folder, as the server was told.")
+    max_model_len: int = Field(description="Tokens of prompt and output together.")
+    unproven: bool = Field(default=False, description="Its model_type is not listed; --try-unlisted serves it.")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="Each token's text; U+FFFD for half a character.")
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class Health(BaseModel):
+    status: Literal["ok", "degraded", "unavailable", "draining"]
+    instances: dict[str, str] = Field(description="The state of each prefill and decode instance.")
+    links: list[str] = Field(description="Pairs of instances that cannot exchange KV cache, with the reason.")
+    reason: str | None = Field(default=None, description="Why requests cannot be served now.")
+
+
+class Alive(BaseModel):
+    status: Literal["alive"]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ServerLoad(BaseModel):
+    server_load: int = Field(description="In all API processes together.")

@@ -1,0 +1,67 @@
+"""From a chat request's fields to the tools that its answer may call. Every refusal is a RequestError.
+
+Knows nothing of how a call is written (parsers/).
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import NamedTuple
+
+from pd_cluster.errors import RequestError
+from pd_cluster.parsers.reply import Tool, ToolChoice
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, NamedTool
+from pd_cluster.service.schema.guide_fields import MAX_SCHEMA_DEPTH, is_deeper
+from pd_cluster.service.schema.schemas import without_remarks
+
+
+class AskedTools(NamedTuple):
+    """`most_calls` is None where any number is allowed."""
+
+    tools: list[Tool]
+    choice: ToolChoice
+    most_calls: int | None = None
+
+
+NO_TOOLS = AskedTools([], "none")
+
+
+def tools_of(request: ChatCompletionRequest, has_parser: bool) -> AskedTools:
+    """`has_parser`: the server can find calls in a text that need not have any. Raises RequestError."""
+    tools = _tools(request)
+    choice = request.tool_choice if request.tool_choice is not None else "auto" if tools else "none"
+    if not tools and choice not in ("none", "auto"):
+        raise RequestError("tool_choice: needs tools to choose from; give tools", param="tool_choice")
+    if not tools or choice == "none":
+        return NO_TOOLS
+    if request.use_beam_search:
+        raise RequestError("tools: a beam search cannot make calls; leave out one of the two", param="tools")
+    if choice == "auto" and not has_parser:
+        raise RequestError(
+            'tools: tool_choice "auto" needs a server that was started with --tool-call-parser; use "required", "none" '
+            "or a named function",
+            param="tool_choice",
+        )
+    most_calls = 1 if request.parallel_tool_calls is False else None
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        named = [tool for tool in tools if tool.name == name]
+        if not named:
+            raise RequestError(f"tool_choice: no tool is called {reprlib.repr(name)}", param="tool_choice")
+        return AskedTools(named, "named", 1)
+    return AskedTools(tools, choice, most_calls)
+
+
+def _tools(request: ChatCompletionRequest) -> list[Tool]:
+    found: dict[str, Tool] = {}
+    for at, tool in enumerate(request.tools or []):
+        function = tool.function
+        if function.name in found:
+            raise RequestError(f"tools[{at}]: a second tool is called {function.name!r}", param="tools")
+        parameters = function.parameters or {}
+        if is_deeper(parameters, MAX_SCHEMA_DEPTH):
+            raise RequestError(
+                f"tools[{at}].function.parameters: nested more than {MAX_SCHEMA_DEPTH} deep", param="tools"
+            )
+        found[function.name] = Tool(function.name, without_remarks(parameters), bool(function.strict))
+    return list(found.values())

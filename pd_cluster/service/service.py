@@ -1,0 +1,264 @@
+"""Text in, text out, over the router: tokenizing, limits, detokenizing, stop strings. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import reprlib
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.errors import ModelNotFound, RequestError
+from pd_cluster.parsers.reply import ReplyFormat
+from pd_cluster.service.answering import Answering
+from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.service.embedding import Embedder
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.intake import Intake
+from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS, Limits
+from pd_cluster.service.prompts.chat_prompt import ChatPrompts
+from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
+from pd_cluster.service.schema.guide_fields import Asked
+from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
+from pd_cluster.service.schema.tool_fields import tools_of
+from pd_cluster.service.sequence import Piece
+from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.text.tokenizer import Tokenizer
+from pd_cluster.types import MAX_SEQUENCES
+
+DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
+MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
+DEFAULT_GUIDED_TIMEOUT_S = Timeouts().guided_timeout_s
+NUM_PROMPTS_A_TURN = 16  # of a long list, between which other tasks have their turn
+NUM_END_TOKENS = 16  # of a prompt, decoded to see whether an answer begins with reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """The settings of a text service.
+
+    `shows_token_ids`: logprobs name tokens by their ids unless a request chooses. `sampling_defaults`: the result of
+    sampling_defaults.py. `requires_model`: a request must name one.
+    """
+
+    model: str
+    served_model_names: list[str]
+    max_model_len: int
+    seed: int | None = None
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    max_num_seqs: int = MAX_SEQUENCES
+    guided_timeout_s: float = DEFAULT_GUIDED_TIMEOUT_S
+    has_priorities: bool = False
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    shows_token_ids: bool = False
+    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
+    requires_model: bool = False
+
+
+class TextService:
+    def __init__(self, router: Router, checkpoint: Checkpoint, config: ServiceConfig) -> None:
+        """Raises ConfigError."""
+        self.router = router
+        self._config, self._answering = config, Answering(router)
+        chat = config.chat
+        self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
+        self.response_role = chat.response_role
+        self.shows_token_ids = config.shows_token_ids or not self.tokenizer.has_text
+        self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser)
+        self.model = config.model
+        self.is_unproven = checkpoint.is_unproven
+        self.served_model_names = config.served_model_names or [config.model]
+        vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
+        limits = Limits(vocab_size, checkpoint.eos_token_ids, config.max_logprobs, config.max_num_seqs)
+        control = self.tokenizer.control_tokens(self._reply_format.history_marks)
+        self._guard = Guard(control, self._reply_format.history_marks, self.tokenizer.normalizer(control))
+        self._allows_control_tokens = chat.allows_control_tokens
+        self._intake = Intake(
+            self.tokenizer,
+            (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json",
+            limits,
+            lambda: self.max_model_len,
+            config.seed,
+            config.guided_timeout_s,
+            config.has_priorities,
+            config.sampling_defaults,
+            control,
+        )
+        self.embedder = Embedder(router, self._intake.encoder, lambda: self.max_model_len, vocab_size, checkpoint.path)
+        self._chats = ChatPrompts.make(
+            self.tokenizer.template,
+            self.tokenizer.special_tokens,
+            chat.trusts_request_templates,
+            config.guided_timeout_s,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """The smallest limit of this process and the ready workers."""
+        infos = [i.info for i in self.router.membership.instances if i.is_ready and i.info is not None]
+        return min([self._config.max_model_len, *(info.max_model_len for info in infos)])
+
+    @property
+    def vocab_size(self) -> int:
+        return self._intake.limits.vocab_size
+
+    def names_for(self, caller: Caller) -> list[str]:
+        """Returns the served names that the caller may use."""
+        return [name for name in self.served_model_names if caller.may_use(name)]
+
+    def check_model(self, name: str | None, caller: Caller = NOBODY) -> str:
+        """Returns the name to answer with. Raises ModelNotFound, or RequestError if a required name is missing."""
+        names = self.names_for(caller)
+        if name is None and self._config.requires_model:
+            raise RequestError(
+                f"model: missing; this server requires it (--require-model): {', '.join(names)}", param="model"
+            )
+        if name is None and names:
+            return names[0]
+        if name is not None and name in (*self.served_model_names, self.model) and caller.may_use(name):
+            return name
+        raise ModelNotFound(
+            f"the model {reprlib.repr(name)} does not exist here; this server has {', '.join(names) or 'none for you'}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def check_use(self, caller: Caller) -> None:
+        """Checks that the caller may use the model by some name. Raises ModelNotFound."""
+        if not self.names_for(caller):
+            self.check_model(self.served_model_names[0], caller)
+
+    @property
+    def guard(self) -> Guard | None:
+        """Keeps control tokens out of chats; None where chats may have them."""
+        return None if self._allows_control_tokens else self._guard
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self.tokenizer.template is not None and "tools" in self.tokenizer.template.variables
+
+    async def close(self) -> None:
+        await self._intake.close()
+        await self._chats.close()
+
+    async def chat(
+        self,
+        request: ChatCompletionRequest,
+        received_s: float | None = None,
+        caller: Caller = NOBODY,
+        allows_control_tokens: bool | None = None,
+    ) -> Generation:
+        """Prepares a chat. `received_s`: the arrival time, for its timeline. Raises RequestError.
+
+        `allows_control_tokens`: None for the service's own setting.
+        """
+        form = self._reply_format
+        asked, answer = tools_of(request, bool(form.tool_parser)), request.asked
+        token_ids = await self.chat_token_ids(
+            request, request.truncate_prompt_tokens is not None, bool(asked.tools), caller, allows_control_tokens
+        )
+        end = self._end_of(request, token_ids)
+        guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
+        field = "tools" if asked.tools or answer is None else answer.field
+        reads = asked.choice != "none" or bool(form.reasoning_parser)
+        shared = await self._intake.shared(
+            request,
+            Asked(field, guide) if guide is not None else None,
+            form.markers if reads else (),
+            caller=caller,
+        )
+        generation = self._intake.generation(request, token_ids, None, "messages", shared)
+        if reads:
+            generation.new_reader = lambda: form.reader(asked.choice, end, asked.most_calls)
+            generation.new_call_id = form.call_id
+            generation.calls_finish = asked.choice in ("auto", "required")
+        generation.received_s = received_s
+        return generation
+
+    async def chat_token_ids(
+        self,
+        request: ChatFields,
+        may_be_cut: bool = False,
+        shows_tools: bool = True,
+        caller: Caller = NOBODY,
+        allows_control_tokens: bool | None = None,
+    ) -> list[int]:
+        """Returns the chat template's prompt. Raises RequestError, also when it cannot fit the context.
+
+        `may_be_cut`: the prompt will be truncated, and so may be longer.
+        """
+
+        def check(num_chars: int) -> None:
+            num_chars += MESSAGE_NUM_CHARS * (len(request.messages) - 1)
+            self._intake.encoder.check(num_chars, may_be_cut, "messages")
+
+        guard = self.guard if allows_control_tokens is None else None if allows_control_tokens else self._guard
+        prompt = await self._chats.render(request, shows_tools, check, guard)
+        special = bool(request.add_special_tokens)
+        return await self._intake.encoder.encode_prompt(prompt, special, may_be_cut, "messages", caller)
+
+    def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
+        """Returns the prompt's end for a reader; a continued answer may have begun its reasoning long before."""
+        text = self.tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
+        if not request.continue_final_message:
+            return text
+        content = request.messages[-1].text
+        return "<think>" if content.rfind("<think>") > content.rfind("</think>") else "</think>"
+
+    async def completions(
+        self, request: CompletionRequest, received_s: float | None = None, caller: Caller = NOBODY
+    ) -> list[Generation]:
+        """Prepares one generation for each prompt. Raises RequestError."""
+        prompts, special = request.prompts(), request.add_special_tokens is not False
+        shared = await self._intake.shared(request, request.asked, num_prompts=len(prompts), caller=caller)
+        found = []
+        for at, token_ids in enumerate(await self._intake.token_ids(request, prompts, special, caller)):
+            generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
+            generation.first_choice = at * generation.num_choices
+            generation.received_s = received_s
+            found.append(generation)
+            if at % NUM_PROMPTS_A_TURN == 0:
+                await asyncio.sleep(0)
+        return found
+
+    async def completion(
+        self,
+        request: GenerationRequest,
+        prompt: str | list[int],
+        special: bool = True,
+        received_s: float | None = None,
+        caller: Caller = NOBODY,
+    ) -> Generation:
+        """Prepares a single completion. Raises RequestError."""
+        shared = await self._intake.shared(request, request.asked, caller=caller)
+        (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
+        generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
+        generation.received_s = received_s
+        return generation
+
+    async def token_ids(
+        self, prompt: str, special: bool = True, may_be_cut: bool = False, caller: Caller = NOBODY
+    ) -> list[int]:
+        """Returns a prompt's token ids. Raises RequestError."""
+        (found,) = await self._intake.encoder.encode([prompt], special, may_be_cut, "prompt", caller)
+        return found
+
+    async def text_of(self, token_ids: list[int], caller: Caller = NOBODY) -> str:
+        """Returns the text of the ids, special tokens included."""
+        return await self._intake.encoder.run(lambda: self.tokenizer.decode(token_ids, False), len(token_ids), caller)
+
+    def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
+        """Yields the pieces of all prompts of a request as they come. The first error or closing it ends all."""
+        return self._answering.pieces(generations)
+
+    def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
+        """Yields a piece whenever a sequence has text, and a last one with its finish_reason. Closing it aborts."""
+        return self._answering.stream(generation)
+
+    async def complete(self, generations: list[Generation]) -> list[Piece]:
+        """Returns a piece for each choice. If there are more sequences than choices, the best ones are chosen."""
+        return await self._answering.complete(generations)

@@ -1,0 +1,44 @@
+"""Errors as clients see them: the HTTP status, which is also used elsewhere, and the body in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, PdClusterError, RequestError, Unavailable
+
+MAX_BODY_NBYTES = 32 << 20  # also the most that is read and ignored of a body after the answer
+TOO_LARGE = f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB"
+CLIENT_CLOSED_REQUEST = 499  # never seen by anybody: the client has left
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+
+
+def status_of(error: Exception) -> int:
+    if isinstance(error, RequestError):
+        return error.status
+    if isinstance(error, Unavailable):
+        return 503
+    if isinstance(error, Overloaded):
+        return 429
+    return 504 if isinstance(error, DeadlineExceeded) else 500
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """Returns the body {"error": {message, type, param, code}}; unexpected exceptions reveal nothing internal."""
+    kind, param, code = "internal_error", None, None
+    message = "internal error; the server's log has the details"
+    if isinstance(error, RequestError):
+        kind, param, code = "invalid_request_error", error.param, error.code
+    elif isinstance(error, Unavailable):
+        kind, code = "service_unavailable", "no_instance"
+    elif isinstance(error, Overloaded):
+        kind, code = "rate_limit_error", error.code
+    elif isinstance(error, DeadlineExceeded):
+        kind, code = "timeout_error", "deadline_exceeded"
+    elif isinstance(error, GenerationError):
+        kind, code = "server_error", "generation_failed"
+    if isinstance(error, PdClusterError):
+        message = str(error)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

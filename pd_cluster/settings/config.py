@@ -1,0 +1,95 @@
+"""The configurations of whole processes: everything that was parsed once, as one frozen struct each.
+
+Imports no torch. The modules beside this one define the settings' names and errors.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pd_cluster.reports import Keys
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.http import HttpConfig
+from pd_cluster.settings.processes import HandoverSettings
+from pd_cluster.settings.requests import ChatConfig, RequestSettings
+from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import Role
+from pd_cluster.wire import KVOptions
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank of a process in its instance, and its connections to the other ranks.
+
+    `store`: a file in a folder of their own. `fds`: rank 0 has a socket to each follower, in order, and a follower has
+    one to rank 0.
+    """
+
+    rank: int = 0
+    size: int = 1
+    store: str = ""
+    fds: tuple[int, ...] = ()
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """The credentials of a process in its cluster. `schedulers`: the public keys that it accepts as a scheduler's.
+
+    `key`: the scheduler's private key; a worker has none here, because it generates its own. `table`: a digest of the
+    global rank table that it was started with.
+    """
+
+    secret: bytes
+    schedulers: tuple[bytes, ...] = ()
+    key: bytes = b""
+    table: bytes = b""
+
+    def __repr__(self) -> str:
+        return "Credentials(…)"
+
+
+class WorkerConfig(HandoverSettings, frozen=True, kw_only=True):
+    """One rank process, passed by the worker's parent as JSON on a socket, never on a command line."""
+
+    name: str  # prefill-0, decode-1: role and place in the global table
+    role: Role
+    server_ip: str
+    bind_address: str
+    device_ids: list[str]
+    epoch: int
+    credentials: Credentials
+    num_threads: int
+    kv: KVOptions = KVOptions()
+    engine: EngineConfig
+    timeouts: Timeouts
+    ranks: RankPlace = RankPlace()
+    # besides those of its parent; an empty value removes the variable
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
+    log_level: str = "INFO"
+
+
+class ApiConfig(RequestSettings, frozen=True, kw_only=True):
+    """How requests are read, routed and answered; the same in every API process."""
+
+    engine: EngineConfig
+    is_openai: bool
+    timeouts: Timeouts
+    routing: RoutingConfig
+    chat: ChatConfig = ChatConfig()
+    http: HttpConfig = HttpConfig()
+
+
+class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several API processes, passed by the scheduler as JSON on a socket, never on a command line.
+
+    `listener_fd` is its own socket at the public port, `admin_fd` a Unix one for the scheduler's queries. `keys` are
+    those of --api-key-file, `rates_fd` is the memory of their limits; None and -1 without that file.
+    """
+
+    index: int
+    api: ApiConfig
+    credentials: Credentials
+    listener_fd: int
+    admin_fd: int
+    log_level: str
+    keys: Keys | None = None
+    rates_fd: int = -1

@@ -1,0 +1,211 @@
+"""The settings of one engine, from its model to its KV pool."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.setting import (
+    NUMBERS,
+    OBJECT,
+    POSITIVE,
+    TEXTS,
+    Check,
+    Form,
+    Panel,
+    Scope,
+    Setting,
+    at_least,
+    at_most,
+    check,
+    finite,
+    one_of,
+    within,
+)
+
+SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "tiny-chat"
+MAX_BLOCK_SIZE = 4096  # tokens
+MAX_TP_SIZE = 256
+PREEMPTION_MODES = ("recompute", "swap")
+ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "sdpa")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
+
+ENGINE = partial(Setting, panel=Panel.ENGINE, scope=Scope.ENGINE)
+ONE = (at_least(1),)
+GIB = (finite("must be a number of GiB"),)
+MODEL = Form(str, lambda name, written: written or str(SHIPPED_MODEL), str)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that determines what an engine computes, and how. None: determined when the model is loaded."""
+
+    model: Annotated[
+        str,
+        Setting(
+            "Model folder, or a hub's model; default: the model that the project ships.",
+            Panel.BASIC,
+            Scope.ENGINE,
+            default="",
+            form=MODEL,
+        ),
+    ]
+    tensor_parallel_size: Annotated[
+        int,
+        ENGINE(
+            "Devices that share the model; default: the number in the rank table.",
+            default=None,
+            checks=(*ONE, at_most(MAX_TP_SIZE)),
+        ),
+    ] = 1
+    revision: Annotated[str, ENGINE("Branch, tag or commit of a model from a hub.")] = ""
+    download_dir: Annotated[str, ENGINE("Folder for models from a hub; default: the hub's own cache.")] = ""
+    tokenizer: Annotated[str, ENGINE("Folder or hub id of a tokenizer to use instead of the model's own.")] = ""
+    tokenizer_revision: Annotated[str, ENGINE("Branch, tag or commit of the tokenizer.")] = ""
+    skip_tokenizer_init: Annotated[
+        bool, ENGINE("Serve a model folder without a tokenizer; prompts must be token ids.")
+    ] = False
+    hf_overrides: Annotated[
+        dict[str, Any], ENGINE("JSON object of values that replace those of config.json.", form=OBJECT)
+    ] = {}
+    max_model_len: Annotated[int | None, ENGINE("Maximum number of prompt and output tokens together.", checks=ONE)] = (
+        None
+    )
+    max_num_seqs: Annotated[int, ENGINE("Maximum number of sequences in a step.", checks=ONE)] = 256
+    max_num_batched_tokens: Annotated[
+        int | None,
+        ENGINE(
+            "Maximum number of tokens in a step; longer prompts are prefilled in chunks. Default: 8192 on a GPU with "
+            "70 GB or more, otherwise 2048.",
+            checks=ONE,
+        ),
+    ] = None
+    dtype: Annotated[
+        str,
+        ENGINE(
+            "auto, float32, float16 or bfloat16. auto: the model's own; float32 on a CPU.", checks=(one_of(DTYPES),)
+        ),
+    ] = "auto"
+    device: Annotated[
+        str, ENGINE("auto, cpu, cuda or npu. auto: the machine's accelerator if it has one, otherwise cpu.")
+    ] = "auto"
+    enforce_eager: Annotated[bool, ENGINE("Never capture graphs, even if the device can.", has_off=True)] = False
+    max_seq_len_to_capture: Annotated[
+        int | None,
+        ENGINE(
+            "Use graphs only for contexts up to this many tokens; default: any length.",
+            also=("max_context_len_to_capture",),
+            checks=ONE,
+        ),
+    ] = None
+    graph_sizes: Annotated[
+        tuple[int, ...],
+        ENGINE(
+            "Numbers of sequences that graphs are for; a step takes the next larger one, and runs eagerly beyond the "
+            "largest. One number: 1, 2, 4 and multiples of 8 up to it. Default: up to --max-num-seqs.",
+            also=("cuda_graph_sizes", "cudagraph_capture_sizes"),
+            checks=(Check(lambda sizes: all(size >= 1 for size in sizes), "must be at least 1 each"),),
+            form=NUMBERS,
+            is_several=True,
+        ),
+    ] = ()
+    attention_backend: Annotated[
+        str,
+        ENGINE(
+            "auto, triton, flashinfer or sdpa; auto is triton on a GPU. flashinfer must be installed and is taken "
+            "only when asked for: it has not been timed here yet. On CPU: auto or sdpa.",
+            checks=(one_of(ATTENTION_BACKENDS),),
+        ),
+    ] = "auto"
+    deterministic: Annotated[
+        bool,
+        ENGINE(
+            "Make a request's numbers independent of its batch, to the bit: slower on a GPU, without effect on a CPU, "
+            "refused on NPUs. vLLM has it as VLLM_BATCH_INVARIANT=1.",
+        ),
+    ] = False
+    try_unlisted: Annotated[
+        tuple[str, ...],
+        ENGINE(
+            "Serve this unlisted model_type if it passes a check at load; may be given more than once.",
+            metavar="TYPE",
+            form=TEXTS,
+        ),
+    ] = ()
+    language_model_only: Annotated[bool, ENGINE("Serve only the text model of a multimodal model.")] = False
+    block_size: Annotated[
+        int | None,
+        ENGINE(
+            "Tokens in a KV cache block; default: 16, or 128 on NPUs.",
+            checks=(*ONE, at_most(MAX_BLOCK_SIZE, " tokens")),
+        ),
+    ] = None
+    num_blocks: Annotated[
+        int | None, ENGINE("Blocks in the KV pool.", also=("num_gpu_blocks_override",), checks=ONE)
+    ] = None
+    kv_cache_memory_gib: Annotated[float | None, ENGINE("GiB for the KV pool.", checks=GIB)] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        ENGINE(
+            "Used if neither of the two above is given. On a CPU: the share of free memory for the KV pool. On a "
+            "GPU: the share of its memory for this instance; default: 0.9.",
+            checks=(within(0, 1),),
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, ENGINE("Keep the KV blocks of finished requests for later requests with the same prefix.", has_off=True)
+    ] = True
+    preemption_mode: Annotated[
+        str,
+        ENGINE(
+            "recompute or swap: how a preempted sequence continues after the KV pool was full.",
+            checks=(one_of(PREEMPTION_MODES),),
+        ),
+    ] = "recompute"
+    swap_space_gib: Annotated[float, ENGINE("GiB of host memory to swap to.", checks=GIB)] = 4.0
+    growth_tokens: Annotated[int, ENGINE("Output tokens for which decode reserves room in advance.")] = 128
+    seed: Annotated[
+        int | None,
+        Setting("Seed from which the seeds of requests without one are drawn.", Panel.REQUESTS, Scope.ENGINE),
+    ] = None
+    generation_config: Annotated[
+        str,
+        Setting(
+            "Sampling defaults: auto, the model folder's generation_config.json; vllm, none; or another folder "
+            "with that file.",
+            Panel.REQUESTS,
+            Scope.ENGINE,
+            after="max_logprobs",
+        ),
+    ] = "auto"
+    num_local_ranks: int = 1  # that share this host's memory
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.preemption_mode == "swap" and not self.swap_space_gib:
+            mode, space = called("preemption_mode"), called("swap_space")
+            raise ConfigError(f"{mode} swap: needs room to swap to; give {space} GIB")
+
+
+class RopeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Two values of config.json with flags of their own; `into` makes overrides of them."""
+
+    rope_scaling: Annotated[
+        dict[str, Any],
+        ENGINE("JSON object that replaces config.json's rope_scaling.", form=OBJECT, after="hf_overrides"),
+    ] = {}
+    rope_theta: Annotated[
+        float | None, ENGINE("Replaces config.json's rope_theta.", checks=(POSITIVE,), after="rope_scaling")
+    ] = None
+
+    def into(self, overrides: dict[str, Any]) -> dict[str, Any]:
+        """Returns all overrides of config.json. Raises ConfigError for a value that is given twice."""
+        own = {"rope_scaling": self.rope_scaling or None, "rope_theta": self.rope_theta}
+        given = {name: value for name, value in own.items() if value is not None}
+        for name in given.keys() & overrides.keys():
+            both = f"{called(name)}: {called('hf_overrides')} has {name}"
+            raise ConfigError(f"{both}, too; give one of the two")
+        return overrides | given

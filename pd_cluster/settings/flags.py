@@ -1,0 +1,202 @@
+"""vLLM's command line flags in this project: honoured, accepted without effect, or refused with a reason.
+
+The three lists are published in docs/flags.md (a test compares them). A flag in none of them is an error that names the
+nearest known one. Honoured flags are the settings (options.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pd_cluster.errors import ConfigError, called, flag_of, told
+from pd_cluster.settings.options import settings
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """`num_values` follow the flag. When `values` is not empty, only these are without effect; others are refused."""
+
+    why: str
+    num_values: int = 1
+    values: tuple[str, ...] = ()
+
+
+NO_EFFECT: dict[str, Ignored] = {
+    "--disable-log-requests": Ignored("requests are not logged", 0),
+    "--enable-log-requests": Ignored("requests are not logged", 0),
+    "--disable-uvicorn-access-log": Ignored("requests are not logged", 0),
+    "--disable-log-stats": Ignored("statistics are not logged", 0),
+    "--disable-custom-all-reduce": Ignored("there is no custom all-reduce", 0),
+    "--disable-async-output-proc": Ignored("there is no such switch", 0),
+    "--disable-frontend-multiprocessing": Ignored("the API always runs in a process of its own", 0),
+    "--disable-sliding-window": Ignored("sliding windows follow the model", 0),
+    "--enable-chunked-prefill": Ignored("prefill is always chunked", 0),
+    "--enable-offline-docs": Ignored("/docs needs nothing from other hosts", 0),
+    "--enable-prompt-tokens-details": Ignored("usage always has them", 0),
+    "--enable-server-load-tracking": Ignored("/load is always there", 0),
+    "--engine-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),
+    "--worker-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),
+    "--trust-remote-code": Ignored("code from a model folder is never run", 0),
+    "--use-v2-block-manager": Ignored("there is one block manager", 0),
+    "--distributed-executor-backend": Ignored("processes are placed by rank tables"),
+    "--max-log-len": Ignored("prompts are never logged"),
+    "--max-parallel-loading-workers": Ignored("weights are mapped, not loaded by workers"),
+    "--num-scheduler-steps": Ignored("steps are always single"),
+    "--scheduler-delay-factor": Ignored("the scheduler does not delay"),
+    "--kv-cache-dtype": Ignored("the pool has the model's dtype", values=("auto",)),
+    "--load-format": Ignored("weights are always safetensors", values=("auto", "safetensors")),
+    "--uvicorn-log-level": Ignored(f"see {called('log_level')}"),
+    "--pipeline-parallel-size": Ignored("there is one stage", values=("1",)),
+    "--tokenizer-mode": Ignored("fast and slow tokenizers give the same token ids", values=("auto", "slow")),
+}
+
+REFUSED: dict[str, str] = {
+    "--code-revision": "code from a model folder is never run",
+    "--cpu-offload-gb": "weights are not offloaded",
+    "--collect-detailed-traces": "traces are not exported yet",
+    "--disable-logprobs-during-spec-decoding": "speculative decoding is not supported",
+    "--enable-lora": "LoRA adapters are not supported",
+    "--enable-prompt-adapter": "prompt adapters are not supported",
+    "--fully-sharded-loras": "LoRA adapters are not supported",
+    "--kv-transfer-config": f"the handover is part of this project; see {called('kv_transport')}",
+    "--limit-mm-per-prompt": "images, audio and video are not supported",
+    "--long-lora-scaling-factors": "LoRA adapters are not supported",
+    "--lora-dtype": "LoRA adapters are not supported",
+    "--lora-extra-vocab-size": "LoRA adapters are not supported",
+    "--lora-modules": "LoRA adapters are not supported",
+    "--max-cpu-loras": "LoRA adapters are not supported",
+    "--max-lora-rank": "LoRA adapters are not supported",
+    "--max-loras": "LoRA adapters are not supported",
+    "--max-prompt-adapter-token": "prompt adapters are not supported",
+    "--max-prompt-adapters": "prompt adapters are not supported",
+    "--middleware": "foreign code is not loaded",
+    "--model-loader-extra-config": "weights are always safetensors",
+    "--ngram-prompt-lookup-max": "speculative decoding is not supported",
+    "--ngram-prompt-lookup-min": "speculative decoding is not supported",
+    "--num-lookahead-slots": "speculative decoding is not supported",
+    "--num-speculative-tokens": "speculative decoding is not supported",
+    "--otlp-traces-endpoint": "traces are not exported yet",
+    "--prompt-adapters": "prompt adapters are not supported",
+    "--qlora-adapter-name-or-path": "LoRA adapters are not supported",
+    "--quantization": "quantized weights are not supported yet",
+    "--quantization-param-path": "quantized weights are not supported yet",
+    "--ray-workers-use-nsight": "processes are placed by rank tables, not by Ray",
+    "--spec-decoding-acceptance-method": "speculative decoding is not supported",
+    "--speculative-config": "speculative decoding is not supported",
+    "--speculative-disable-by-batch-size": "speculative decoding is not supported",
+    "--speculative-draft-tensor-parallel-size": "speculative decoding is not supported",
+    "--speculative-max-model-len": "speculative decoding is not supported",
+    "--speculative-model": "speculative decoding is not supported",
+    "--speculative-model-quantization": "speculative decoding is not supported",
+    "--tokenizer-pool-extra-config": "there is no tokenizer pool",
+    "--tokenizer-pool-type": "there is no tokenizer pool",
+    "--tokenizer-pool-size": "there is no tokenizer pool",
+    "--tool-parser-plugin": "foreign code is not loaded",
+    "--typical-acceptance-sampler-posterior-alpha": "speculative decoding is not supported",
+    "--typical-acceptance-sampler-posterior-threshold": "speculative decoding is not supported",
+}
+REFUSED_UNLESS: dict[str, tuple[str, ...]] = {"--quantization": ("None", "none")}
+SWITCHES = tuple(each.flag for each in settings().values() if each.default is True)  # accept an explicit True or False
+# these accept `--served-model-name a b`, as argparse does with nargs="+"
+MANY_VALUES = tuple(flag_of(name) for each in settings().values() if each.setting.is_several for name in each.names)
+ALIASES = {"-tp": "--tensor-parallel-size", "-q": "--quantization", "-pp": "--pipeline-parallel-size"}
+
+
+def normalize(argv: Sequence[str]) -> list[str]:
+    """Translates vLLM's spellings: --max_model_len, -tp, several values after each of MANY_VALUES."""
+    result: list[str] = []
+    repeated = ""
+    for argument in argv:
+        if argument.startswith("-") and not _is_number(argument):
+            flag, equals, value = argument.partition("=")
+            flag = ALIASES.get(flag, flag)
+            if flag.startswith("--"):
+                flag = flag.replace("_", "-")
+            repeated = flag if flag in MANY_VALUES else ""
+            is_first = bool(repeated) and not equals
+            is_switch = flag in SWITCHES and value in ("True", "False")
+            result.append(_switch(flag, value) if is_switch else flag + equals + value)
+            continue
+        if repeated and not is_first:
+            result.append(repeated)
+        is_first = False
+        if argument in ("True", "False") and result and result[-1] in SWITCHES:
+            argument = _switch(result.pop(), argument)
+        result.append(argument)
+    return result
+
+
+def _switch(flag: str, value: str) -> str:
+    """Translates `--enable-prefix-caching False` to `--no-enable-prefix-caching`."""
+    return flag if value == "True" else f"--no-{flag[2:]}"
+
+
+def split_keys(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns normalized flags without --api-key, and its values."""
+    return split_values(flags, "--api-key")
+
+
+def split_values(flags: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """Returns normalized flags without the one of this name, and its values."""
+    rest: list[str] = []
+    values: list[str] = []
+    following = iter(flags)
+    for argument in following:
+        flag, equals, value = argument.partition("=")
+        if flag != name:
+            rest.append(argument)
+        else:
+            values.append(value if equals else next(following, ""))
+    return rest, values
+
+
+def choice_of_model(try_unlisted: Sequence[str], language_model_only: bool) -> list[str]:
+    """Returns the flags that choose the model to serve."""
+    given = {"try_unlisted": list(try_unlisted), "language_model_only": language_model_only}
+    return ["=".join(flag) for name, written in given.items() for flag in settings()[name].flags(written)]
+
+
+def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:
+    """Judges arguments without a parameter of `serve`. Returns warnings; raises ConfigError."""
+    warnings: list[str] = []
+    rest = list(extras)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
+        if flag in NO_EFFECT:
+            ignored = NO_EFFECT[flag]
+            if ignored.num_values and not equals:
+                if not rest or rest[0].startswith("--"):
+                    raise ConfigError(f"{flag}: needs a value")
+                value = rest.pop(0)
+            elif rest[:1] in (["True"], ["False"]):  # vLLM's `--enable-chunked-prefill False`
+                rest.pop(0)
+            if ignored.values and value not in ignored.values:
+                raise ConfigError(f"{flag} {value}: not supported ({ignored.why}); leave it out")
+            warnings.append(f"{flag} has no effect: {told(ignored.why)}")
+        elif flag in REFUSED:
+            if not equals and rest and not rest[0].startswith("-"):
+                value = rest.pop(0)
+            if value not in REFUSED_UNLESS.get(flag, ()):
+                raise ConfigError(f"{flag}{f' {value}' if value else ''}: {REFUSED[flag]}")
+        else:
+            raise ConfigError(_unknown(argument, [*honoured, *NO_EFFECT, *REFUSED]))
+    return warnings
+
+
+def _unknown(argument: str, known: list[str]) -> str:
+    flag = argument.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected argument {argument!r}"
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+    return f"unknown flag {flag}{f'; did you mean {near[0]}?' if near else '; see pd-cluster serve --help'}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

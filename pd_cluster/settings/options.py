@@ -1,0 +1,145 @@
+"""All settings of `pd-cluster serve`, and their given values.
+
+Knows nothing of rank tables and starts nothing. Settings of a single role are read and checked on its request.
+"""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.parsers.reply import ReplyFormat
+from pd_cluster.settings.engine import EngineConfig, RopeSettings
+from pd_cluster.settings.http import KEY_VARIABLE, HttpConfig, Tls
+from pd_cluster.settings.processes import HandoverSettings, JoinSettings, KeyFiles, KVSettings, ProcessSettings
+from pd_cluster.settings.requests import Assurances, ChatConfig, RequestSettings
+from pd_cluster.settings.routing import AdminSettings, ConnectionLimits, EntranceSettings, RoutingConfig
+from pd_cluster.settings.setting import Declared, Panel, declared, one_of, read
+from pd_cluster.settings.timeouts import Timeouts
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# In the order of the help screen, unless a setting's `after` overrides it.
+GROUPS: tuple[type[msgspec.Struct], ...] = (
+    *(EngineConfig, RopeSettings, ProcessSettings, KeyFiles, JoinSettings, HandoverSettings, KVSettings),
+    EntranceSettings,
+    *(ConnectionLimits, RoutingConfig, AdminSettings, RequestSettings, Assurances, ChatConfig, HttpConfig, Tls),
+    Timeouts,
+)
+
+
+@functools.cache
+def settings() -> Mapping[str, Declared]:
+    """Returns every setting by its name, in the order of the help screen."""
+    found = [each for panel in Panel for each in _of_panel(panel)]
+    return {each.name: each for each in found}
+
+
+def _of_panel(panel: Panel) -> list[Declared]:
+    here = [each for group in GROUPS for each in declared(group) if each.setting.panel is panel]
+    placed = [each for each in here if not each.setting.after]
+    waiting = [each for each in here if each.setting.after]
+    while waiting:
+        names = [each.name for each in placed]
+        each = next(each for each in waiting if each.setting.after in names)
+        placed.insert(names.index(each.setting.after) + 1, each)
+        waiting.remove(each)
+    return placed
+
+
+# The variables that hold keys: anybody on a machine can read a command line.
+SECRET_VARIABLES = tuple(
+    variable for each in settings().values() if each.setting.is_secret for variable in each.variables
+)
+
+
+def without_keys(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment for processes that check no keys: all except those that serve the public port."""
+    return {name: value for name, value in env.items() if name not in SECRET_VARIABLES}
+
+
+class ServeOptions(Mapping[str, Any]):
+    """The given value of each setting, as written, or its default."""
+
+    def __init__(self, **given: Any) -> None:
+        """Raises ConfigError for an unknown setting."""
+        if unknown := given.keys() - settings().keys():
+            raise ConfigError(f"{called(min(unknown))}: no such setting")
+        self._given = {name: given.get(name, each.default) for name, each in settings().items()}
+
+    @classmethod
+    def typed(cls, given: Mapping[str, Any]) -> ServeOptions:
+        """Reads values that no command line has parsed. Raises ConfigError for one of another type."""
+        return cls(**{name: _typed(settings()[name], value) for name, value in given.items()})
+
+    def __getitem__(self, name: str) -> Any:
+        return self._given[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __repr__(self) -> str:
+        """Shows the given values, without secrets."""
+        hidden = {name for name, each in settings().items() if each.setting.is_secret}
+        shown = (f"{name}={value!r}" for name, value in self.items() if value != settings()[name].default)
+        return f"ServeOptions({', '.join(each for each in shown if each.partition('=')[0] not in hidden)})"
+
+    def read(self, group: type[T], **own: Any) -> T:
+        """Returns the group's struct; `own` sets fields that are not settings, or overrides. Raises ConfigError."""
+        return read(group, self, **own)
+
+    def engine(self) -> EngineConfig:
+        """Raises ConfigError."""
+        overrides = settings()["hf_overrides"].read(self["hf_overrides"])
+        return self.read(EngineConfig, hf_overrides=self.read(RopeSettings).into(overrides))
+
+    def routing(self, policies: Collection[str]) -> RoutingConfig:
+        """`policies`: those of the router. Raises ConfigError."""
+        self._check_choice("routing_policy", policies)
+        return self.read(RoutingConfig)
+
+    def handover(self, transports: Collection[str]) -> HandoverSettings:
+        """`transports`: the available ones. Raises ConfigError."""
+        self._check_choice("kv_transport", transports)
+        return self.read(HandoverSettings)
+
+    def _check_choice(self, name: str, known: Collection[str]) -> None:
+        rule = one_of(tuple(known))
+        if not rule.accepts(self[name]):
+            raise ConfigError(f"{called(name)} {self[name]!r}: {rule.says}")
+
+    def timeouts(self) -> Timeouts:
+        """Raises ConfigError."""
+        times = self.read(Timeouts)
+        times.check_death()
+        return times
+
+    def http(self, env: Mapping[str, str]) -> HttpConfig:
+        """Uses VLLM_API_KEY where no API key is given. Raises ConfigError, which never contains a key."""
+        variable = [env[KEY_VARIABLE]] if KEY_VARIABLE in env else []
+        source, keys = (called("api_key"), self["api_key"]) if self["api_key"] else (KEY_VARIABLE, variable)
+        given = self.read(HttpConfig, connections=self.read(ConnectionLimits), tls=self.read(Tls).checked())
+        return given.with_tenants(source, keys, has_origins=self["allowed_origins"] is not None)
+
+    def chat(self) -> ChatConfig:
+        """Leaves the template as given: text/given_template.py reads it. Raises ConfigError."""
+        chat = self.read(ChatConfig)
+        self.read(Assurances).check_parsers(chat)
+        ReplyFormat(chat.tool_parser, chat.reasoning_parser)  # raises for unknown names
+        return chat
+
+
+def _typed(each: Declared, value: Any) -> Any:
+    try:
+        return msgspec.convert(value, each.kind)
+    except msgspec.ValidationError as error:
+        what = str(error).partition(" - at `$")[0]
+        raise ConfigError(f"{called(each.name)} {reprlib.repr(value)}: {what[:1].lower()}{what[1:]}") from None

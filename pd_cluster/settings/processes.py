@@ -1,0 +1,239 @@
+"""Settings that make a process part of its cluster, and settings of KV handover between workers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Literal, get_args
+
+import msgspec
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, finite, within
+from pd_cluster.wire import KVOptions, KVWireDtype
+from ranktable_tools.hosts import bracketed, is_host
+
+BASIC = partial(Setting, panel=Panel.BASIC, scope=Scope.SERVER)
+KV = partial(Setting, panel=Panel.KV, scope=Scope.WORKERS)
+SCHEDULER = partial(Setting, panel=Panel.SCHEDULER, scope=Scope.SERVER)
+ServeRole = Literal["scheduler", "prefill", "decode"]
+SERVE_ROLES: tuple[ServeRole, ...] = get_args(ServeRole)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+TABLE_NAME = re.compile(r"scheduler|join|(prefill|decode|scheduler)-[0-9]+")
+
+
+def _level(name: str, written: str) -> str:
+    if written.upper() not in logging.getLevelNamesMapping():
+        raise ConfigError(f"{called(name)} {written!r}: expected debug, info, warning or error")
+    return written.upper()
+
+
+LEVEL = Form(str, _level, str)
+MEGABYTES = Form(float, lambda name, written: written * 1e6, lambda nbytes: nbytes / 1e6)
+ALIKE = KVOptions()
+
+
+class PortRange(msgspec.Struct, frozen=True):
+    """Ports [first, last] to choose one from; 0-0 lets the system choose."""
+
+    first: int = 0
+    last: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.last + 1))
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}" if self.last else "any"
+
+    @classmethod
+    def parse(cls, text: str, name: str = "kv_port_range") -> PortRange:
+        """Parses `7000-7010`, `7000` or an empty text. Raises ConfigError that names the setting."""
+        if not text:
+            return cls()
+        first, _, last = text.partition("-")
+        try:
+            ports = cls(int(first), int(last or first))
+        except ValueError:
+            raise ConfigError(f"{called(name)} {text!r}: expected FIRST-LAST, such as 7000-7010") from None
+        if not 0 < ports.first <= ports.last < 65536:
+            raise ConfigError(f"{called(name)} {text!r}: ports must be in 1-65535, the first not above the last")
+        return ports
+
+
+PORTS = Form(str, lambda name, written: PortRange.parse(written, name), lambda ports: str(ports) if ports.last else "")
+
+
+class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of every `serve` process."""
+
+    host: Annotated[str, BASIC("Address to bind HTTP to.")] = "0.0.0.0"
+    port: Annotated[
+        int, BASIC("HTTP port: the scheduler's is public; a worker's is in NODE_PORTS, or --join announces it.")
+    ] = 8000
+    log_level: Annotated[
+        str,
+        BASIC("debug, info, warning or error.", scope=Scope.WORKERS, form=LEVEL, after="derive_secret"),
+    ] = "INFO"
+    spawn: Annotated[
+        bool,
+        Setting(
+            "Start each rank process from the command line instead of forking it from a preloader.",
+            Panel.ENGINE,
+            Scope.WORKERS,
+            after="graph_sizes",
+        ),
+    ] = False
+
+
+class KeyFiles(msgspec.Struct, frozen=True):
+    """The files that make a process part of its cluster; None: the one beside the global rank table.
+
+    `derives`: there are none, and the secrets are derived from the table.
+    """
+
+    secret: Annotated[
+        str | None,
+        BASIC("The cluster's secret; default: cluster.secret beside the global rank table.", name="secret_file"),
+    ] = None
+    scheduler_key: Annotated[
+        str | None,
+        SCHEDULER(
+            "The scheduler's private key (mode 0600); default: scheduler.key beside the global rank table.",
+            name="scheduler_key_file",
+            after="admin_token_file",
+        ),
+    ] = None
+    admin_token: Annotated[
+        str | None,
+        SCHEDULER(
+            "Admin token (mode 0600); default: admin.token beside the global rank table.",
+            name="admin_token_file",
+            after="admin_allowed_hosts",
+        ),
+    ] = None
+    derives: Annotated[
+        bool,
+        BASIC(
+            "Derive the secrets from the rank table; only for one host on which all users are trusted.",
+            name="derive_secret",
+        ),
+    ] = False
+
+
+def name_problem(name: str) -> str:
+    """Returns why a worker in no rank table cannot have this name; "" if it can."""
+    if not NAME.fullmatch(name):
+        return "expected up to 128 letters, digits, dots, hyphens and underscores, beginning with a letter or digit"
+    return "names of this form are places in a rank table; give another" if TABLE_NAME.fullmatch(name) else ""
+
+
+def default_name(role: str, hostname: str, port: int) -> str:
+    """Returns the name of a worker in no rank table that was given none: hosts and ports tell such workers apart."""
+    return f"{role}-{re.sub('[^A-Za-z0-9._-]', '-', hostname)[:100]}-{port}"
+
+
+def _role(name: str, written: str) -> ServeRole:
+    for role in SERVE_ROLES:
+        if written == role:
+            return role
+    raise ConfigError(f"{called(name)} {written!r}: expected scheduler, prefill or decode")
+
+
+def _instance_name(name: str, written: str) -> str:
+    if problem := name_problem(written):
+        raise ConfigError(f"{called(name)} {written[:200]!r}: {problem}")
+    return written
+
+
+def _addresses(name: str, written: str) -> tuple[tuple[str, int], ...]:
+    """Parses `HOST:PORT[,HOST:PORT]`, an IPv6 address in brackets. Raises ConfigError."""
+    found = []
+    for each in written.split(","):
+        host, _, port = each.strip().rpartition(":")
+        host = host[1:-1] if host.startswith("[") and host.endswith("]") else host if ":" not in host else ""
+        if not is_host(host) or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(
+                f"{called(name)} {each.strip()!r}: expected HOST:PORT, such as scheduler.pd.svc:9002 or [fd00::1]:9002"
+            )
+        found.append((host, int(port)))
+    return tuple(found)
+
+
+def _written(addresses: tuple[tuple[str, int], ...]) -> str | None:
+    return ",".join(f"{bracketed(host)}:{port}" for host, port in addresses) or None
+
+
+class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that reads no rank table, and the port at which such workers register.
+
+    `addresses`: (host, port) of the schedulers' join ports.
+    """
+
+    role: Annotated[
+        ServeRole | None,
+        BASIC("scheduler, prefill or decode, in place of rank tables.", form=Form(str, _role, lambda role: role)),
+    ] = None
+    addresses: Annotated[
+        tuple[tuple[str, int], ...],
+        BASIC(
+            "HOST:PORT[,HOST:PORT]: join ports of schedulers; a worker registers with the first that admits it.",
+            name="join",
+            form=Form(str, _addresses, _written),
+        ),
+    ] = ()
+    instance_name: Annotated[
+        str | None,
+        BASIC(
+            "With --join: the worker's name; default: ROLE-HOSTNAME-PORT.",
+            form=Form(str, _instance_name, lambda name: name),
+        ),
+    ] = None
+    advertise_host: Annotated[
+        str | None,
+        BASIC("With --join: this worker's own address; default: the one that it reaches the scheduler from."),
+    ] = None
+    join_port: Annotated[
+        int | None,
+        SCHEDULER(
+            "Port at which workers with --join register, bound at --host; default: none.",
+            after="admin_port",
+            checks=(within(1, 65535),),
+        ),
+    ] = None
+
+
+class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker moves KV cache. transport/table.py lists the transports.
+
+    `kv_rate_limit_bytes_per_s` is that of each link; 0: none.
+    """
+
+    kv_transport: Annotated[str, KV(CHOICES)] = "auto"
+    kv_port_range: Annotated[PortRange, KV("FIRST-LAST for the control socket; default: any.", form=PORTS)] = (
+        PortRange()
+    )
+    kv_rate_limit_bytes_per_s: Annotated[
+        float,
+        KV(
+            "MB/s of KV over each link; 0: no limit.",
+            name="kv_rate_limit",
+            form=MEGABYTES,
+            checks=(finite("must be a number of MB/s, 0 for no limit"),),
+            after="kv_wire_dtype",
+        ),
+    ] = 0.0
+
+
+class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that must be equal at both ends of a link: the fields of KVOptions."""
+
+    checksum: Annotated[bool, KV("Check every KV payload.", name="kv_checksum", has_off=True)] = ALIKE.checksum
+    hmac: Annotated[bool, KV("Authenticate every KV header.", name="kv_hmac", has_off=True)] = ALIKE.hmac
+    wire_dtype: Annotated[
+        KVWireDtype, KV("auto, or int8: smaller, inexact KV between hosts.", name="kv_wire_dtype")
+    ] = ALIKE.wire_dtype
+
+    def options(self) -> KVOptions:
+        return KVOptions(**msgspec.structs.asdict(self))

@@ -1,0 +1,131 @@
+"""How requests are read and answered: names, logprobs, sampling defaults, chats."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.sampling_override import OVERRIDE
+from pd_cluster.settings.setting import TEXTS, Check, Form, Panel, Scope, Setting, one_of, within
+
+# One library does it, whichever vLLM name is given.
+GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
+MOST_LOGPROBS = 1000  # all tokens of a step are sent in one message
+
+TEXT = partial(Setting, panel=Panel.REQUESTS, scope=Scope.TEXT)
+SERVER = partial(Setting, panel=Panel.REQUESTS, scope=Scope.SERVER)
+NAMES = Form(TEXTS.kind, lambda name, written: list(written), TEXTS.write)
+
+
+class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The common settings of answers. `sampling_override` takes precedence over the defaults of generation_config."""
+
+    served_model_names: Annotated[
+        list[str],
+        Setting(
+            "What clients call the model.",
+            Panel.BASIC,
+            Scope.SERVER,
+            name="served_model_name",
+            form=NAMES,
+            is_several=True,
+            after="port",
+        ),
+    ] = []
+    max_logprobs: Annotated[
+        int, TEXT("Most logprobs that a request may ask for.", checks=(within(0, MOST_LOGPROBS),))
+    ] = 20
+    sampling_override: Annotated[
+        dict[str, int | float | None],
+        TEXT(
+            "JSON object that overrides these defaults: temperature, top_p, top_k, min_p, "
+            "repetition_penalty, max_new_tokens.",
+            name="override_generation_config",
+            form=OVERRIDE,
+        ),
+    ] = {}
+    requires_model: Annotated[
+        bool,
+        SERVER(
+            "Refuse requests that do not name a model.",
+            name="require_model",
+            has_off=True,
+        ),
+    ] = False
+    returns_tokens_as_token_ids: Annotated[
+        bool,
+        SERVER(
+            'Logprobs show tokens as "token_id:5" where a request does not say.',
+            name="return_tokens_as_token_ids",
+        ),
+    ] = False
+
+
+class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a chat becomes a prompt, and a model's text becomes a message.
+
+    `template`: a source that replaces the model folder's; "" for that one. The parsers' names are those of
+    parsers/reply.py; without a name answers are not searched for calls or reasoning. `allows_control_tokens`: a control
+    token's text in a message is that token.
+    """
+
+    template: Annotated[
+        str,
+        TEXT("File of a chat template, or the template itself; default: the model folder's.", name="chat_template"),
+    ] = ""
+    trusts_request_templates: Annotated[
+        bool, SERVER("Allow requests to bring a chat template.", name="trust_request_chat_template")
+    ] = False
+    allows_control_tokens: Annotated[
+        bool,
+        TEXT(
+            "The text of a control token, such as <|im_start|>, becomes that token in chat messages, too; by "
+            "default it is plain text there.",
+            name="allow_control_tokens",
+        ),
+    ] = False
+    response_role: Annotated[
+        str,
+        TEXT(
+            "The role of a chat's answers.",
+            checks=(Check(str.strip, "must not be empty; leave it out for assistant"),),
+        ),
+    ] = "assistant"
+    tool_parser: Annotated[
+        str,
+        TEXT("How the model writes tool calls: hermes, qwen3, llama3_json or mistral.", name="tool_call_parser"),
+    ] = ""
+    reasoning_parser: Annotated[str, TEXT("How the model marks its reasoning: qwen3 or deepseek_r1.")] = ""
+
+
+class Assurances(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's settings for behaviour that is always on, or that another setting determines."""
+
+    guided_decoding_backend: Annotated[
+        str,
+        TEXT(
+            "auto, or one of vLLM's backend names; llguidance is used in every case.",
+            checks=(one_of(GUIDED_BACKENDS),),
+        ),
+    ] = "auto"
+    enable_auto_tool_choice: Annotated[
+        bool,
+        TEXT("Needs --tool-call-parser, which alone allows tool_choice auto.", after="tool_call_parser"),
+    ] = False
+    enable_reasoning: Annotated[
+        bool,
+        TEXT("Needs --reasoning-parser, which alone has the same effect.", after="reasoning_parser"),
+    ] = False
+
+    def check_parsers(self, chat: ChatConfig) -> None:
+        """Raises ConfigError where a setting lacks the parser that it needs."""
+        for switch, is_on, needed, parser in (
+            ("enable_auto_tool_choice", self.enable_auto_tool_choice, "tool_call_parser", chat.tool_parser),
+            ("enable_reasoning", self.enable_reasoning, "reasoning_parser", chat.reasoning_parser),
+        ):
+            if is_on and not parser:
+                why = "which says what the model's answers look like"
+                raise ConfigError(f"{called(switch)}: needs {called(needed)} NAME, {why}")

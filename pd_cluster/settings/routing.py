@@ -1,0 +1,155 @@
+"""How the scheduler chooses among instances, admits clients, and is administered."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, at_least, check, finite, one_of, within
+
+MAX_API_WORKERS = 64
+SCHEDULING_POLICIES = ("fcfs", "priority")
+HOST_NAME = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
+
+SCHEDULER = partial(Setting, panel=Panel.SCHEDULER, scope=Scope.SERVER)
+PROMISE = (finite("must be a number of seconds, 0 for no promise"),)
+
+
+def _is_priority(name: str, written: str) -> bool:
+    known = one_of(SCHEDULING_POLICIES)
+    if not known.accepts(written):
+        raise ConfigError(f"{called(name)} {written!r}: {known.says}")
+    return written == "priority"
+
+
+PRIORITIES = Form(str, _is_priority, lambda has_priorities: SCHEDULING_POLICIES[has_priorities])
+
+
+def _host_names(name: str, written: str) -> frozenset[str]:
+    found = [each.strip().lower() for each in written.split(",") if each.strip()]
+    for each in found:
+        if not HOST_NAME.fullmatch(each):
+            raise ConfigError(f"{called(name)} {each!r}: expected names without a port, such as pd.example,10.0.0.5")
+    return frozenset(found)
+
+
+HOST_NAMES = Form(str, _host_names, lambda names: ",".join(sorted(names)))
+
+
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the scheduler chooses, and its latency promises; 0: no promise. The router defines the policies."""
+
+    policy: Annotated[
+        str,
+        SCHEDULER(
+            f"{CHOICES}: which workers get a request.",
+            name="routing_policy",
+        ),
+    ] = "prefix-aware"
+    has_priorities: Annotated[
+        bool,
+        SCHEDULER(
+            "fcfs, or priority: requests may have one, lower numbers come first.",
+            name="scheduling_policy",
+            form=PRIORITIES,
+        ),
+    ] = False
+    slo_ttft_s: Annotated[
+        float,
+        SCHEDULER(
+            "Seconds to the first token; a request that would miss it gets a 429. 0: no objective.", checks=PROMISE
+        ),
+    ] = 0.0
+    slo_tpot_s: Annotated[
+        float,
+        SCHEDULER(
+            "Seconds for each further token; a request that would miss it gets a 429. 0: no objective.", checks=PROMISE
+        ),
+    ] = 0.0
+    # None: a request waits at an instance
+    max_queue_s: Annotated[
+        float | None,
+        SCHEDULER(
+            "Seconds that a request may wait for room in the cluster before it gets a 429; 0: no limit.",
+            name="max_queue_time",
+            checks=(finite("must be a number of seconds, 0 for no limit"),),
+        ),
+    ] = 60.0
+    max_attempts: Annotated[
+        int,
+        SCHEDULER(
+            "How often a request may continue elsewhere after the loss of its instance or link.",
+            checks=(at_least(0, "must not be negative"),),
+        ),
+    ] = 6
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class EntranceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes at the public port, and whether instances change their roles."""
+
+    api_workers: Annotated[
+        int, SCHEDULER("Processes that serve the public port.", checks=(within(1, MAX_API_WORKERS),))
+    ] = 1
+    auto_role: Annotated[
+        bool,
+        SCHEDULER("Let instances change between prefill and decode as the load requires.", after="scheduling_policy"),
+    ] = False
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True):
+    """Connections with requests at one port of one process. `per_host` counts those of one address; 0: no limit.
+
+    Another `spare` connections may be open without a request, or with a probe's. `num_kept_descriptors` are for others
+    than the clients of this port: instances, children, and the admin port, which may have taken low numbers before.
+    """
+
+    total: Annotated[
+        int,
+        SCHEDULER(
+            "Maximum number of connections with requests, over all API processes.",
+            name="max_connections",
+            checks=(at_least(1),),
+            after="api_workers",
+        ),
+    ] = 8192
+    per_host: Annotated[
+        int,
+        SCHEDULER(
+            "The same from one address; 0: no such limit.",
+            name="max_connections_per_host",
+            checks=(at_least(0, "give 0 for no such limit"),),
+            after="max_connections",
+        ),
+    ] = 6144
+    spare: int = 64
+    num_kept_descriptors: int = 40  # 24 are the admin port's
+
+    def share(self, num_processes: int) -> ConnectionLimits:
+        """Returns the limits of one of several processes at one port, which together have the whole."""
+        per_host = max(1, self.per_host // num_processes) if self.per_host else 0
+        return msgspec.structs.replace(self, total=max(1, self.total // num_processes), per_host=per_host)
+
+
+ADMIN_CONNECTIONS = ConnectionLimits(total=16, per_host=0, spare=8, num_kept_descriptors=16)
+
+
+class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The admin port, and further names by which it may be read."""
+
+    admin_port: Annotated[int | None, SCHEDULER("Admin port; default: port + 1.")] = None
+    admin_host: Annotated[str, SCHEDULER("Address to bind the admin port to.")] = "127.0.0.1"
+    admin_hosts: Annotated[
+        frozenset[str],
+        SCHEDULER(
+            "Host names besides localhost under which the admin port answers, separated by commas.",
+            name="admin_allowed_hosts",
+            form=HOST_NAMES,
+        ),
+    ] = frozenset()

@@ -1,0 +1,279 @@
+"""Guides compiled for one tokenizer, and the tokens that may follow: the only module that uses llguidance.
+
+The engine uses it, and so does the child process that checks guides sent by clients. All limits count work, not time:
+a guide that compiles in one process compiles in the other. Knows nothing of requests or logits; imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from pd_cluster.errors import GuideError
+from pd_cluster.types import Guide
+
+Words = NDArray[np.uint32]  # bit t % 32 of word t // 32: token t may follow
+
+# The whitespace that formatters write between a JSON value's parts: none, a space, or a newline with its indentation.
+# If any whitespace could follow any other, a model could continue with it forever.
+WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
+# Lets models escape any character by its number; by default only control characters could be written so.
+JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
+MAX_ERROR_NUM_CHARS = 300
+NO_TOKENS: Mapping[str, int] = MappingProxyType({})
+DIRECTIVES = ("%ignore", "%import")  # allowed in a grammar; the library's others reach into its internals
+_NOISE = re.compile(  # positions in a source that the client did not write, the whole pattern, the whole vocabulary
+    r"^Failed to convert the grammar from GBNF to Lark: |^(?:at )?\d+\(\d+\): "
+    r'|^invalid regex ".*" \(in regex\): |; following special tokens .*| in regex /.*',
+    re.DOTALL,
+)
+_EXCERPT = re.compile(r"<|\d+ \||\^+$")
+_PLAINER = {
+    "NoExtension": "nothing can follow, and the output is not complete",
+    "oneOf constraints": "oneOf is supported where no value fits two of its schemas; use anyOf",
+}
+_DIRECTIVE = re.compile(r"%[A-Za-z_]+")
+_TREE_MARK = re.compile(r"^[?!](?=[a-z_]+\s*:)", re.MULTILINE)  # Lark's: shapes the tree, not matching
+_LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|/(?:\\.|[^/\\\n])+/|#[^\n]*|//[^\n]*')
+
+
+class Compiler:
+    """One model's tokenizer in the library's form, shared by all guides and threads."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """`vocab_size` is the model's: ids that the tokenizer lacks never follow. Raises GuideError."""
+        ends = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        if not ends:
+            raise GuideError("the model names no end-of-sequence token, so no guided output could end")
+        text = tokenizer_file.read_text("utf-8")
+        try:
+            tokenizer = llguidance.LLTokenizer(text, eos_token=ends)
+            if tokenizer.vocab_size < vocab_size:
+                tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+        except ValueError as error:
+            raise GuideError(f"this model's tokenizer cannot be guided: {one_line(str(error))}") from None
+        self._tokenizer = tokenizer
+        self.num_words = (tokenizer.vocab_size + 31) // 32  # per mask; bits beyond the model's vocab_size are unused
+        self.end_words = words_of(ends, self.num_words)
+        self._executor = llguidance.LLExecutor(1)
+        self._special = _special_tokens(json.loads(text), tokenizer)
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=2000,
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=200_000,
+            step_max_items=50_000,
+            max_lexer_states=50_000,  # about 2 KiB each
+            max_grammar_size=500_000,
+            verbose_errors=False,
+        )
+
+    def compile(self, guide: Guide) -> Matcher:
+        """Returns a matcher that has seen no token yet. Raises GuideError."""
+        try:
+            source = source_of(guide, self._special)
+        except (AttributeError, LookupError, RecursionError, StopIteration, TypeError, ValueError) as error:
+            raise GuideError(f"not a guide of kind {guide.kind}: {one_line(str(error))}") from None
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GuideError(one_line(matcher.get_error()))
+        if warnings := matcher.get_grammar_warnings():
+            raise GuideError(one_line(warnings[0]))  # such as a keyword that would be ignored
+        return Matcher(matcher)
+
+    def write_masks(self, matchers: Sequence[Matcher], table: Words) -> list[str]:
+        """Calls `Matcher.write_mask` for each, into rows of [num_matchers, num_words]. Returns each one's error, or "".
+
+        A single call runs without the interpreter's lock; taking the lock for each row would slow down its other users.
+        """
+        if matchers:
+            rows = [(each._matcher, at) for at, each in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(rows, table.ctypes.data, table.strides[0], len(table))
+        return [each.problem for each in matchers]
+
+
+class Matcher:
+    """The progress of one output. An error is permanent."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> Matcher:
+        return Matcher(self._matcher.deep_copy())
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Advances by these tokens. Raises GuideError for tokens that may not follow."""
+        if token_ids and not self._matcher.consume_tokens(list(token_ids)):
+            raise GuideError(one_line(self._matcher.get_error()))
+
+    def write_mask(self, words: Words) -> None:
+        """Writes which tokens may follow into contiguous words [num_words]. Raises GuideError, also if none may."""
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self.problem:
+            raise GuideError(self.problem)
+
+    @property
+    def problem(self) -> str:
+        return one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+def words_of(token_ids: Iterable[int], num_words: int) -> Words:
+    words = np.zeros(num_words, dtype=np.uint32)
+    for token_id in token_ids:
+        words[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return words
+
+
+def one_line(message: str) -> str:
+    """Returns the library's message without its internals and the marked excerpts below it."""
+    for beginning, words in _PLAINER.items():
+        if message.startswith(beginning):
+            return words
+    lines = (line.strip() for line in _NOISE.sub("", _NOISE.sub("", message)).splitlines())
+    text = " ".join(line for line in lines if line and not _EXCERPT.match(line))
+    return text if len(text) <= MAX_ERROR_NUM_CHARS else text[: MAX_ERROR_NUM_CHARS - 1] + "…"
+
+
+# ---- a guide in the library's language
+
+
+def source_of(guide: Guide, special_tokens: Mapping[str, int] = NO_TOKENS) -> str:
+    """Returns the guide as a grammar. Raises GuideError."""
+    match guide.kind:
+        case "json":
+            return _json_source(guide.text)
+        case "json_object":
+            return _json_source('{"type":"object"}')
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(without_anchors(guide.text))
+        case "choice":
+            texts = " | ".join(json.dumps(text) for text in json.loads(guide.text))
+            return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+        case "grammar":
+            return _grammar_source(guide.text)
+        case "structural_tag":
+            return _structural_source(json.loads(guide.text), special_tokens)
+        case "reply":
+            return _ReplySource(special_tokens).of(json.loads(guide.text))
+
+
+def _json_source(schema: str) -> str:
+    pattern = json.loads(schema).get("x-guidance", {}).get("whitespace_pattern", WHITESPACE)
+    options: Any = {**JSON_OPTIONS, "whitespace_pattern": pattern}
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def without_anchors(pattern: str) -> str:
+    """Removes anchors: the whole output must match anyway, so a leading `^` and a trailing `$` add nothing, and the
+    library supports neither.
+    """
+    pattern = pattern.removeprefix("^")
+    bare = pattern.removesuffix("$")
+    num_backslashes = len(bare) - len(bare.rstrip("\\"))
+    return pattern if num_backslashes % 2 else bare
+
+
+def _grammar_source(text: str) -> str:
+    for directive in _DIRECTIVE.findall(_LITERAL_OR_COMMENT.sub(" ", text)):
+        if directive not in DIRECTIVES:
+            raise GuideError(f"{directive} is not supported; of directives only {' and '.join(DIRECTIVES)} are")
+    if text.lstrip().startswith("{"):
+        raise GuideError("it must be EBNF, not JSON")
+    if "::=" not in _LITERAL_OR_COMMENT.sub(" ", text):
+        return llguidance.LLMatcher.grammar_from_lark(_TREE_MARK.sub("", text))
+    try:
+        return llguidance.grammar_from("grammar", text)
+    except (ValueError, RecursionError) as error:
+        raise GuideError(one_line(str(error))) from None
+
+
+def _structural_source(tag: dict[str, Any], special_tokens: Mapping[str, int]) -> str:
+    """Allows free text until a trigger, then the structure that begins with it, then free text again."""
+    parts = ["%llguidance {}"]
+    names = [f"tag_{at}" for at in range(len(tag["structures"]))]
+    parts.append(f"start: ({' | '.join(names)})* TEXT")
+    parts.append(r"TEXT: /(.|\n)*/")
+    for name, structure in zip(names, tag["structures"], strict=True):
+        begin = structure["begin"]
+        trigger = next(each for each in tag["triggers"] if begin.startswith(each))
+        rest = [json.dumps(text) for text in (begin[len(trigger) :],) if text]
+        body = [*rest, f"%json {json.dumps(_with_whitespace(structure['schema']))}"]
+        body += [json.dumps(structure["end"])] if structure["end"] else []
+        if trigger in special_tokens:
+            parts.append(f"{name}: TEXT <[{special_tokens[trigger]}]> {' '.join(body)}")
+        else:
+            parts.append(f"{name}_head[lazy]: TEXT {json.dumps(trigger)}")
+            parts.append(f"{name}: {name}_head {' '.join(body)}")
+    return llguidance.LLMatcher.grammar_from_lark("\n".join(parts))
+
+
+def _with_whitespace(schema: dict[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": JSON_OPTIONS}
+
+
+def _special_tokens(file: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> dict[str, int]:
+    """Returns the tokens that the library does not treat as text; grammars refer to them by id.
+
+    These include added tokens that look `<like_this>`, even if the tokenizer does not mark them as special.
+    """
+    added = {token["content"]: token["id"] for token in file.get("added_tokens", [])}
+    return {text: token_id for text, token_id in added.items() if tokenizer.is_special_token(token_id)}
+
+
+class _ReplySource:
+    """Turns a reply's tree (defined in parsers/reply_guides.py) into one grammar, with rules for the guides inside it.
+
+    A rule that ends at a marker is lazy: the marker's last character ends it, whatever else could have continued it.
+    """
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special = special_tokens
+        self._rules = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANKS: /[ \n]{1,4}/"]
+        self._others: list[dict[str, Any]] = []
+
+    def of(self, tree: list[Any]) -> str:
+        self._rules.append(f"start: {self._expression(tree)}")
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(self._rules)}, *self._others]})
+
+    def _expression(self, node: list[Any]) -> str:
+        match node:
+            case ["seq", *inner]:
+                return f"({' '.join(map(self._expression, inner))})"
+            case ["any", *inner]:
+                return f"({' | '.join(map(self._expression, inner))})"
+            case ["repeat", least, most, inner]:
+                return f"({self._expression(inner)}){{{least},{'' if most is None else most}}}"
+            case ["marker", str(text)]:
+                token_id = self._special.get(text)
+                return f"BLANKS? <[{token_id}]>" if token_id is not None else self._lazy(f"BLANKS? {json.dumps(text)}")
+            case ["until", str(text)]:
+                found = self._lazy(f"TEXT {json.dumps(text)}")
+                return f"({found} | TEXT <[{self._special[text]}]>)" if text in self._special else found
+            case ["text", str(text)]:
+                return json.dumps(text)
+            case ["pattern", str(pattern)]:
+                return f"/{pattern}/"
+            case ["json", dict(schema)]:
+                return f"%json {json.dumps(_with_whitespace(schema))}"
+            case ["guide", kind, text]:
+                return self._other(Guide(kind, text))
+        raise ValueError(f"{node[0]}: no such node")
+
+    def _lazy(self, body: str) -> str:
+        name = f"lazy_{len(self._rules)}"
+        self._rules.append(f"{name}[lazy]: {body}")
+        return name
+
+    def _other(self, guide: Guide) -> str:
+        source = source_of(guide, self._special)
+        name = f"other_{len(self._others)}"
+        body = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+        self._others.append({**body, "name": name})
+        return f"@{name}"

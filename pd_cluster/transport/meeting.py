@@ -1,0 +1,72 @@
+"""Lets a pair's two ranks meet: a torch store at each end, in memory, whose keys travel over the link's connection.
+
+Nothing listens here. The connection proves the sender of each key, so a pair comes up between the two workers or not at
+all. The library defines the keys: gloo, NCCL or HCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore
+
+log = logging.getLogger(__name__)
+
+MAX_KEYS = 64  # set by the other end; a pair needs one or two
+POLL_S = 1e-3  # between two checks for keys that the library has written: its stores cannot be waited for as a whole
+
+
+class Meeting:
+    """One end's store. `post(key, value)` sends one key to the other end, from any thread."""
+
+    def __init__(self, timeout_s: float, post: Callable[[str, bytes], None]) -> None:
+        """`timeout_s`: how long the library waits for a key of the other end."""
+        self.store = HashStore()
+        self.store.set_timeout(timedelta(seconds=timeout_s))
+        self._post = post
+        self._lock = threading.Lock()
+        self._own: set[str] = set()  # keys that have been sent
+        self._theirs: set[str] = set()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Stores a key of the other end, on any thread; drops keys that it may not set."""
+        with self._lock:
+            if key not in self._theirs:
+                if len(self._theirs) == MAX_KEYS:
+                    log.warning("a KV pair's other end sets more than %d keys: %.80r is dropped", MAX_KEYS, key)
+                    return
+                if self.store.check([key]):
+                    log.warning("a KV pair's other end sets %.80r, which this end has set: dropped", key)
+                    return
+                self._theirs.add(key)
+            self.store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes, too
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Sends the keys that the library writes meanwhile, each once, the last ones before this returns."""
+        is_over = threading.Event()
+        courier = threading.Thread(target=self._carry, args=(is_over,), name="kv-meeting", daemon=True)
+        courier.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            courier.join()
+            self._send_new()
+
+    def _carry(self, is_over: threading.Event) -> None:
+        while not is_over.is_set():
+            self._send_new()
+            is_over.wait(POLL_S)
+
+    def _send_new(self) -> None:
+        with self._lock:
+            new = sorted(set(self.store.list_keys()) - self._own - self._theirs)
+            self._own.update(new)
+            values = [(key, self.store.get(key)) for key in new]
+        for key, value in values:
+            self._post(key, value)

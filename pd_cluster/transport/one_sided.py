@@ -1,0 +1,153 @@
+"""Transports without payloads in transit: D reads P's pool itself and copies from block to block.
+
+Payloads of pools on a device have no checksum: the host would have to fetch them to hash them. They are copied once,
+within the device's own memory; the probe proves that it is the right memory, and `Confirm` that it was not changed.
+"""
+
+from __future__ import annotations
+
+import abc
+
+import msgspec
+
+from pd_cluster.errors import TransferFailed
+from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.memory import Memory, Seen
+from pd_cluster.kv.pack import pack, unpack
+from pd_cluster.kv.pool import KVPool, is_block
+from pd_cluster.transport.base import Checksum, Prepared, buffer_of, decode_offer
+from pd_cluster.transport.copies import SETTLE_S, Copies
+from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
+
+MAX_PAYLOAD_NBYTES = 16 << 20
+MAX_DEVICE_PAYLOAD_NBYTES = 256 << 20  # a launch and its header should cost little compared to the copy
+
+
+class PoolAddress(msgspec.Struct, frozen=True):
+    """Where D finds P's pool: a random name, and its accelerator ("" for host memory)."""
+
+    address: str
+    device_uuid: str = ""
+
+    def offer(self, transport: TransportName) -> TransportOffer:
+        return TransportOffer(transport=transport, data=msgspec.msgpack.encode(self))
+
+
+class OneSidedSender:
+    """P's end: sends nothing; D reads. `device_uuid`: the accelerator of the pool."""
+
+    meeting = None
+
+    def __init__(
+        self, name: TransportName, address: str, pool: KVPool, checksum: Checksum, device_uuid: str = ""
+    ) -> None:
+        self.name = name
+        on_device = pool.device.is_accelerator
+        self.max_payload_nbytes = MAX_DEVICE_PAYLOAD_NBYTES if on_device else MAX_PAYLOAD_NBYTES
+        self._address = PoolAddress(address, device_uuid)
+        self._pool = pool
+        self._checksum = Checksum(is_on=False) if on_device else checksum
+        self._route: Route | None = None
+
+    def offer(self) -> TransportOffer:
+        return self._address.offer(self.name)
+
+    def open(self, peer: KVLayout) -> None:
+        self._route = Route(self._pool.layout, peer, one_sided=True)
+
+    def prepare(self, piece: KVPiece) -> Prepared:
+        route = self._route
+        assert route is not None
+        return Prepared(None, route.payload_nbytes(piece), self._digest(piece, route))
+
+    def send(self, sequence: int, prepared: Prepared) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _digest(self, piece: KVPiece, route: Route) -> int:
+        if not self._checksum.is_on:
+            return 0
+        if not route.is_verbatim:
+            return self._checksum.of(pack(self._pool.memory, piece, route))
+        return self._checksum.of(*self._pool.memory.contiguous_parts(piece))
+
+
+class OneSidedReader:
+    """D's end, once it can read P's pool: `source` [num_blocks + NUM_EXTRA_BLOCKS, …]."""
+
+    def __init__(self, source: Memory, route: Route, pool: KVPool, checksum: Checksum, copies: Copies) -> None:
+        self._source, self._route = source, route
+        self._pool = pool
+        self._checksum = checksum
+        self._copies = copies
+
+    def receive(self, chunk: KVChunk, into: list[int]) -> None:
+        """Copies a chunk into blocks. Raises TransferFailed."""
+        piece, route = chunk.piece, self._route
+        if not all(is_block(block, len(self._source)) for block in piece.block_ids):
+            raise TransferFailed("a header names a block outside the prefill instance's pool")
+        if chunk.nbytes != route.payload_nbytes(piece):
+            raise TransferFailed(f"a header announces {chunk.nbytes} bytes for {route.payload_nbytes(piece)}")
+        if self._pool.device.is_accelerator:
+            with self._copies.launch():
+                self._move(piece, into)
+            return
+        digest = self._checksum.running() if chunk.checksum and self._checksum.is_on else None
+        seen = None if digest is None else lambda part: digest.update(buffer_of(part))
+        self._move(piece, into, seen)
+        if digest is not None and (digest.intdigest() or 1) != chunk.checksum:
+            raise TransferFailed("checksum of a KV chunk is wrong")
+
+    def _move(self, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
+        """Copies a piece; `Confirm`, not the checksum, proves that the source has not changed in between."""
+        target = self._pool.memory
+        if self._route.is_verbatim:
+            target.copy_from(self._source, piece, into, seen)
+            return
+        payload = pack(self._source, piece, self._route)
+        if seen is not None:
+            seen(payload)
+        unpack(payload, piece, self._route, target, into)
+
+
+class OneSidedReceiver(abc.ABC):
+    """D's end; its source exists once it is open."""
+
+    name: TransportName
+    meeting = None
+
+    def __init__(
+        self, offer: TransportOffer, pool: KVPool, peer: KVLayout, checksum: Checksum, settle_s: float = SETTLE_S
+    ) -> None:
+        """Raises LinkError for an invalid offer."""
+        self._offer = decode_offer(offer, PoolAddress)
+        self._pool = pool
+        self._checksum = checksum
+        self.copies = Copies(pool.device, settle_s)
+        self._route = Route(peer, pool.layout, one_sided=True)
+        self._reader: OneSidedReader | None = None
+        self.precision = self._route.precision
+
+    def open(self) -> None:
+        with self.copies.launch():
+            self._pool.memory.warm()
+        self._reader = OneSidedReader(self._source(), self._route, self._pool, self._checksum, self.copies)
+
+    @abc.abstractmethod
+    def _source(self) -> Memory:
+        """Returns P's pool, [num_blocks + NUM_EXTRA_BLOCKS, …]. Raises LinkError."""
+
+    def expect(self, sequence: int, chunk: KVChunk) -> None: ...  # noqa: B027  (it is read when its turn has come)
+
+    def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None: ...  # noqa: B027
+
+    def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
+        if into is not None:
+            assert self._reader is not None
+            self._reader.receive(chunk, into)
+
+    def close(self) -> None:
+        """Releases P's pool, once no copy reads it."""
+        self.copies.drain()
+        with self.copies.beside():  # torch unmaps after the current stream
+            self._reader = None

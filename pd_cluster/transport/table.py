@@ -1,0 +1,100 @@
+"""Lists the transports for KV cache in decode instances' order of preference. Needs no torch.
+
+A transport is a row here and a module of this package, which is imported on the first use of the transport. base.py
+defines the module's interface.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pd_cluster.devices.device import KINDS, Device
+from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.wire import TransportName, TransportOffer
+
+if TYPE_CHECKING:
+    from pd_cluster.transport.base import Ends, Implementation, LinkContext
+
+AUTO = "auto"  # the --kv-transport that allows all
+MEMORY_NBYTES_PER_S = 4e9
+GLOO_NBYTES_PER_S = 1e9  # docs/benchmarks/kv.md, rounded down
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """`choice`: the --kv-transport besides auto that allows it; "" where it cannot be requested by name.
+
+    `pools`: the kinds of devices whose memory it moves. `nbytes_per_s`: the rate that routing assumes. `help` and
+    `title` describe the choice of the same name to people.
+    """
+
+    name: TransportName
+    module: str
+    choice: str
+    pools: tuple[DeviceKind, ...]
+    is_same_host: bool
+    nbytes_per_s: float = MEMORY_NBYTES_PER_S
+    help: str = ""
+    title: str = ""
+
+    def why_not(self, own: Device, peer: TransportOffer | None = None) -> str:
+        """Returns why it cannot serve a pool on this device, or its pair with the one that P offers; "" when it can."""
+        return self._implementation().why_not(self.name, own, peer)
+
+    def ends(self, place: LinkContext) -> Ends:
+        """Creates both ends of links at this place."""
+        return self._implementation().ends(self.name, place)
+
+    def _implementation(self) -> Implementation:
+        found: Implementation = importlib.import_module(f"pd_cluster.transport.{self.module}")
+        return found
+
+
+TABLE = (
+    Transport("local", "local", "", KINDS, is_same_host=True),
+    Transport("ipc", "ipc", "ipc", ("cuda", "npu"), is_same_host=True, help="GPUs or NPUs of one host"),
+    Transport("shm", "shm", "shm", ("cpu",), is_same_host=True, help="same host", title="shared memory of this host"),
+    Transport("nccl", "dist", "dist", ("cuda",), is_same_host=False),
+    Transport("hccl", "dist", "dist", ("npu",), is_same_host=False),
+    Transport(
+        "dist",
+        "dist",
+        "dist",
+        KINDS,
+        is_same_host=False,
+        nbytes_per_s=GLOO_NBYTES_PER_S,
+        help="NCCL, HCCL or gloo",
+        title="torch.distributed",
+    ),
+)
+BY_NAME = {each.name: each for each in TABLE}
+CHOICES = (AUTO, *dict.fromkeys(each.choice for each in TABLE if each.choice))
+
+
+def allowed(choice: str) -> tuple[Transport, ...]:
+    """Returns the transports that a --kv-transport allows, in order of preference."""
+    return tuple(each for each in TABLE if choice in (AUTO, each.choice, each.name))
+
+
+def choices_for(kind: str) -> tuple[str, ...]:
+    """Returns the choices, without auto, that can serve pools on devices of this kind."""
+    return tuple(dict.fromkeys(each.choice for each in TABLE if each.choice and kind in each.pools))
+
+
+def same_host_choice(kind: str) -> str:
+    """Returns the choice for two processes of one host with such pools."""
+    return next(each.choice for each in TABLE if each.choice and each.is_same_host and kind in each.pools)
+
+
+def slowest_nbytes_per_s(names: Iterable[TransportName]) -> float:
+    """Returns the rate that routing assumes for a link over these; memory's if there are none yet."""
+    return min((BY_NAME[name].nbytes_per_s for name in names if name in BY_NAME), default=MEMORY_NBYTES_PER_S)
+
+
+def help_text() -> str:
+    """Describes the values of --kv-transport."""
+    *first, last = [f"{each.choice} ({each.help})" for each in TABLE if each.help]
+    return f"{AUTO}, {', '.join(first)} or {last}."

@@ -1,0 +1,42 @@
+"""Types that the whole project shares: a request, how it samples, and its output.
+
+Imports nothing of devices, sockets or HTTP. Units are in the names; `_s` is seconds of a monotonic clock.
+"""
+
+from __future__ import annotations
+
+from pd_cluster.types.link_state import LinkPhase as LinkPhase
+from pd_cluster.types.link_state import LinkState as LinkState
+from pd_cluster.types.notes import Note as Note
+from pd_cluster.types.notes import note_nothing as note_nothing
+from pd_cluster.types.order import Order as Order
+from pd_cluster.types.order import Pooling as Pooling
+from pd_cluster.types.order import PoolingKind as PoolingKind
+from pd_cluster.types.order import RopePositions as RopePositions
+from pd_cluster.types.order import Span as Span
+from pd_cluster.types.outputs import INT32_MAX as INT32_MAX
+from pd_cluster.types.outputs import MOST_UNTOLD as MOST_UNTOLD
+from pd_cluster.types.outputs import Candidate as Candidate
+from pd_cluster.types.outputs import FinishReason as FinishReason
+from pd_cluster.types.outputs import LegEnd as LegEnd
+from pd_cluster.types.outputs import Logprobs as Logprobs
+from pd_cluster.types.outputs import PooledOutput as PooledOutput
+from pd_cluster.types.outputs import PromptOutput as PromptOutput
+from pd_cluster.types.outputs import Resumed as Resumed
+from pd_cluster.types.outputs import TokenId as TokenId
+from pd_cluster.types.outputs import TokenOutput as TokenOutput
+from pd_cluster.types.request import OWN as OWN
+from pd_cluster.types.request import Request as Request
+from pd_cluster.types.request import Status as Status
+from pd_cluster.types.request import resume as resume
+from pd_cluster.types.request import sibling as sibling
+from pd_cluster.types.roles import Leg as Leg
+from pd_cluster.types.roles import Role as Role
+from pd_cluster.types.sampling import MAX_GUIDE_NUM_CHARS as MAX_GUIDE_NUM_CHARS
+from pd_cluster.types.sampling import MAX_SEQUENCES as MAX_SEQUENCES
+from pd_cluster.types.sampling import NO_SAMPLING as NO_SAMPLING
+from pd_cluster.types.sampling import Guide as Guide
+from pd_cluster.types.sampling import GuideKind as GuideKind
+from pd_cluster.types.sampling import Range as Range
+from pd_cluster.types.sampling import Sampling as Sampling
+from pd_cluster.types.sampling import ShapesDraws as ShapesDraws

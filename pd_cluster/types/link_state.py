@@ -1,0 +1,51 @@
+"""The state of a link between a prefill and a decode instance."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from pd_cluster.errors import told
+
+LinkPhase = Literal["waiting", "opening", "up", "refused"]
+
+
+class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The state of a link from a prefill instance to a decode instance.
+
+    `transports` are those of its lanes, sorted, without repeats. `precision` names the loss of KV cache in transit (""
+    when it is exact). Both are known once the link is up. `reason` says why it is not up. It has settings as
+    `errors.called` leaves them; /instances shows the text, with flags.
+    """
+
+    phase: LinkPhase
+    transports: tuple[str, ...] = ()
+    precision: str = ""
+    reason: str = ""
+
+    @property
+    def is_up(self) -> bool:
+        return self.phase == "up"
+
+    @property
+    def over(self) -> str:
+        """Returns the names of its transports as one word."""
+        return "+".join(self.transports)
+
+    def __str__(self) -> str:
+        if self.is_up:
+            return f"up ({self.over}, {self.precision})" if self.precision else f"up ({self.over})"
+        return told(f"{self.phase}: {self.reason}") if self.reason else self.phase
+
+    @classmethod
+    def parse(cls, text: str) -> LinkState:
+        """Parses the result of `str`. Raises ValueError for any other text."""
+        if text.startswith("up (") and text.endswith(")"):
+            over, _, precision = text[4:-1].partition(", ")
+            return cls("up", tuple(over.split("+")), precision)
+        name, _, reason = text.partition(": ")
+        phase: LinkPhase | None = next((each for each in get_args(LinkPhase) if each == name != "up"), None)
+        if phase is None:
+            raise ValueError(f"{text[:100]!r} is no state of a link")
+        return cls(phase, reason=reason)

@@ -1,0 +1,101 @@
+"""Results of a request, and the state from which a sequence resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MOST_UNTOLD = 63  # tokens of a sequence that may wait to be sent; they are recomputed when it resumes elsewhere
+INT32_MAX = 2**31 - 1
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probability of one token and of the most likely ones, most likely first.
+
+    They are computed from the model's own logits: before penalties, masks and temperature. `rank` 1 is the most likely
+    token.
+    """
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = []
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0.
+
+    `score` is set for a candidate of a beam search that is handed over: its accumulated log-probability. `earlier` are
+    the tokens right before it that are sent with it, when nobody reads single ones.
+    """
+
+    request_id: str
+    attempt: int
+    index: int
+    position: int
+    token_id: TokenId
+    finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None = None
+    score: float | None = None
+    earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
+
+    def apart(self) -> Iterator[TokenOutput]:
+        """Yields an output for each of its tokens."""
+        first = self.position - len(self.earlier)
+        for position, token_id in enumerate(self.earlier, first):
+            yield TokenOutput(self.request_id, self.attempt, self.index, position, token_id)
+        yield msgspec.structs.replace(self, earlier=())
+
+
+class Candidate(NamedTuple):
+    """A possible next token of a beam. `logprob` is after masks and penalties, `told` is what clients receive."""
+
+    token_id: int
+    logprob: float
+    ends: bool  # the token ends the hypothesis
+    told: Logprobs | None = None
+
+
+class PromptOutput(msgspec.Struct, frozen=True, array_like=True):
+    """Facts about a prompt, sent once and no later than its first output token.
+
+    `logprobs` is empty unless requested; otherwise it has one entry per prompt token, the first of them None.
+    """
+
+    request_id: str
+    attempt: int
+    num_cached_tokens: int = 0  # prompt tokens whose KV was not computed for this request
+    logprobs: list[Logprobs | None] = []
+
+
+class PooledOutput(msgspec.Struct, frozen=True, array_like=True):
+    """The vector of a prompt, which ends the request. `vector`: float32 numbers, little endian."""
+
+    request_id: str
+    attempt: int
+    vector: bytes
+    num_cached_tokens: int = 0  # prompt tokens whose KV was not computed for this request
+
+
+class LegEnd(msgspec.Struct, frozen=True, array_like=True):
+    """A leg that ended without a finishing token. `error` is None for a prefill leg that was handed over.
+
+    `is_fault`: the request did not cause the error, and other instances may succeed. `is_refusal`: the request cannot
+    be served, here or elsewhere.
+    """
+
+    request_id: str
+    attempt: int
+    error: str | None = None
+    is_fault: bool = False
+    is_refusal: bool = False
+
+
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that resumes elsewhere after these output tokens."""
+
+    index: int
+    output_token_ids: list[int]

@@ -1,0 +1,166 @@
+"""A sequence of a request in an engine."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any
+
+from pd_cluster.types.order import Order, Pooling, RopePositions
+from pd_cluster.types.outputs import FinishReason, Logprobs, Resumed
+from pd_cluster.types.roles import Leg
+from pd_cluster.types.sampling import Sampling
+
+
+class Status(enum.Enum):
+    """The state of a request in one engine."""
+
+    WAITING = "waiting"  # holds nothing
+    LANDING = "landing"  # holds blocks that a peer's KV is being copied into
+    RUNNING = "running"  # takes part in steps
+    PARKED = "parked"  # a computed beam that waits for the others of its search; gives its blocks up if necessary
+    EXPORTING = "exporting"  # computed; holds blocks until the peer has them
+    FINISHED = "finished"  # holds nothing and is forgotten
+
+
+OWN: dict[str, bool] = {"own": True}  # marks the fields of a Request that its siblings do not share
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Request:
+    """One sequence in one engine. `order` and the output tokens suffice to resume it elsewhere.
+
+    State that others derive from it (masks, guides, beam searches, sums) is theirs: they keep it by weak reference.
+
+    With `sampling.n` above 1 the sequence of index 0 computes the prompt; the others are forked from it. Fields of the
+    order that every step reads are repeated here.
+    """
+
+    request_id: str
+    order: Order
+    prompt_token_ids: list[int] = field(init=False)
+    sampling: Sampling = field(init=False)
+    pooling: Pooling | None = field(init=False)
+    priority: int = field(init=False)
+    most_tokens: int = field(init=False)
+    rope_positions: RopePositions | None = field(init=False)
+    gathers: bool = field(init=False)  # its order gathers, and its tokens may be sent together
+    batch: str = field(init=False)  # sequences of one batch wait for each other: those of one priority
+
+    attempt: int = 0
+    arrival_s: float = 0.0
+    leg: Leg = "hybrid"
+    transfer_id: str = ""
+    peer: str = ""  # the other leg's connection or instance
+    client: str = ""  # the connection that receives outputs
+    kv_precision: str = ""  # the precision of its landed KV in transit, where the pool's differs
+    num_cached_tokens: int = -1  # prompt tokens found in the prefix cache on first admission; -1: not yet admitted
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+
+    index: int = field(default=0, metadata=OWN)
+    output_token_ids: list[int] = field(default_factory=list, metadata=OWN)
+    num_untold: int = field(default=0, metadata=OWN)  # of its last output tokens
+    status: Status = field(default=Status.WAITING, metadata=OWN)
+    num_computed_tokens: int = field(default=0, metadata=OWN)  # tokens whose KV is in this engine's pool
+    block_table: list[int] = field(default_factory=list, metadata=OWN)
+    swap_table: list[int] = field(default_factory=list, metadata=OWN)  # where its KV is in host memory while it waits
+    block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as they were needed
+    num_hashed_blocks: int = field(default=0, metadata=OWN)  # blocks of its table that are known to the prefix cache
+    is_resumed: bool = field(default=False, metadata=OWN)  # its siblings came with it and are not forked from it
+    dropped: set[int] = field(default_factory=set, metadata=OWN)  # sequences cancelled before they are forked
+
+    def __post_init__(self) -> None:
+        order, sampling = self.order, self.order.sampling
+        self.prompt_token_ids, self.sampling, self.priority = order.prompt_token_ids, sampling, order.priority
+        self.pooling, self.most_tokens, self.rope_positions = order.pooling, order.most_tokens, order.rope_positions
+        self.gathers = order.gathers and sampling.logprobs is None and not sampling.beam_width
+        self.batch = f"{order.batch} {order.priority}" if order.batch else ""
+
+    @property
+    def leg_key(self) -> str:
+        """Names this leg in one engine: another attempt at the same request is another leg."""
+        return f"{self.request_id}#{self.attempt}"
+
+    @property
+    def key(self) -> str:
+        """Names this sequence in one engine."""
+        return self.key_of(self.index)
+
+    def key_of(self, index: int) -> str:
+        """Returns the key of the sequence with this index of the same leg."""
+        return f"{self.leg_key}/{index}" if index else self.leg_key
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_behind(self) -> int:
+        """The number of tokens known but not yet computed; 1 when the request is decoding."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Returns tokens [start, stop) of prompt and output together."""
+        num_prompt = len(self.prompt_token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits of prompt tokens are still to be computed."""
+        wanted = self.sampling.prompt_logprobs is not None and self.leg != "decode"
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+    def num_logit_rows(self, num_tokens: int) -> int:
+        """Returns how many of the next `num_tokens` tokens to compute, counted from their end, need logits."""
+        if self.pooling is not None:
+            return 0
+        if self.wants_prompt_logprobs:
+            return num_tokens
+        return 1 if num_tokens == self.num_behind else 0
+
+    def num_hidden_rows(self, num_tokens: int) -> int:
+        """Returns how many of the next `num_tokens` tokens, counted from their end, need their final hidden states."""
+        if self.pooling is None:
+            return 0
+        if self.pooling.kind == "mean":
+            return num_tokens
+        return 1 if num_tokens == self.num_behind else 0
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether every token must be computed here, and nothing of the prefix cache be used."""
+        return self.wants_prompt_logprobs or (self.pooling is not None and self.pooling.kind == "mean")
+
+    def finish_reason_after(
+        self, token_id: int, num_output_tokens: int, eos_token_ids: frozenset[int]
+    ) -> FinishReason | None:
+        """Returns the reason if this token, the last of `num_output_tokens`, ends a sequence."""
+        if token_id in self.sampling.stop_token_ids:
+            return "stop"
+        if token_id in eos_token_ids and (not self.sampling.ignore_eos or self.sampling.guide is not None):
+            return "stop"  # a guide allows it when nothing else may follow
+        return "length" if num_output_tokens >= self.sampling.max_tokens else None
+
+
+_OWN = [each for each in fields(Request) if each.metadata == OWN]
+
+
+def sibling(request: Request, **own: Any) -> Request:
+    """Returns another sequence of the same request, which shares the request's fields but not its own."""
+    fresh = {each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in _OWN}
+    return replace(request, **{**fresh, **own})
+
+
+def resume(request: Request, resumed: Resumed) -> Request:
+    """Returns that sequence of the request, as far as it had come elsewhere. Siblings share only the prompt."""
+    return sibling(
+        request,
+        index=resumed.index,
+        output_token_ids=list(resumed.output_token_ids),
+        is_resumed=True,
+        prompt_logprobs=[],
+    )

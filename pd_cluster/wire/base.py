@@ -1,0 +1,20 @@
+"""The base, sizes and type names that all messages share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 15
+MAX_MESSAGE_NBYTES = 64 << 20
+MAX_OFFER_NBYTES = 4096  # of a transport's description of itself
+KEY_NBYTES = 32
+PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of a process's CURVE key pair; b"": none yet
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+TransportName = Annotated[str, msgspec.Meta(max_length=32)]  # one of transport/table.py
+KVWireDtype = Literal["auto", "int8"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages in envelopes."""

@@ -1,0 +1,85 @@
+"""Messages as bytes: sealed, encoded and decoded."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pd_cluster.wire.links import LinkAnswer, LinkOpen, LinkReady, LinkRefused, LinkValue
+from pd_cluster.wire.membership import Gone, Heartbeat, Hello, Join, JoinAnswer, Leave, Peers, Welcome
+from pd_cluster.wire.requests import Abort, CacheKeys, Outputs, Submit
+from pd_cluster.wire.transfers import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Revoke
+
+Body = (
+    Heartbeat
+    | Hello
+    | Welcome
+    | Gone
+    | Join
+    | JoinAnswer
+    | Leave
+    | Peers
+    | Submit
+    | Abort
+    | Outputs
+    | CacheKeys
+    | LinkOpen
+    | LinkAnswer
+    | LinkReady
+    | LinkValue
+    | LinkRefused
+    | Offer
+    | Credit
+    | Revoke
+    | Cancel
+    | KVFrame
+    | Confirm
+    | Confirmed
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    from_name: str
+    from_epoch: int
+    to_epoch: int
+    body: Body
+
+
+class _Sealed(msgspec.Struct, frozen=True, array_like=True):
+    """An envelope with an encoded body."""
+
+    from_name: str
+    from_epoch: int
+    to_epoch: int
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+_header_decoder: msgspec.msgpack.Decoder[KVHeader] = msgspec.msgpack.Decoder(KVHeader)
+
+
+def encode(envelope: Envelope) -> bytes:
+    return _encoder.encode(envelope)
+
+
+def encode_body(body: Body) -> msgspec.Raw:
+    """Encodes a body in its sender's thread, so that an encoding error reaches the sender and not the mailbox."""
+    return msgspec.Raw(_encoder.encode(body))
+
+
+def encode_header(header: KVHeader) -> bytes:
+    return _encoder.encode(header)
+
+
+def decode_header(data: bytes) -> KVHeader:
+    """Decodes the header. Raises msgspec.DecodeError (including ValidationError)."""
+    return _header_decoder.decode(data)
+
+
+def seal(from_name: str, from_epoch: int, to_epoch: int, body: msgspec.Raw) -> bytes:
+    return _encoder.encode(_Sealed(from_name, from_epoch, to_epoch, body))
+
+
+def decode(frame: bytes) -> Envelope:
+    """Decodes an envelope. Raises msgspec.DecodeError (including ValidationError) for anything else."""
+    return _decoder.decode(frame)

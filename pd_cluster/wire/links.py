@@ -1,0 +1,101 @@
+"""Messages that open and close a link between a prefill and a decode instance."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from pd_cluster.numerics import Numerics
+from pd_cluster.wire.base import MAX_OFFER_NBYTES, KVWireDtype, Message, TransportName
+
+
+class Plane(msgspec.Struct, frozen=True, array_like=True):
+    """A named part of a layer's cache: a token has `width` numbers in it for each KV head."""
+
+    name: str
+    width: int
+
+
+class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The layout that two pools must agree on; see kv/layout.py."""
+
+    num_layers: int
+    num_kv_heads: int
+    planes: tuple[Plane, ...]
+    block_size: int
+    dtype: str
+    tp_size: int
+    tp_rank: int
+
+
+class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that must be equal at both ends of a link."""
+
+    wire_dtype: KVWireDtype = "auto"
+    checksum: bool = True
+    hmac: bool = True
+
+
+class LinkOpen(Message, frozen=True):
+    """`layout` is that of P's rank 0; `lanes` are those of kv/layout.py: a lane is named by its index among them."""
+
+    link_id: str
+    model_identity: str
+    numerics: Numerics
+    layout: LayoutInfo
+    num_blocks: int
+    options: KVOptions
+    lanes: list[LaneOffer]
+
+
+class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent by one rank of P to one of D. `offers`: for each transport that P allows, its addresses for D's rank.
+
+    `probe_seed`: determines the contents of the probe block of P's rank.
+    """
+
+    source_rank: int = 0
+    target_rank: int = 0
+    offers: list[TransportOffer]
+    probe_seed: int
+
+
+class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """`data` belongs to the transport: what D's end needs to know about P's (see pd_cluster/transport)."""
+
+    transport: TransportName
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFER_NBYTES)] = b""
+
+
+class LinkAnswer(Message, frozen=True):
+    """D tries this transport in a lane; `layout` is that of its rank's pool."""
+
+    link_id: str
+    transport: TransportName
+    layout: LayoutInfo
+    lane: int = 0
+
+
+class LinkReady(Message, frozen=True):
+    """P's probe has arrived through a lane. `precision` names the loss of KV in transit ("" when it is exact)."""
+
+    link_id: str
+    transport: TransportName
+    precision: str = ""
+    lane: int = 0
+
+
+class LinkValue(Message, frozen=True):
+    """A key that a library has set at the sender's end of a lane, for the other end; see transport/meeting.py."""
+
+    transport: TransportName
+    key: Annotated[str, msgspec.Meta(max_length=256)]
+    value: Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
+    lane: int = 0
+
+
+class LinkRefused(Message, frozen=True):
+    link_id: str
+    reason: str
+    retry: bool

@@ -1,0 +1,117 @@
+"""Messages by which processes find each other, say how they are, and part."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from pd_cluster.types import LinkState, Role
+from pd_cluster.wire.base import PROTOCOL_VERSION, Message, PublicKey, ShortText
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_expected: int = 0  # those whose prompts the other instance has not begun
+    num_landing: int = 0
+    num_exporting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_held_blocks: int = 0
+    num_preemptions: int = 0
+    num_swap_blocks: int = 0
+    num_free_swap_blocks: int = 0
+    num_prefix_query_tokens: int = 0  # prompt tokens of admitted requests
+    num_prefix_hit_tokens: int = 0  # those of them that were in the prefix cache
+    num_queued_tokens: int = 0  # tokens of prompts that are here and not computed yet
+    prefill_tokens_per_s: float = 0.0  # recent average over steps that computed prompts; 0: none yet
+    decode_step_s: float = 0.0  # recent average time of a step that decoded running sequences; 0: none yet
+    num_steps: int = 0
+    num_landings: int = 0
+    kv_sent_nbytes: int = 0
+    kv_received_nbytes: int = 0
+    num_dropped_kv_frames: int = 0  # replayed, forged, foreign, out of order or not decodable
+    num_handed_over: int = 0  # transfers from here that the peer confirmed
+    num_failed_handovers: int = 0  # transfers from here that ended with an error
+    num_expired_credits: int = 0  # offers that the peer left waiting for too long
+    num_expired_holds: int = 0  # transfers, from here or to here, that stood still for too long
+    num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
+    is_draining: bool = False  # it takes no new requests
+    links: dict[str, LinkState] = {}  # by the peer's name@epoch
+
+    @property
+    def progress(self) -> int:
+        """Returns a number that grows whenever the worker makes any progress."""
+        return self.num_steps + self.num_landings + self.kv_sent_nbytes + self.kv_received_nbytes
+
+
+class Heartbeat(Message, frozen=True):
+    load: Load | None = None
+    num_heard: int = 0  # messages received over this connection, apart from greetings and heartbeats
+
+
+class Hello(Message, frozen=True):
+    """Opens every connection; says what kind of peer connects."""
+
+    kind: Literal["scheduler", "worker"]
+    version: int = PROTOCOL_VERSION
+
+
+class Welcome(Message, frozen=True):
+    """The answer to a Hello, which opens the connection. `proof` is computed by admission.py.
+
+    `table`: a digest of the global rank table that the process was started with.
+    """
+
+    proof: bytes
+    table: bytes = b""
+
+
+class Gone(Message, frozen=True):
+    """The sender has given up this connection and ignores further messages on it."""
+
+
+class Join(Message, frozen=True, kw_only=True):
+    """A worker that is in no rank table says where it is. Its name and epoch are those of the connection's Hello.
+
+    `host`: its numeric address. `port`: of its HTTP, where `/instance` is.
+    """
+
+    role: Role
+    host: ShortText
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    device_ids: Annotated[list[ShortText], msgspec.Meta(max_length=1024)]
+    model_identity: ShortText
+    hf_overrides: Annotated[str, msgspec.Meta(max_length=1 << 20)] = "{}"
+
+
+class JoinAnswer(Message, frozen=True):
+    """`problem`: why the worker is not, or no longer, registered; "" if it is."""
+
+    problem: str = ""
+
+
+class Leave(Message, frozen=True):
+    """The worker ends: its registration is over."""
+
+
+class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker: its present state, its place and its public key. The host comes from the scheduler's list."""
+
+    name: str
+    epoch: int
+    role: Role
+    host: str
+    control_port: int
+    public_key: PublicKey
+    tp_size: int = 1
+
+
+class Peers(Message, frozen=True):
+    """All live workers, including the receiver: roles may change. One that is absent or has a new epoch is dead."""
+
+    peers: list[PeerInfo]

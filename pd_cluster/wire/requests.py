@@ -1,0 +1,62 @@
+"""Messages of requests: from a scheduler to a worker and back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pd_cluster.types import Leg, LegEnd, Order, PooledOutput, PromptOutput, Resumed, TokenOutput
+from pd_cluster.wire.base import Message
+
+
+class Submit(Message, frozen=True):
+    """One leg of one attempt at an order."""
+
+    request_id: str
+    attempt: int
+    transfer_id: str
+    leg: Leg
+    peer: str  # "name@epoch" of the other leg's worker; "" for a hybrid leg
+    order: Order
+    deadline_s: float  # seconds from now; 0: none
+    resumed: list[Resumed] = []  # of a hybrid leg: the sequences that resume; empty: all, from the beginning
+
+
+class Abort(Message, frozen=True):
+    request_id: str
+    attempt: int
+    index: int = -1  # one sequence of it; -1: all
+
+
+class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
+    """An event of a transfer on a worker, with its time by that worker's monotonic clock."""
+
+    transfer_id: str
+    at_s: float
+    what: str
+    numbers: dict[str, int] = {}
+
+
+class Outputs(Message, frozen=True):
+    """Output of one step for one scheduler: tokens, vectors of prompts, and the legs that ended.
+
+    `now_s` is the clock of the events.
+    """
+
+    tokens: list[TokenOutput] = []
+    ended: list[LegEnd] = []
+    prompts: list[PromptOutput] = []
+    events: list[TraceEvent] = []
+    now_s: float = 0.0
+    pooled: list[PooledOutput] = []
+
+
+class CacheKeys(Message, frozen=True):
+    """Changes in which full blocks a worker can share (`added`, `removed`), the final state of each.
+
+    A key is the first 8 bytes of a block's hash (kv/prefix.py); keys are concatenated. `is_whole` replaces everything
+    sent before.
+    """
+
+    added: bytes = b""
+    removed: bytes = b""
+    is_whole: bool = False

@@ -1,0 +1,217 @@
+"""Workers in no rank table register with a scheduler, die, come back and leave; every answer equals generate().
+
+The tests follow each other in one cluster, each from where the one before has left it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.cluster.processes.launcher import Member
+from pd_cluster.cluster.processes.ports import free_ports
+from ranktable_tools.files import Access
+from ranktable_tools.keys import ADMIN_TOKEN_FILE, SECRET_FILE, read_secret, secret_text, write_keys
+from tests.support.cluster import LiveCluster
+from tests.support.engines import assert_all_same, assert_same, random_prompt
+
+Checkpoints = Callable[..., Path]
+NUM_TOKENS = 24
+
+
+def member_of(cluster: LiveCluster, name: str, role: str, port: int, *more: str) -> Member:
+    """Returns a process with --role, of the cluster's model."""
+    flags = [f"--role={role}", "--host=127.0.0.1", f"--port={port}", f"--model={cluster.launch.model}"]
+    flags += ["--served-model-name=tiny", *cluster.launch.arguments, *more]
+    # With a core of its own, as in the tables' clusters, a rank can be forked from the tests' preloader.
+    env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return Member(name, [sys.executable, "-m", "pd_cluster", "serve", *flags], env, port)
+
+
+class Joined(LiveCluster):
+    """A scheduler without a rank table, and two workers that join it."""
+
+    def plan(self) -> list[Member]:
+        self.secret, key, token = write_keys(self.folder, Access())
+        (self.join_port,) = free_ports(1)
+        files = [f"--scheduler-key-file={key}", f"--admin-token-file={token}", f"--join-port={self.join_port}"]
+        scheduler = self.member("scheduler", "scheduler", self.launch.port, *files)
+        return [scheduler, self.worker("prefill"), self.worker("decode")]
+
+    def worker(self, role: str, name: str = "", *more: str) -> Member:
+        (port,) = free_ports(1)
+        name = name or f"{role}-at-{port}"
+        return self.member(name, role, port, f"--join=127.0.0.1:{self.join_port}", f"--instance-name={name}", *more)
+
+    def member(self, name: str, role: str, port: int, *more: str) -> Member:
+        return member_of(self, name, role, port, f"--secret-file={self.secret}", *more)
+
+    @property
+    def workers(self) -> list[str]:
+        """The names in the order of the scheduler's list."""
+        return sorted(name for name in self.members if name != "scheduler")
+
+    def is_whole(self) -> bool:
+        """The links are looked at again after the list: before, a worker that was not in it yet could miss none."""
+        is_listed = super().is_whole() and [i["instance_id"] for i in self.instances()] == self.workers
+        return is_listed and self._all_linked()
+
+    def await_whole(self) -> None:
+        self.wait_until(f"{self.workers} serve", self.is_whole, 90)
+
+    def add(self, member: Member) -> None:
+        self.members[member.name] = member
+        self.start_member(member.name)
+
+    def forget(self, name: str) -> None:
+        """Nobody waits for this worker any more."""
+        del self.members[name], self.processes[name]
+
+    def named(self, role: str) -> str:
+        (name,) = (name for name in self.workers if name.startswith(role))
+        return name
+
+    def refusal_of(self, member: Member) -> str:
+        """Starts a worker that must end by itself with code 1; returns its last line."""
+        self.add(member)
+        assert self.await_exit(member.name) == 1, self.logs()
+        self.forget(member.name)
+        return self.log_file(member.name).read_text().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoints) -> Path:
+    return checkpoint("llama", max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
+    with Joined(
+        tmp_path_factory.mktemp("join"), model, arguments=["--num-blocks=128", "--connect-timeout=2"]
+    ) as running:
+        yield running
+
+
+def is_exact(cluster: Joined, model: Path, seed: int) -> None:
+    """One completion crosses from prefill to decode and equals generate(); then nothing is held anywhere."""
+    cluster.await_whole()
+    prompt = random_prompt(random.Random(seed), 40)
+    before = cluster.instance(cluster.named("decode"))["kv_received_nbytes"]
+    assert_same(model, prompt, cluster.complete(prompt, NUM_TOKENS), NUM_TOKENS)
+    cluster.wait_until("handed over", lambda: cluster.instance(cluster.named("decode"))["kv_received_nbytes"] > before)
+    cluster.assert_home()
+
+
+def epochs(cluster: Joined) -> dict[str, str]:
+    return {i["instance_id"]: i["epoch"] for i in cluster.instances()}
+
+
+def test_two_workers_join_a_scheduler_that_had_none(cluster: Joined, model: Path) -> None:
+    is_exact(cluster, model, 1)
+
+
+def test_a_decode_worker_is_killed_and_another_joins(cluster: Joined, model: Path) -> None:
+    lost = cluster.named("decode")
+    cluster.kill(lost)
+    cluster.await_exit(lost)
+    cluster.forget(lost)
+    cluster.wait_until("it is forgotten", lambda: list(epochs(cluster)) == cluster.workers)
+    cluster.add(cluster.worker("decode"))
+    is_exact(cluster, model, 2)
+
+
+def test_a_worker_that_is_started_again_keeps_its_name(cluster: Joined, model: Path) -> None:
+    name = cluster.named("decode")
+    before = epochs(cluster)[name]
+    cluster.kill(name)
+    cluster.await_exit(name)
+    cluster.start_member(name)
+    cluster.wait_until("its next life is here", lambda: epochs(cluster).get(name, before) != before)
+    is_exact(cluster, model, 3)
+
+
+def test_the_scheduler_is_started_again_and_the_same_lives_register(cluster: Joined, model: Path) -> None:
+    before = epochs(cluster)
+    cluster.kill("scheduler")
+    cluster.await_exit("scheduler")
+    cluster.start_member("scheduler")
+    is_exact(cluster, model, 4)
+    assert epochs(cluster) == before
+
+
+def another_secret(cluster: Joined, name: str, schedulers: tuple[bytes, ...]) -> str:
+    file = cluster.folder / name
+    file.write_text(secret_text(b"x" * 32, schedulers))
+    file.chmod(0o600)
+    return f"--secret-file={file}"
+
+
+@pytest.mark.slow  # 25 s: five workers start
+def test_one_line_for_each_worker_that_may_not_join(cluster: Joined, model: Path, checkpoint: Checkpoints) -> None:
+    before = epochs(cluster)
+    pinned = read_secret(cluster.secret).schedulers
+    taken = cluster.named("decode")
+    where = f"pd-cluster: --join 127.0.0.1:{cluster.join_port}: "
+
+    same_key = cluster.worker("decode", "other-secret", another_secret(cluster, "other.secret", pinned))
+    assert cluster.refusal_of(same_key).startswith(f"{where}the scheduler there has another secret")
+    stranger = cluster.worker("decode", "other-cluster", another_secret(cluster, "other-cluster.secret", (b"k" * 32,)))
+    assert cluster.refusal_of(stranger).startswith(f"{where}the other end closed the connection while it opened")
+    other_model = cluster.worker("decode", "other-model", f"--model={checkpoint('qwen2')}")
+    assert "refuses this worker: it serves another model" in cluster.refusal_of(other_model)
+    namesake = cluster.worker("decode", "namesake", f"--instance-name={taken}")
+    assert f"--instance-name {taken}: the decode instance at 127.0.0.1:" in cluster.refusal_of(namesake)
+    unreachable = cluster.refusal_of(cluster.worker("decode", "elsewhere", "--advertise-host=127.0.0.2"))
+    assert "the scheduler does not reach it: nobody answers at 127.0.0.2:" in unreachable
+
+    assert epochs(cluster) == before, "nobody else is disturbed"
+    is_exact(cluster, model, 5)
+
+
+def test_a_worker_leaves_at_sigterm(cluster: Joined, model: Path) -> None:
+    leaving = cluster.named("prefill")
+    cluster.add(cluster.worker("prefill", "prefill-next"))
+    cluster.await_whole()
+    cluster.kill(leaving, signal.SIGTERM)
+    assert cluster.await_exit(leaving) == 0
+    cluster.forget(leaving)
+    cluster.wait_until("it is forgotten", lambda: list(epochs(cluster)) == cluster.workers)
+    is_exact(cluster, model, 6)
+
+
+@pytest.mark.slow  # 15 s: a second cluster
+def test_both_kinds_in_one_cluster_with_several_api_processes(model: Path, tmp_path: Path) -> None:
+    """A decode worker joins a cluster of the tables, serves alone when the table's is killed, and is removed."""
+    join_port, port = free_ports(2)
+    own = {"scheduler": [f"--join-port={join_port}", "--api-workers=2"]}
+    with LiveCluster(tmp_path, model, arguments=["--num-blocks=128"], member_arguments=own) as cluster:
+        flags = [f"--join=127.0.0.1:{join_port}", f"--secret-file={tmp_path / SECRET_FILE}"]
+        cluster.members["guest"] = member_of(cluster, "guest", "decode", port, *flags, "--instance-name=guest")
+        cluster.start_member("guest")
+        names = ["prefill-0", "decode-0", "guest"]
+        cluster.wait_until(
+            "all are linked",
+            lambda: [i["instance_id"] for i in cluster.instances()] == names and cluster.is_whole(),
+            90,
+        )
+        cluster.kill("decode-0")
+        cluster.await_exit("decode-0")
+        prompts = [random_prompt(random.Random(seed), 40) for seed in range(4)]
+        assert_all_same(model, prompts, [cluster.complete(prompt, NUM_TOKENS) for prompt in prompts], NUM_TOKENS)
+        cluster.wait_until("handed over", lambda: cluster.instance("guest")["kv_received_nbytes"] > 0)
+        cluster.assert_home()
+        assert [i["instance_id"] for i in cluster.instances()] == names, "the table's entry stays listed"
+        token = {"Authorization": f"Bearer {(tmp_path / ADMIN_TOKEN_FILE).read_text().strip()}"}
+        removed = cluster.client.post(
+            f"{cluster.admin_url}/instances/guest/remove", json={"force": True}, headers=token
+        )
+        assert removed.status_code == 200, removed.text
+        assert cluster.await_exit("guest") == 1
+        assert "an operator has removed guest" in cluster.log_file("guest").read_text().splitlines()[-1]
+        cluster.wait_until("it is gone", lambda: [i["instance_id"] for i in cluster.instances()] == names[:2])

@@ -1,0 +1,131 @@
+"""`--deterministic` on CUDA: interpreted on CPU everywhere, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.errors import ConfigError
+from pd_cluster.model.attention_choice import check_deterministic
+from pd_cluster.model.fuse import why_not_deterministic
+from pd_cluster.model.loader import check_rows, load_plain, logn_of
+from pd_cluster.model.parallel.group import Alone
+from pd_cluster.model.parallel.layers import SpanningNorm
+from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from tests.support.engines import make_core, random_prompt, run
+from tests.support.interpreted import run_cases
+
+pytest.importorskip("triton")
+
+CASES = ("cuda_deterministic_cases.py",)
+LOGPROBS = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=3)
+DRAWN = Sampling(max_tokens=40, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True, logprobs=3)
+ON_GPU = ("llama", "qwen3", "mixtral", "gemma2", "gpt_oss", "qwen2_moe", "glm4", "olmo2")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.mark.timeout(300)
+def test_rows_are_the_same_in_the_interpreter() -> None:
+    assert " passed" in run_cases(CASES, "-m", "not slow", timeout_s=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_more_rows_are_the_same_in_the_interpreter() -> None:
+    assert " passed" in run_cases(CASES, "-m", "slow", timeout_s=280)
+
+
+# ---- refusals
+
+
+def test_npus_and_other_backends_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"--deterministic: NPUs' operators .*HCCL_DETERMINISTIC"):
+        check_deterministic("auto", Device("npu"))
+    for backend in ("flashinfer", "sdpa"):
+        with pytest.raises(ConfigError, match=rf"--deterministic: not with --attention-backend {backend}.*use triton"):
+            check_deterministic(backend, Device("cuda"))
+    check_deterministic("triton", Device("cuda"))
+
+
+def test_a_cpu_takes_the_setting_and_says_so(
+    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        core = make_core(checkpoint("llama"), device="cpu", num_blocks=20, max_model_len=64, deterministic=True)
+    (told,) = [line for line in caplog.messages if "--deterministic" in line]
+    assert "changes nothing on a CPU" in told
+    assert core.runner.model.ops.name != "deterministic Triton"  # type: ignore[attr-defined]
+    assert core.runner.numerics.deterministic  # type: ignore[attr-defined]
+
+
+def test_models_that_are_not_fused_are_refused_by_name(checkpoint: Callable[[str], Path]) -> None:
+    for architecture, why in (("llama", ""), ("gpt_oss", ""), ("opt", "OPTForCausalLM's layers are not fused")):
+        folder = Checkpoint.open(str(checkpoint(architecture)))
+        model = load_plain(folder, "float32", CPU)
+        assert why_not_deterministic(model) == why
+        if why:
+            with pytest.raises(ConfigError, match=rf"--deterministic: {why}.*leave it out"):
+                check_rows(model, folder, logn_of(folder))
+        else:
+            check_rows(model, folder, logn_of(folder))
+        if architecture == "llama":
+            model.config.hidden_act = "relu"
+            assert why_not_deterministic(model) == "LlamaForCausalLM's activation relu has no kernel"
+
+
+def test_norms_over_several_ranks_are_refused(checkpoint: Callable[[str], Path]) -> None:
+    """torch sums their squares, in an order that follows the number of rows."""
+    folder = Checkpoint.open(str(checkpoint("olmo2")))
+    model: Any = load_plain(folder, "float32", CPU)
+    assert why_not_deterministic(model) == ""
+    attention = model.model.layers[0].self_attn
+    attention.q_norm = SpanningNorm(attention.q_norm, 32, 1, Alone())
+    with pytest.raises(ConfigError, match=r"--deterministic: Olmo2ForCausalLM's norms .* span several ranks"):
+        check_rows(model, folder, logn_of(folder))
+
+
+# ---- on a GPU
+
+
+def answers(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> list[list[object]]:
+    requests = [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    found = run(core, requests)
+    return [[_told(token) for token in found[request.request_id][0]] for request in requests]
+
+
+def _told(token: TokenOutput) -> object:
+    assert token.logprobs is not None
+    return token.token_id, token.logprobs.logprob, token.logprobs.top
+
+
+@needs_gpu
+@pytest.mark.parametrize("sampling", [LOGPROBS, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("architecture", ON_GPU)
+def test_an_answer_has_the_same_bits_in_any_company_on_the_gpu(
+    architecture: str, dtype: str, sampling: Sampling, checkpoint: Callable[[str], Path]
+) -> None:
+    """Tokens and logprobs: alone, in a batch, eagerly, in other chunks, and computed again after a preemption."""
+
+    def engine(**settings: object) -> EngineCore:
+        usual = {"num_blocks": 400, "max_model_len": 208, "enable_prefix_caching": False, "deterministic": True}
+        return make_core(checkpoint(architecture), device="cuda", dtype=dtype, **{**usual, **settings})
+
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, length) for length in (60, 50, 40, 30)]
+    core = engine()
+    alone = [answers(core, [prompt], sampling)[0] for prompt in prompts]
+    assert answers(core, prompts, sampling) == alone
+    assert answers(engine(enforce_eager=True), prompts, sampling) == alone
+    assert answers(engine(max_num_batched_tokens=24), prompts, sampling) == alone
+    tight = engine(num_blocks=14)
+    assert answers(tight, prompts, sampling) == alone
+    assert tight.scheduler.num_preemptions > 0

@@ -1,0 +1,34 @@
+"""All rows of a whole model's logits: as near to transformers in float32 as transformers in 16 bits is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.interpreted import run_cases
+
+pytest.importorskip("triton")
+
+MODEL = os.environ.get("PD_CLUSTER_TEST_MODEL", "")  # a folder in the shape of the 8B model; see scripts/gpu_check.sh
+CHUNKS = [700, 396, 1, 1, 1, 1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
+def test_logits_in_the_interpreter() -> None:
+    assert " passed" in run_cases(("cuda_logits_cases.py",))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.skipif(not MODEL, reason="PD_CLUSTER_TEST_MODEL names no model")
+@pytest.mark.timeout(200)
+def test_logits_of_a_large_model() -> None:
+    """1,100 tokens: two chunks of a prompt, and four decoded ones."""
+    from pd_cluster.devices.device import Device
+    from tests.support.whole_logits import errors
+
+    ours, theirs = errors(Path(MODEL), Device("cuda"), "bfloat16", CHUNKS)
+    print(f"\nours {ours}, transformers in bfloat16 {theirs}")
+    assert ours.is_within(theirs), (ours, theirs)

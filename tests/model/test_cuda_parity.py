@@ -1,0 +1,122 @@
+"""The attention's numbers in 16 bits: the compiled kernels where there is a GPU, small shapes interpreted otherwise.
+
+Errors are in units of a bound that follows from the precision (tests/support/cuda_parity).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.triton_child import NoAnswer, triton_child
+
+pytest.importorskip("triton")
+
+ON_GPU = torch.cuda.is_available()
+Sequences = list[tuple[int, int]]  # query_len, context_len
+EDGES = [1, 2, 17, 255, 256, 257]
+
+DECODE: Sequences = [(1, length) for length in (*EDGES, *((1000, 4096, 16129, 32768) if ON_GPU else (600,)))]
+CHUNKED: Sequences = [(512, 8192), (300, 32768), (129, 129)] if ON_GPU else [(40, 300), (17, 17)]
+MIXED: Sequences = [(1, 300), (70, 70), (1, 1), (33, 400), *([(1, 32768), (700, 2000)] if ON_GPU else [])]
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 100},
+    "softcap": {"softcap": 20.0},
+    "sinks": {"has_sinks": True},
+    "all": {"window": 300, "softcap": 30.0, "has_sinks": True},
+}
+HEADS = {"gqa 4": (8, 2), "mha": (2, 2), "gqa 7": (7, 1)}
+Case = tuple[str, int, str, str]  # dtype, head_dim, heads, features
+
+
+def cases() -> list[Case]:
+    """Every precision with every head size, every feature and every ratio of heads; on a GPU with each ratio."""
+    found = []
+    for i, head_dim in enumerate((64, 96, 128, 256)):
+        for j, dtype in enumerate(("bfloat16", "float16")):
+            names, features = list(HEADS), list(FEATURES)
+            chosen = names if ON_GPU else [names[(i + j) % 3]]
+            found += [(dtype, head_dim, heads, features[(2 * i + j + k) % 5]) for k, heads in enumerate(chosen)]
+    return found
+
+
+# Text in the kernels and its replacement
+FAULTS = {
+    "last key of a split": ("tl.minimum(lo + keys, context_len)", "tl.minimum(lo + keys, context_len - 1)"),
+    "last key of a chunk": ("    hi = most + 1", "    hi = most"),
+    "last split": ("num_used = end - first", "num_used = end - first - 1"),
+    "query head": ("heads * query_head_stride", "(heads // GROUP * GROUP) * query_head_stride"),
+    "KV head": ("value_pool + kv_head * head_stride", "value_pool"),
+    "block": ("table + start // BLOCK_SIZE", "table + tl.maximum(start // BLOCK_SIZE - 1, 0)"),
+}
+OF_HEADS = {"mha": "query head", "gqa 7": "KV head"}  # faults that do nothing there
+
+
+WorstError = Callable[..., float]
+
+
+@pytest.fixture(scope="module")
+def worst_error(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorstError]:
+    if ON_GPU:
+        from tests.support.cuda_parity import worst_error as compiled  # this process may compile
+
+        yield compiled
+        return
+    with triton_child(True, tmp_path_factory.mktemp("triton")) as child:
+        yield lambda **given: float(child.call("cuda_parity", "worst_error", **given))
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    dtype, head_dim, heads, features = case
+    num_heads, num_kv_heads = HEADS[heads]
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
+    return shape | FEATURES[features]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("sequences", [DECODE, CHUNKED, MIXED], ids=["decode", "chunked", "mixed"])
+def test_numbers_are_as_exact_as_their_precision(worst_error: WorstError, sequences: Sequences, case: Case) -> None:
+    assert worst_error(sequences=sequences, **arguments(case)) < 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("case", cases()[:1] if ON_GPU else cases(), ids=lambda case: "-".join(map(str, case)))
+def test_a_fault_is_noticed_in_every_case(worst_error: WorstError, case: Case, fault: str) -> None:
+    """On a GPU each fault is compiled, so only one case is tried there."""
+    if OF_HEADS.get(case[2]) != fault:
+        assert not worst_error(sequences=MIXED, fault=FAULTS[fault], **arguments(case)) <= 10  # NaN is noticed, too
+
+
+FAR: Sequences = [(1, 20), (20, 20)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_offsets_beyond_32_bits(worst_error: WorstError, dtype: str) -> None:
+    """The pool has 3.6 * 10**9 elements; on a CPU only its pages in use are memory."""
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": dtype, "is_far": True}
+    assert worst_error(sequences=FAR, **shape) < 1
+
+
+@pytest.mark.skipif(ON_GPU, reason="an access outside the pool would end this process's use of the GPU")
+@pytest.mark.parametrize("file", ["attention_kernels", "attention_write"])
+def test_offsets_in_32_bits_would_be_noticed(tmp_path: Path, file: str) -> None:
+    """The wrong addresses end the process or give other numbers."""
+    faults = {
+        "attention_kernels": ("block.to(tl.int64) * block_stride", "block.to(tl.int32) * block_stride"),
+        "attention_write": ("slot // BLOCK_SIZE * block_stride", "(slot // BLOCK_SIZE).to(tl.int32) * block_stride"),
+    }
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": "float16", "is_far": True}
+    with triton_child(True, tmp_path) as child:
+        try:
+            error = child.call("cuda_parity", "worst_error", sequences=FAR, fault=faults[file], **shape)
+        except NoAnswer:
+            error = math.inf
+        assert not error <= 10

@@ -1,0 +1,149 @@
+"""docs/extending.md, done as it says, on a copy of the package."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import reference_greedy
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/extending.md").read_text("utf-8")
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+MOST_FILES = {"A routing policy": 1, "A sampling parameter": 4, "A setting": 1, "A transport": 2, "A fused model": 1}
+POLICY = """
+from pd_cluster.cluster.routing.policy import POLICIES
+from pd_cluster.settings.options import ServeOptions
+from tests.unit.test_policy import ASK, instance, link
+instances = [instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
+for prefill in instances[:2]:
+    link(prefill, *instances[2:])
+for each in (instances[0], instances[2]):
+    each.num_outstanding = 1
+print(*(each.name for each in POLICIES["fewest-requests"](instances, ASK)))
+print(ServeOptions(routing_policy="fewest-requests").routing(POLICIES).policy)
+"""
+SAMPLING = """
+import pd_cluster
+from pd_cluster import LLM, SamplingParams
+from pd_cluster.errors import RequestError
+
+def cut(llm, **own):
+    given = SamplingParams(temperature=3.0, max_tokens=24, ignore_eos=True, seed=3, logprobs=1, **own)
+    (answer,) = llm.generate(["1 2 3"], given)[0].outputs
+    steps = zip(answer.token_ids, answer.logprobs)
+    pairs = [(each[token].logprob, max(other.logprob for other in each.values())) for token, each in steps]
+    return [chosen < 2 * best - 1e-4 for chosen, best in pairs]
+
+if __name__ == "__main__":
+    with LLM(pd_cluster.__file__.replace("__init__.py", "models/tiny-chat"), max_model_len=64) as llm:
+        print(any(cut(llm)), any(cut(llm, top_a=1.0)))
+        for given in (SamplingParams(top_a=1.5), SamplingParams(top_a=0.5, use_beam_search=True, n=2)):
+            try:
+                llm.generate(["1"], given)
+            except RequestError as error:
+                print(error)
+"""
+SETTING = """
+from pd_cluster.settings.options import ServeOptions
+print(ServeOptions(max_prefill_seqs=3).engine().max_prefill_seqs)
+"""
+TRANSPORT = """
+import pd_cluster
+from pd_cluster import LLM, SamplingParams
+if __name__ == "__main__":
+    model = pd_cluster.__file__.replace("__init__.py", "models/tiny-chat")
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    with LLM(model, max_model_len=64, prefill=1, decode=1, kv_transport="proc") as llm:
+        split = llm.generate(["1 2 3"], greedy)[0].outputs[0].token_ids
+    with LLM(model, max_model_len=64) as llm:
+        print(split == llm.generate(["1 2 3"], greedy)[0].outputs[0].token_ids)
+"""
+FUSED = """
+import sys
+from pd_cluster import LLM, SamplingParams
+if __name__ == "__main__":
+    import logging
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    with LLM(sys.argv[1], max_model_len=64) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        print(llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy)[0].outputs[0].token_ids)
+"""
+
+
+def extended(tmp_path: Path, section: str) -> Path:
+    """A copy of the package with this section's patch."""
+    for package in ("pd_cluster", "ranktable_tools"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "lab"))
+    (patch,) = re.findall(r"```diff\n(.*?)```", SECTIONS[section], re.S)
+    assert patch.count("\n+++ ") == MOST_FILES[section]
+    (tmp_path / "patch").write_text(patch, "utf-8")
+    done = subprocess.run(["git", "apply", "patch"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    files = re.findall(r"^\+\+\+ b/(.+)$", patch, re.MULTILINE)
+    for check in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *check, "--no-cache", "--config", str(ROOT / "pyproject.toml"), *files]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+    return tmp_path
+
+
+def run(folder: Path, code: str, *arguments: str, module: str = "") -> str:
+    (folder / "script.py").write_text(code, "utf-8")
+    command = [sys.executable, "-P", *(["-m", module] if module else ["script.py"]), *arguments]
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TERM": "dumb", "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_routing_policy(tmp_path: Path) -> None:
+    folder = extended(tmp_path, "A routing policy")
+    assert run(folder, POLICY).splitlines() == ["prefill-1 decode-1", "fewest-requests"]
+    assert "predicted-ttft" in (screen := run(folder, "", "serve", "--help", module="pd_cluster"))
+    assert "fewest-requests" in screen
+
+
+def test_a_sampling_parameter(tmp_path: Path) -> None:
+    """No token is drawn that the parameter excludes; without it, some are."""
+    lines = run(extended(tmp_path, "A sampling parameter"), SAMPLING).splitlines()
+    assert lines[0] == "True False"
+    assert lines[1].startswith("top_a: 1.5")
+    assert lines[2].startswith("top_a: 0.5 is not for beam search")
+
+
+def test_a_setting(tmp_path: Path) -> None:
+    folder = extended(tmp_path, "A setting")
+    assert run(folder, SETTING) == "3\n"
+    assert "--max-prefill-seqs" in run(folder, "", "serve", "--help", module="pd_cluster")
+
+
+@pytest.mark.slow
+def test_a_transport(tmp_path: Path) -> None:
+    """The harness tests it; and a prefill and a decode process hand over through it: the tokens are one process's."""
+    folder = extended(tmp_path, "A transport")
+    harness = ROOT / "tests/unit/test_transport.py"
+    options = ("-vv", "-k", "proc", f"--rootdir={ROOT}", "-o", f"pythonpath={folder}")
+    assert "test_named_blocks_move_and_no_others[proc-0] PASSED" in run(
+        folder, "", str(harness), *options, module="pytest"
+    )
+    assert run(folder, TRANSPORT) == "True\n"
+    assert "proc (same host and user)" in run(folder, "", "serve", "--help", module="pd_cluster")
+
+
+@pytest.mark.slow
+def test_a_fused_model(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    folder = extended(tmp_path, "A fused model")
+    model = checkpoint("seed_oss")
+    lines = run(folder, FUSED, str(model)).splitlines()
+    assert any("fused layers" in line for line in lines)
+    (tokens,) = (json.loads(line) for line in lines if line.startswith("["))
+    assert tokens == reference_greedy(model, [1, 2, 3], 8)

@@ -1,0 +1,112 @@
+"""Launches of a decode step on CUDA, counted without a GPU: one more shows in the time of every token.
+
+Triton's launches are recorded instead of run; torch's operators are counted, without views and allocations. The numbers
+that they compute mean nothing here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model import loader
+from pd_cluster.model.batch import batch_of, step_input
+from pd_cluster.model.causal_lm import FusedCausalLM
+from pd_cluster.model.sampling.draw import Knobs
+from pd_cluster.model.sampling.on_device import draw_shaped
+from pd_cluster.types import Order, Request, Sampling
+
+pytest.importorskip("triton")
+
+ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_strided", "aten::detach"}
+MAX_BEFORE = 7  # the embedding, and cos and sin by transformers' own module
+KNOBS = Knobs.of([Sampling(top_p=0.9)] * 2, np.array([0.3, 0.6]), 1000)
+LAYER = ["rms_norm", "linear", "prepare_heads", "decode_kernel", "linear", "rms_norm", "linear", "gated", "linear"]
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, launched: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._launched = launched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if not func.is_view and name not in ALLOCATIONS:
+            self._launched.append(name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of kernels and operators, in order."""
+    from triton.runtime.jit import JITFunction  # it may be missing
+
+    launched: list[str] = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: launched.append(self.__name__))
+    with torch.inference_mode(), _Operators(launched):
+        yield launched
+
+
+@pytest.fixture
+def model(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> FusedCausalLM:
+    """A fused Llama whose operations are CUDA's, on CPU."""
+    from pd_cluster.model.attention_choice import triton_attention
+
+    monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
+    plain = loader.load_plain(Checkpoint.open(str(checkpoint("llama"))), "bfloat16", CPU)
+    fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, triton_attention()))
+    assert fused.ops.name == "Triton"
+    return fused
+
+
+def launched_by(model: FusedCausalLM, num_layers: int, launches: list[str]) -> list[str]:
+    """Runs a decode step of three sequences through that many layers."""
+    pool = KVPool(loader.layout_of(model.config, 16, "bfloat16"), 12)
+    requests = [
+        Request(str(i), Order([1] * 40, Sampling()), block_table=[3 * i, 3 * i + 1, 3 * i + 2]) for i in range(3)
+    ]
+    for request in requests:
+        request.num_computed_tokens = 39
+    batch = batch_of(step_input([(request, 1) for request in requests], 16), pool)
+    model._layers = model._layers[:1] * num_layers
+    launches.clear()
+    model(batch)
+    return list(launches)
+
+
+def test_no_launch_is_added_to_a_layer_or_around_the_layers(model: FusedCausalLM, launches: list[str]) -> None:
+    """A layer is four products and what lies between them; contexts that are split have a merge besides."""
+    for num_layers in (1, 2):
+        found = launched_by(model, num_layers, launches)
+        first = found.index(LAYER[0])
+        stop = first + num_layers * len(LAYER)
+        assert found[first:stop] == num_layers * LAYER
+        assert found[stop:] == ["rms_norm", "linear"]
+        assert found[0] == "embedding"
+        assert first <= MAX_BEFORE, found[:first]
+
+
+def test_a_shaped_draw_takes_three_launches(launches: list[str]) -> None:
+    """By torch's operators it takes more than forty."""
+    from pd_cluster.model.cuda.draw import draw_rows
+
+    there = {field.name: torch.from_numpy(getattr(KNOBS, field.name)) for field in dataclasses.fields(KNOBS)}
+    logits = torch.randn(2, 1000)
+    best, best_ids = logits.max(1)
+    rows = torch.arange(2)
+    launches.clear()
+    draw_rows(logits, rows, best, best_ids, there)
+    assert launches == ["weigh_bins", "gather_likely", "choose_among"]
+    launches.clear()
+    draw_shaped(logits, best, best_ids, there)
+    assert len(launches) > 40

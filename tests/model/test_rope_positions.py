@@ -1,0 +1,210 @@
+"""Requests that bring rotary positions of their own get transformers' tokens for the same `position_ids`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.model import loader
+from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.layers.rope import rope_limit_of
+from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.types import Order, Request, RopePositions, Sampling
+from tests.support.checkpoints import COMMON, ROPE, make_checkpoint, reference_model
+from tests.support.engines import make_core, random_prompt, run
+from tests.support.positions import KINDS, assert_same, gapped, spread
+from tests.support.ranks import ranks
+
+Checkpoints = Callable[..., Path]
+NUM_TOKENS = 10
+SAMPLING = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+LENS = (1, 7, 33, 50)
+ARCHITECTURES = (
+    *("llama", "mistral", "mixtral", "qwen3_moe", "gpt_oss"),  # fused layers with and without windows and experts
+    *("glm4", "phi3", "smollm3", "gemma3_text"),  # rope of neighbours, of some features, of some layers, of two kinds
+    *("gpt_neox", "gpt2", "opt"),  # transformers' modules; learned positions
+)
+
+
+def orders_of(seed: int, kinds: list[Any], lens: tuple[int, ...] = LENS, sampling: Sampling = SAMPLING) -> list[Order]:
+    """One of each kind and length; None: the tokens' indices."""
+    rng = random.Random(seed)
+    return [
+        Order(random_prompt(rng, length), sampling, rope_positions=kind(rng, length) if kind else None)
+        for length in lens
+        for kind in kinds
+    ]
+
+
+def assert_are_references(model: Any, orders: list[Order], core: EngineCore) -> None:
+    requests = [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
+    assert all(core_problem(core, request) is None for request in requests)
+    found = run(core, requests)
+    for i, order in enumerate(orders):
+        tokens = [token.token_id for token in found[f"r{i}"][0]]
+        assert len(tokens) == order.sampling.max_tokens
+        assert_same(model, order.prompt_token_ids, order.rope_positions, tokens)
+
+
+def core_problem(core: EngineCore, request: Request) -> str | None:
+    runner: Any = core.runner
+    limit: RopeLimit = getattr(runner, "_runner", runner).model.rope_limit
+    return limit.problem(request.order)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_one_engine_in_chunks(checkpoint: Checkpoints, architecture: str) -> None:
+    """Beside requests without positions of their own. Other positions give other tokens."""
+    folder = checkpoint(architecture)
+    core = make_core(folder, max_num_batched_tokens=24, num_blocks=128, block_size=8)
+    orders = orders_of(1, [*KINDS.values(), None])
+    assert_are_references(reference_model(folder), orders, core)
+    long = Order(orders[-1].prompt_token_ids, SAMPLING, rope_positions=gapped(random.Random(2), LENS[-1]))
+    (answer, plain) = (run(core, [Request("r", each)])["r"][0] for each in (long, orders[-1]))
+    assert [token.token_id for token in answer] != [token.token_id for token in plain]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_and_resumed(checkpoint: Checkpoints, mode: str) -> None:
+    folder = checkpoint("llama")
+    settings: dict[str, Any] = {"preemption_mode": mode, "swap_space_gib": 0.01, "max_model_len": 64}
+    core = make_core(folder, block_size=4, max_num_batched_tokens=32, num_blocks=18, **settings)
+    long = msgspec.structs.replace(SAMPLING, max_tokens=30)
+    orders = orders_of(3, [*KINDS.values(), None], (12, 30), long)
+    assert_are_references(reference_model(folder), orders, core)
+    assert core.scheduler.num_preemptions > 2
+
+
+def test_a_cached_prefix_has_the_same_positions(checkpoint: Checkpoints) -> None:
+    """An equal request finds the prompt and what it generated; one with other positions finds what precedes them."""
+    folder, rng = checkpoint("llama"), random.Random(4)
+    core = make_core(folder, block_size=8, max_num_batched_tokens=40, num_blocks=64)
+    prompt, model = random_prompt(rng, 40), reference_model(folder)
+    own = RopePositions(((*range(20), *range(30, 50)),), 12)
+    other = RopePositions(((*range(20), *range(31, 51)),), 12)
+    for positions, num_cached in ((own, 0), (own, 32), (other, 16), (None, 16), (own, 32)):
+        request = Request("r", Order(prompt, SAMPLING, rope_positions=positions))
+        tokens = [token.token_id for token in run(core, [request])["r"][0]]
+        assert request.num_cached_tokens == num_cached
+        assert_same(model, prompt, positions, tokens)
+        if positions is own:
+            longer = Request("r", Order([*prompt, *tokens, 5], SAMPLING, rope_positions=extended(own, 11)))
+            run(core, [longer])
+            assert longer.num_cached_tokens == 48
+
+
+def extended(own: RopePositions, num_tokens: int) -> RopePositions:
+    """The positions of a prompt that includes the first tokens of the answer."""
+    return RopePositions(tuple(map(tuple, own.between(0, len(own.rows[0]) + num_tokens))), own.delta)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_two_ranks(checkpoint: Checkpoints, architecture: str) -> None:
+    folder = checkpoint(architecture)
+    with ranks(folder, 2, max_num_batched_tokens=24, num_blocks=128, block_size=8) as core:
+        assert_are_references(reference_model(folder), orders_of(5, [*KINDS.values(), None]), core)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_as_graphs_and_ahead_of_the_host(
+    checkpoint: Checkpoints, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps replay graphs over static buffers, and are launched before the host knows the tokens."""
+    made: list[DecodeGraphs] = []
+
+    def capture(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        launches()
+        return launches
+
+    def make_graphs(runner: ModelRunner, config: object) -> DecodeGraphs:
+        made.append(DecodeGraphs(runner.model, runner.pool, 16, runner.max_model_len, capture))
+        return made[-1]
+
+    plain_init = ModelRunner.__init__
+
+    def init(runner: ModelRunner, *arguments: Any) -> None:
+        plain_init(runner, *arguments)
+        runner.goes_ahead = True
+
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
+    monkeypatch.setattr(ModelRunner, "_make_graphs", make_graphs)
+    monkeypatch.setattr(ModelRunner, "__init__", init)
+    folder = checkpoint("llama")
+    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "num_blocks": 128, "max_num_seqs": 16}
+    with ranks(folder, size, **settings) as core:
+        assert_are_references(reference_model(folder), orders_of(6, [*KINDS.values(), None]), core)
+        assert core.ahead.num_ahead > 0
+    assert all(graphs.num_captured for graphs in made)
+    assert len(made) == size
+
+
+class MultimodalText:
+    """transformers' text model of Qwen2-VL with its output layer; `rotary` turns three rows of positions."""
+
+    def __init__(self, plain: Any) -> None:
+        settings = {**COMMON, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
+        self.config = transformers.Qwen2VLConfig(text_config=settings).text_config
+        self.config._attn_implementation = "eager"
+        self._text = transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VLTextModel(self.config).eval()
+        self._text.load_state_dict(plain.model.state_dict())
+        self._head, self.rotary = plain.lm_head, self._text.rotary_emb
+
+    def __call__(self, **given: Any) -> Any:
+        hidden = self._text(**given).last_hidden_state
+        return transformers.modeling_outputs.CausalLMOutput(logits=self._head(hidden))
+
+
+def test_three_rows_for_a_rotary_embedding_with_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Qwen2 with Qwen2-VL's rotary embedding, beside requests of one row and of none."""
+    folder = make_checkpoint(tmp_path, "qwen2", use_sliding_window=False)
+    model = MultimodalText(reference_model(folder))
+    load_plain = loader.load_plain
+
+    def load(*arguments: Any) -> Any:
+        loaded: Any = load_plain(*arguments)
+        loaded.model.rotary_emb = model.rotary
+        return loaded
+
+    monkeypatch.setattr(loader, "load_plain", load)
+    core = make_core(folder, max_num_batched_tokens=24, num_blocks=128, block_size=8)
+    orders = orders_of(7, [spread, gapped, None])
+    assert len({order.rope_positions for order in orders}) == 9
+    assert_are_references(model, orders, core)
+
+
+def test_which_models_take_positions(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    def problem(folder: Path, own: RopePositions, **settings: object) -> str | None:
+        request = Request("r", Order([1, 2], SAMPLING, rope_positions=own))
+        return core_problem(make_core(folder, num_blocks=32, **settings), request)
+
+    own, far = RopePositions(((0, 4),), 3), RopePositions(((0, 503),), 502)
+    for architecture in ("llama", "gpt2"):
+        assert problem(checkpoint(architecture), own) is None
+        said = problem(checkpoint(architecture), far)
+        assert said == "rope_positions: positions from 0 to 513, with delta 502; this model has those from 0 to 511"
+        assert problem(checkpoint(architecture), RopePositions(((0, 4),) * 3)) == (
+            "rope_positions: 3 rows; this model takes 1"
+        )
+    dynamic = make_checkpoint(tmp_path / "dynamic", rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 2.0})
+    assert problem(dynamic, own) == (
+        "rope_positions: rope_type dynamic takes its frequencies from a request's number of tokens; give none"
+    )
+    checkpoint_ = Checkpoint.open(str(checkpoint("llama")))
+    assert rope_limit_of(torch.nn.Linear(1, 1), checkpoint_, False).why_not == (
+        "model_type llama has neither a rotary embedding nor a table of positions"
+    )
+    assert rope_limit_of(torch.nn.Linear(1, 1), replace(checkpoint_, is_unproven=True), False).why_not == (
+        "model_type llama is unproven, and no proof covers them"
+    )
+    assert "use_logn_attn" in rope_limit_of(torch.nn.Linear(1, 1), checkpoint_, True).why_not

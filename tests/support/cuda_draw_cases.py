@@ -1,0 +1,178 @@
+"""Draws with top_k and top_p under Triton's interpreter, against the host's: the same to the bit.
+
+On a GPU, if there is one: `python -m pytest tests/support/cuda_*_cases.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pd_cluster.model.cuda.argmax import argmax_rows
+from pd_cluster.model.cuda.draw import Drawn, draw_rows
+from pd_cluster.model.sampling.draw import Knobs, draw, kept_of
+from pd_cluster.model.sampling.on_device import draw_shaped
+from pd_cluster.model.sampling.passes import mended
+from pd_cluster.types import Sampling
+from tests.support.interpreted import DTYPES, choose_device, strided
+
+choose_device()
+
+LARGEST_UNIFORM = 1 - 2.0**-53
+
+
+def random_params(rng: random.Random, vocab_size: int) -> Sampling:
+    return Sampling(
+        temperature=rng.choice([1.0, 1.0, 0.1, 0.7, 2.5, 1e-9, 100.0, 1e9]),
+        top_k=rng.choice([-1, -1, 1, 2, 20, 64, 65, 80, 300, vocab_size - 1, vocab_size]),
+        top_p=rng.choice([1.0, 0.9, 0.95, 0.5, 0.01, 0.999, 0.99999999, 0.0, rng.random()]),
+        min_p=rng.choice([0.0, 0.0, 0.01, 0.3, 1.0]),
+    )
+
+
+def random_logits(rng: random.Random, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
+    line = torch.randn(vocab_size)
+    kind = rng.choice(["flat", "usual", "peaked", "few values", "equal", "masked", "shifted", "zeros", "one"])
+    if kind == "usual":
+        line *= 3
+    elif kind == "peaked":
+        line *= 12
+    elif kind == "few values":
+        line = line.round()
+    elif kind == "equal":
+        line = torch.full_like(line, rng.choice([0.0, -7.5, 3.0]))
+    elif kind == "masked":
+        line[torch.rand(vocab_size) < 0.95] = -math.inf
+    elif kind == "shifted":
+        line = line * 5 - 1000
+    elif kind == "zeros":
+        line = torch.where(torch.rand(vocab_size) < 0.5, 0.0, -0.0)
+    elif kind == "one":
+        line = torch.full_like(line, -math.inf)
+    line[rng.randrange(vocab_size)] = rng.choice([0.0, 5.0, -1.0])
+    return line.to(dtype)
+
+
+def drawn_there(logits: torch.Tensor, knobs: Knobs, rows: list[int]) -> Drawn:
+    found = argmax_rows(logits)
+    there = {name: torch.from_numpy(array).to(logits.device) for name, array in fields(knobs).items()}
+    return draw_rows(logits, torch.tensor(rows), found.logits, found.token_ids, there)
+
+
+def fields(knobs: Knobs) -> dict[str, Any]:
+    return {field.name: getattr(knobs, field.name) for field in dataclasses.fields(knobs)}
+
+
+def check(logits: torch.Tensor, params: list[Sampling], uniforms: list[float]) -> None:
+    """Compares each row with the host's code, and with the torch code for devices without Triton."""
+    vocab_size = logits.shape[1]
+    knobs = Knobs.of(params, np.array(uniforms), vocab_size)
+    actual = drawn_there(logits, knobs, list(range(len(logits))))
+    host = mended(logits).cpu()
+    best = host.amax(1).numpy()
+    worst, nums_kept = actual.worst.cpu().numpy(), actual.nums_kept.tolist()
+    for row, line in enumerate(host.numpy()):
+        expected = kept_of(line, best[row : row + 1], knobs.rows(np.array([row])))[:2]
+        assert (worst[row], nums_kept[row]) == expected, (row, params[row])
+    assert actual.token_ids.tolist() == draw(host.clone(), best, knobs).tolist()
+    there = {name: torch.from_numpy(array) for name, array in fields(knobs).items()}
+    by_torch = draw_shaped(host, torch.from_numpy(best), host.argmax(1), there)
+    assert actual.token_ids.tolist() == by_torch.tolist()
+
+
+@pytest.mark.parametrize(("vocab_size", "num_rows"), [(2, 8), (90, 24), (1000, 16), (5000, 12), (9001, 8)])
+def test_the_same_tokens_are_kept_and_drawn(vocab_size: int, num_rows: int) -> None:
+    rng = random.Random(vocab_size)
+    torch.manual_seed(vocab_size)
+    dtype = rng.choice(DTYPES)
+    logits = strided(torch.stack([random_logits(rng, vocab_size, dtype) for _ in range(num_rows)]))
+    params = [random_params(rng, vocab_size) for _ in range(num_rows)]
+    check(logits, params, [rng.choice([rng.random(), 0.0, LARGEST_UNIFORM]) for _ in params])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_p": 0.9},
+        {"top_k": 50, "top_p": 0.95},
+        pytest.param({"top_p": 0.9, "temperature": 30.0}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_wide_vocabulary(asked: dict[str, Any]) -> None:
+    torch.manual_seed(7)
+    logits = (torch.randn(1, 151_936) * 3).bfloat16()
+    check(logits, [Sampling(**asked)], [LARGEST_UNIFORM])
+
+
+def test_the_widest_vocabulary_of_equals() -> None:
+    """The lowest ids are kept, exactly as many as the share says, and the last of them can be drawn."""
+    logits = torch.full((1, 262_144), 2.0)
+    knobs = Knobs.of([Sampling(top_p=0.25)], np.full(1, LARGEST_UNIFORM), 262_144)
+    actual = drawn_there(logits, knobs, [0])
+    assert actual.nums_kept.tolist() == [65_536]
+    assert actual.token_ids.tolist() == [65_535]
+
+
+def test_neighbours_a_bit_apart_are_told_apart() -> None:
+    """The threshold lies between two float32 numbers next to each other, around zero and elsewhere."""
+    for base in (0.0, 1.0, -3.0, 1e-38):
+        line = [torch.tensor(base)]
+        for _ in range(40):
+            line.append(torch.nextafter(line[-1], torch.tensor(-math.inf)))
+        logits = torch.stack(line)[torch.randperm(41, generator=torch.Generator(device=line[0].device))][None]
+        for top_k in (1, 7, 40):
+            check(logits, [Sampling(top_k=top_k)], [LARGEST_UNIFORM])
+        check(logits, [Sampling(top_p=0.37)], [0.999])
+
+
+def test_what_is_not_finite() -> None:
+    nan, inf = math.nan, math.inf
+    torch.manual_seed(8)
+    for dtype in DTYPES:
+        logits = torch.randn(6, 3000).to(dtype)
+        logits[0, ::2] = nan
+        logits[1, [4, 2047]] = inf
+        logits[2, 1:] = -inf
+        logits[3, :2999] = nan
+        logits[4, 5], logits[4, 6] = torch.finfo(dtype).max, inf
+        params = [Sampling(top_p=0.9), Sampling(top_k=3), Sampling(top_k=1, top_p=0.5)] * 2
+        check(logits, params, [0.7] * 6)
+
+
+def test_rows_without_candidates_get_the_best_id_and_others_are_left_alone() -> None:
+    torch.manual_seed(9)
+    logits = torch.randn(4, 500)
+    logits[1], logits[2] = -math.inf, math.nan
+    knobs = Knobs.of([Sampling(top_p=0.9)] * 3, np.full(3, 0.5), 500)
+    alone = drawn_there(logits[3:], knobs.rows(np.array([0])), [0])
+    actual = drawn_there(logits, knobs, [1, 3, 2])
+    assert actual.token_ids.tolist() == [0, alone.token_ids.item(), 0]
+    assert drawn_there(logits, knobs.rows(np.array([], dtype=np.int64)), []).token_ids.shape == (0,)
+
+
+def test_rows_of_masked_tokens_get_the_best_id_whatever_limits_them() -> None:
+    """The best id of such a row is the caller's: the likeliest of its allowed tokens."""
+    logits = torch.full((4, 500), -math.inf)
+    params = [Sampling(top_k=5), Sampling(top_k=5, top_p=0.5), Sampling(top_p=0.5), Sampling(top_k=5, min_p=0.1)]
+    knobs = {name: torch.tensor(array) for name, array in fields(Knobs.of(params, np.full(4, 0.5), 500)).items()}
+    best_ids, best = torch.tensor([7, 400, 0, 499]), torch.zeros(4)
+    assert draw_rows(logits, torch.arange(4), best, best_ids, knobs).token_ids.tolist() == best_ids.tolist()
+    assert draw_shaped(logits, best, best_ids, knobs).tolist() == best_ids.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_random_rows(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    vocab_size, num_rows = rng.choice([rng.randint(2, 400), rng.randint(400, 30_000)]), rng.randint(1, 12)
+    dtype = rng.choice(DTYPES)
+    logits = torch.stack([random_logits(rng, vocab_size, dtype) for _ in range(num_rows)])
+    check(logits, [random_params(rng, vocab_size) for _ in range(num_rows)], [rng.random() for _ in range(num_rows)])

@@ -1,0 +1,55 @@
+"""A small model's logits through the CUDA path's kernels, interpreted; a fault in a kernel is noticed.
+
+Run by tests/model/test_cuda_logits.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.devices.device import CPU
+from pd_cluster.lab.gpu.spec import QUICK_SHAPES
+from pd_cluster.lab.peers.gpu_model import write_config, write_weights
+from pd_cluster.model import loader
+from pd_cluster.model.attention_choice import triton_attention
+from tests.support.interpreted import choose_device
+from tests.support.triton_mutants import faulty
+from tests.support.whole_logits import errors
+
+choose_device()
+
+CHUNKS = [40, 17, 1, 1, 1]
+FAULTS = {
+    "last key of a split": ("tl.minimum(lo + keys, context_len)", "tl.minimum(lo + keys, context_len - 1)"),
+    "last key of a chunk": ("    hi = most + 1", "    hi = most"),
+    "query head": ("heads * query_head_stride", "(heads // GROUP * GROUP) * query_head_stride"),
+    "KV head": ("value_pool + kv_head * head_stride", "value_pool"),
+    "block": ("start // BLOCK_SIZE + n // BLOCK_SIZE", "start // BLOCK_SIZE + n // BLOCK_N"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    write_config(QUICK_SHAPES[0], made)
+    write_weights(QUICK_SHAPES[0], made, CPU)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _as_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
+
+
+def test_logits_are_as_near_as_those_of_transformers(folder: Path) -> None:
+    ours, theirs = errors(folder, CPU, "bfloat16", CHUNKS)
+    assert ours.is_within(theirs), (ours, theirs)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault: str, folder: Path) -> None:
+    with faulty(*FAULTS[fault]):
+        ours, theirs = errors(folder, CPU, "bfloat16", CHUNKS)
+    assert not ours.is_within(theirs), (ours, theirs)

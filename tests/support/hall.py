@@ -1,0 +1,78 @@
+"""A waiting room before a pair of instances, for tests that fill and empty them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pd_cluster import wire
+from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.routing.fair_queue import QueueEntry
+from pd_cluster.cluster.routing.room import BACKLOG_S
+from pd_cluster.cluster.routing.waiting_room import AdmissionPace, WaitingRoom
+from pd_cluster.types import LinkState
+from tests.support.router_world import info_of, ready
+
+RATE = 1000.0  # prompt tokens per second
+FULL = int(RATE * BACKLOG_S) + 1
+
+
+def pair(num_places: int = 8, **decode: Any) -> list[Instance]:
+    prefill, decoding = ready("prefill-0"), ready("decode-0")
+    prefill.load = wire.Load(prefill_tokens_per_s=RATE, links={decoding.key: LinkState("up", ("shm",))})
+    decoding.load = wire.Load(**decode)
+    decoding.info = info_of("decode-0", "decode", max_num_seqs=num_places)
+    return [prefill, decoding]
+
+
+def fill(instance: Instance, num_tokens: int = FULL) -> None:
+    instance.outstanding_tokens, instance.num_outstanding = num_tokens, 100
+
+
+class Hall:
+    """A waiting room before a pair of instances, which the test fills and empties."""
+
+    def __init__(self, max_wait_s: float = 0.0) -> None:
+        self.instances = pair()
+        self.heard = asyncio.Event()
+        self.room = WaitingRoom(max_wait_s, lambda: self.instances, self._changed)
+
+    async def _changed(self) -> None:
+        await self.heard.wait()
+        self.heard.clear()
+
+    def close(self) -> None:
+        fill(self.instances[0])
+
+    def open(self) -> None:
+        fill(self.instances[0], 0)
+        self.room.look()
+
+    async def visit(self, name: str = "a", num_tokens: int = 10, **more: Any) -> QueueEntry:
+        """Enters a request that begins as soon as it may."""
+        entry = await self.room.turn(name, num_tokens, 1, **more)
+        self.room.begun(entry)
+        return entry
+
+    async def waiting(
+        self, number: int, name: str = "a", num_tokens: int = 10, **more: Any
+    ) -> list[asyncio.Task[QueueEntry]]:
+        tasks = [asyncio.ensure_future(self.visit(name, num_tokens, **more)) for _ in range(number)]
+        wanted = self.room.num_waiting + number
+        while self.room.num_waiting < wanted:
+            await asyncio.sleep(0)
+        return tasks
+
+    def measured(self, tokens_per_s: float) -> None:
+        """Sets the rate at which requests seem to have begun lately."""
+        self.room._pace = Steady(tokens_per_s)
+
+
+class Steady(AdmissionPace):
+    def __init__(self, tokens_per_s: float) -> None:
+        super().__init__(0.0)
+        self._steady = tokens_per_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._steady

@@ -1,0 +1,147 @@
+"""Requests at the entrance of a router with a waiting room: sent when a leg ends, refused, given a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_cluster import wire
+from pd_cluster.cluster.routing.predict import Goals
+from pd_cluster.errors import GenerationError, Overloaded, Unavailable
+from pd_cluster.types import LegEnd, Sampling
+from tests.support.hall import RATE, fill
+from tests.support.router_world import World, run, token
+
+
+@contextlib.asynccontextmanager
+async def _full_world(**options: Any) -> AsyncGenerator[World, None]:
+    world = World(**options)
+    for prefill in world.instances[:2]:
+        prefill.load = msgspec.structs.replace(prefill.load, prefill_tokens_per_s=RATE)
+        fill(prefill)
+    yield world
+
+
+def test_a_request_is_sent_when_a_leg_ends() -> None:
+    async def test() -> None:
+        world = World(max_queue_s=0.0)
+        prefill, decode = world.instances[0], world.instances[2]
+        for instance in (world.instances[1], world.instances[3]):
+            instance.state = "unreachable"
+        prefill.load = msgspec.structs.replace(prefill.load, prefill_tokens_per_s=0.01)
+        begun = [await world.begin() for _ in range(2)]
+        third = asyncio.ensure_future(anext(world.serve()))
+        while world.router.entrance.num_waiting < 1:
+            await asyncio.sleep(0)
+        assert len(world.mailbox.of(wire.Submit)) == 4
+        request_id = begun[0][2]
+        world.outputs(prefill.conn, token(request_id, 0), ended=LegEnd(request_id, 0))
+        while len(world.mailbox.of(wire.Submit)) < 6:
+            await asyncio.sleep(0)
+        assert decode.num_sequences == 3
+        for task in (third, *(first for _, first, _ in begun)):
+            task.cancel()
+        await asyncio.gather(third, *(first for _, first, _ in begun), return_exceptions=True)
+        for serving, _, _ in begun:
+            await serving.aclose()
+        await _home(world)
+
+    run(test())
+
+
+def test_a_request_that_cannot_be_sent_does_not_keep_others_waiting() -> None:
+    async def test() -> None:
+        world = World(max_queue_s=0.0)
+        with pytest.raises(OverflowError):
+            async for _ in world.serve(Sampling(max_tokens=4, seed=1 << 70)):
+                pass
+        serving, first, _ = await world.begin()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await serving.aclose()
+        await _home(world)
+
+    run(test())
+
+
+def test_what_comes_after_the_end_does_not_wait() -> None:
+    async def test() -> None:
+        async with _full_world(max_queue_s=0.0) as world:
+            world.router.end_all()
+            with pytest.raises(Unavailable, match="the server is shutting down"):
+                await anext(world.serve())
+            assert world.mailbox.sent == []
+
+    run(test())
+
+
+async def _home(world: World) -> None:
+    while world.router.num_streams:
+        await asyncio.sleep(0)
+    world.assert_home()
+    assert [instance.num_sequences for instance in world.instances] == [0] * 4
+    assert world.router.entrance.num_waiting == 0
+
+
+def test_a_request_that_waits_for_its_turn_has_a_deadline() -> None:
+    async def test() -> None:
+        async with _full_world(max_queue_s=0.0, request_timeout_s=0.01) as world:
+            with pytest.raises(GenerationError, match=r"the request has waited for its turn for 0\.01 s"):
+                await anext(world.serve())
+            assert world.mailbox.sent == []
+
+    run(test())
+
+
+def test_refusals_are_counted() -> None:
+    async def test() -> None:
+        async with _full_world(max_queue_s=0.01) as world:
+            with pytest.raises(Overloaded):
+                await anext(world.serve())
+            assert world.router.stats.snapshot().counters["refused_queue"] == 1
+
+    run(test())
+
+
+def test_who_waits_is_told_when_all_instances_are_gone() -> None:
+    async def test() -> None:
+        async with _full_world(max_queue_s=0.0) as world:
+            waiting = asyncio.ensure_future(anext(world.serve()))
+            while world.router.entrance.num_waiting < 1:
+                await asyncio.sleep(0)
+            for instance in world.instances:
+                instance.state = "unreachable"
+            world.membership.changed.set()
+            with pytest.raises(Unavailable):
+                await waiting
+
+    run(test())
+
+
+def test_what_it_waited_counts_for_a_promise() -> None:
+    async def test() -> None:
+        async with _full_world(max_queue_s=0.0, goals=Goals(ttft_s=0.01)) as world:
+            with pytest.raises(Overloaded, match=r"it has waited for the 0\.01 s of --slo-ttft"):
+                await anext(world.serve())
+
+    run(test())
+
+
+def test_tokens_are_counted_for_the_client_that_got_them() -> None:
+    async def test() -> None:
+        world = World(max_queue_s=0.0)
+        serving, first, request_id = await world.begin(Sampling(max_tokens=200))
+        conn = world.mailbox.of(wire.Submit)[1][0]
+        world.outputs("to-prefill-0", token(request_id, 0), ended=LegEnd(request_id, 0))
+        world.outputs(conn, token(request_id, 1, finish="stop"))
+        await first
+        assert [each.position async for each in serving] == [1]
+        client = world.router.entrance.waiting._queue._clients[""]  # type: ignore[union-attr]
+        assert (client.num_served_tokens, client.num_sequences, client.num_begun) == (3 + 2, 0, 0)
+
+    run(test())

@@ -1,0 +1,35 @@
+"""The lines of `pd-cluster up` when nobody can read them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SAYS = (
+    "from pd_cluster.cluster.processes.launcher import tell\nfor _ in range(3):\n    tell('a line – ' + 5000 * 'x')\n"
+)
+
+
+def test_a_full_disk_costs_the_lines_of_the_log_and_nothing_else() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", SAYS], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_so_does_a_reader_that_has_gone() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", SAYS], stdout=pipe, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_lines_leave_at_once_and_whole() -> None:
+    done = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == 3 * ("a line – " + 5000 * "x" + "\n")

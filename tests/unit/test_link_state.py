@@ -1,0 +1,28 @@
+"""The text of a link's state is what /instances has always shown, and can be read back."""
+
+from __future__ import annotations
+
+import pytest
+
+from pd_cluster.types import LinkState
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (LinkState("up", ("shm",)), "up (shm)"),
+        (LinkState("up", ("dist", "shm"), "int8"), "up (dist+shm, int8)"),
+        (LinkState("opening"), "opening"),
+        (LinkState("waiting", reason="shm: up (again): no"), "waiting: shm: up (again): no"),
+        (LinkState("refused", reason="dtype: float32, bfloat16"), "refused: dtype: float32, bfloat16"),
+    ],
+)
+def test_text_and_back(state: LinkState, text: str) -> None:
+    assert str(state) == text
+    assert LinkState.parse(text) == state
+
+
+@pytest.mark.parametrize("text", ["", "up", "up: no", "upward", "closed"])
+def test_no_other_text_is_a_state(text: str) -> None:
+    with pytest.raises(ValueError, match="no state of a link"):
+        LinkState.parse(text)

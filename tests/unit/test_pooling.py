@@ -1,0 +1,343 @@
+"""Requests that become vectors: routed to one instance, replayed, ended with nothing held; steps of several tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pd_cluster import wire
+from pd_cluster.checkpoints.pooling import pooling_kind_of
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.limits import EngineLimits
+from pd_cluster.engine.step.outputs import NextTokens, RowOutput
+from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.errors import GenerationError, InstanceLost, ModelError, RequestError
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.model.sampling.guided import Masks
+from pd_cluster.model.sampling.sampler import Sampled
+from pd_cluster.offline.pooling import PoolingParams, check_task, paired_pooling
+from pd_cluster.offline.sampling import SamplingParams as OfflineParams
+from pd_cluster.types import (
+    NO_SAMPLING,
+    LegEnd,
+    Order,
+    PooledOutput,
+    Pooling,
+    Request,
+    Resumed,
+    Sampling,
+)
+from tests.support.router_world import World, run, token
+from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, hidden_state_after
+from tests.unit.test_worker import CONN
+from tests.unit.test_worker import World as WorkerWorld
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+MEAN = Pooling(kind="mean", normalizes=False)
+VECTOR = struct.pack("<2f", 3.0, 4.0)
+
+
+# ---- at the scheduler
+
+
+def pool(world: World) -> asyncio.Task[PooledOutput]:
+    return asyncio.ensure_future(world.router.pool(Order(PROMPT, NO_SAMPLING, pooling=MEAN)))
+
+
+async def submitted(world: World, count: int) -> tuple[str, wire.Submit]:
+    while len(world.mailbox.of(wire.Submit)) < count:
+        await asyncio.sleep(0)
+    found: tuple[str, wire.Submit] = world.mailbox.of(wire.Submit)[-1]
+    return found
+
+
+def tell(world: World, conn: str, submit: wire.Submit) -> None:
+    pooled = PooledOutput(submit.request_id, submit.attempt, VECTOR, 3)
+    world.router.on_outputs(conn, wire.Outputs(pooled=[pooled]))
+
+
+def test_one_prefill_instance_takes_it_and_no_decode_leg() -> None:
+    async def test() -> None:
+        world = World()
+        world.instances[0].outstanding_tokens += 50  # the other one has less to do
+        task = pool(world)
+        conn, submit = await submitted(world, 1)
+        assert (conn, submit.leg, submit.peer) == ("to-prefill-1", "hybrid", "")
+        assert submit.order.pooling == MEAN
+        assert sum(instance.num_sequences for instance in world.instances) == 0
+        tell(world, conn, submit)
+        assert (await task).vector == VECTOR
+        assert len(world.mailbox.of(wire.Submit)) == 1
+        assert world.mailbox.of(wire.Abort) == []  # the leg has ended by itself
+        world.instances[0].outstanding_tokens -= 50
+        world.assert_home()
+        stats = world.router.stats.snapshot()
+        assert stats.counters["finished_stop"] == 1
+        assert stats.counters["prompt_tokens"] == len(PROMPT)
+        assert stats.counters["generation_tokens"] == 0
+        counted = {name for name, each in stats.histograms.items() if sum(each.counts)}
+        assert counted == {"num_prompt_tokens", "whole_s"}
+
+    run(test())
+
+
+def test_links_do_not_matter_and_a_decode_instance_is_the_last_resort() -> None:
+    async def test() -> None:
+        world = World()
+        for prefill in world.instances[:2]:
+            prefill.load = wire.Load()
+        first = pool(world)
+        conn, submit = await submitted(world, 1)
+        assert conn == "to-prefill-0"
+        tell(world, conn, submit)
+        await first
+        for prefill in world.instances[:2]:
+            prefill.state = "unreachable"
+        second = pool(world)
+        conn, submit = await submitted(world, 2)
+        assert (conn, submit.leg) == ("to-decode-0", "hybrid")
+        tell(world, conn, submit)
+        await second
+        world.assert_home()
+
+    run(test())
+
+
+@pytest.mark.parametrize("how", ["death", "fault"])
+def test_it_is_computed_again_elsewhere(how: str) -> None:
+    async def test() -> None:
+        world = World()
+        task = pool(world)
+        conn, submit = await submitted(world, 1)
+        if how == "death":
+            world.lose("prefill-0")
+        else:
+            world.outputs(conn, ended=LegEnd(submit.request_id, 0, "it stops", is_fault=True))
+        again, second = await submitted(world, 2)
+        assert (conn, again) == ("to-prefill-0", "to-prefill-1")
+        assert (second.attempt, second.resumed, second.order) == (1, [], submit.order)
+        tell(world, conn, submit)  # of the attempt before: dropped
+        await asyncio.sleep(0)
+        assert not task.done()
+        tell(world, again, second)
+        assert (await task).attempt == 1
+        world.assert_home()
+
+    run(test())
+
+
+def test_too_many_deaths_a_refusal_and_a_token_are_errors() -> None:
+    async def test() -> None:
+        world = World()
+        task = pool(world)
+        conn, submit = await submitted(world, 1)
+        world.outputs(conn, ended=LegEnd(submit.request_id, 0, "dimensions 9", is_refusal=True))
+        with pytest.raises(RequestError, match="dimensions 9"):
+            await task
+        task = pool(world)
+        conn, submit = await submitted(world, 2)
+        world.outputs(conn, token(submit.request_id, 0))
+        with pytest.raises(GenerationError, match="in place of a vector"):
+            await task
+        task = pool(world)
+        for count in (3, 4, 5):
+            conn, _ = await submitted(world, count)
+            world.lose(conn.removeprefix("to-"))
+        with pytest.raises(InstanceLost):
+            await task
+        world.assert_home()
+
+    run(test())
+
+
+def test_a_reader_who_leaves_aborts_the_leg() -> None:
+    async def test() -> None:
+        world = World()
+        task = pool(world)
+        await submitted(world, 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert world.aborted() == ["to-prefill-0"]
+        world.assert_home()
+
+    run(test())
+
+
+# ---- at a worker
+
+
+def submit_to(world: WorkerWorld, name: str, order: Order, deadline_s: float = 0.0) -> None:
+    world.mail(wire.Submit(name, 0, name, "hybrid", "", order, deadline_s))
+
+
+def test_a_worker_sends_the_vector_and_holds_nothing() -> None:
+    world = WorkerWorld()
+    prompt = [4 + at % 30 for at in range(21)]  # several chunks
+    submit_to(world, "p", Order(prompt, NO_SAMPLING, pooling=MEAN))
+    world.submit("g", PROMPT, Sampling(max_tokens=4, temperature=0.0, ignore_eos=True))
+    world.run()
+    world.assert_home()
+    (pooled,) = [each for _, body in world.post.messages for each in body.pooled]
+    states = [hidden_state_after(prompt[: at + 1]).double().numpy() for at in range(len(prompt))]
+    expected = (np.sum(states, axis=0) / len(prompt)).astype(np.float32)
+    assert np.allclose(np.frombuffer(pooled.vector, "<f4"), expected, rtol=1e-6)
+    assert world.post.ended == []
+    assert [world.post.tokens["g"][0]] == generate_alone(
+        PROMPT, Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    )
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "scheduler gone"])
+def test_an_end_in_the_middle(how: str) -> None:
+    world = WorkerWorld()
+    submit_to(world, "p", Order([5] * 40, NO_SAMPLING, pooling=MEAN), deadline_s=0.3 if how == "deadline" else 0.0)
+    world.step()
+    assert world.worker.core._pooler._sums
+    if how == "abort":
+        world.mail(wire.Abort("p", 0))
+    elif how == "scheduler gone":
+        world.worker._closed(CONN, "it is gone")
+    for _ in range(4):
+        world.step()
+    world.assert_home()
+    assert not world.worker.core._pooler._sums
+    assert all(not body.pooled for _, body in world.post.messages)
+    assert len(world.post.ended) == (how == "deadline")
+
+
+@pytest.mark.parametrize(
+    ("leg", "sampling", "pooling", "resumed", "problem"),
+    [
+        ("hybrid", NO_SAMPLING, MEAN, [], None),
+        ("hybrid", Sampling(temperature=0.5), MEAN, [], "temperature 0.5: a pooling request chooses no token"),
+        ("hybrid", Sampling(n=2), MEAN, [], "n 2: a pooling request"),
+        ("hybrid", NO_SAMPLING, Pooling(dimensions=0), [], "dimensions 0 must be at least 1"),
+        ("prefill", NO_SAMPLING, MEAN, [], "one hybrid leg"),
+        ("decode", NO_SAMPLING, MEAN, [], "one hybrid leg"),
+        ("hybrid", NO_SAMPLING, MEAN, [Resumed(0, [3])], "resumed"),
+    ],
+)
+def test_limits_of_an_engine(
+    leg: Any, sampling: Sampling, pooling: Pooling, resumed: list[Resumed], problem: str | None
+) -> None:
+    request = Request("r", Order([1] * 20, sampling, pooling=pooling), leg=leg)
+    found = EngineLimits(VOCAB_SIZE, 20, RopeLimit()).problem(request, resumed)
+    assert found is None if problem is None else problem in (found or "")
+    too_long = Request("r", Order([1] * 21, NO_SAMPLING, pooling=pooling))
+    assert "21 prompt tokens exceed max_model_len 20" in (
+        EngineLimits(VOCAB_SIZE, 20, RopeLimit()).problem(too_long) or ""
+    )
+
+
+# ---- several tokens a step
+
+
+class Foretelling(EngineCore):
+    """Adds tokens that are known beforehand to the one that is sampled, as a speculative decoder does."""
+
+    known: list[int]
+
+    def _sample(self, logits: torch.Tensor, ready: list[Request], guided: Masks) -> dict[Request, list[RowOutput]]:
+        outputs = super()._sample(logits, ready, guided)
+        for request, rows in outputs.items():
+            (output,) = rows
+            assert isinstance(output, NextTokens)
+            at = output.row.position + 1
+            more = tuple(Sampled(token_id, None) for token_id in self.known[at : at + 2])
+            outputs[request] = [output._replace(tokens=output.tokens + more)]
+        return outputs
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 10])
+def test_steps_of_several_tokens_give_the_same_answer(max_tokens: int) -> None:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    (expected,) = generate_alone(PROMPT, Sampling(max_tokens=max_tokens + 4, temperature=0.0, ignore_eos=True))
+    core = Foretelling(ToyRunner(16, 4), StepScheduler(BlockPool(16), 4, 4, 16))
+    core.known = expected
+    request = Request("r", Order(PROMPT, sampling))
+    core.scheduler.add(request)
+    told = []
+    while core.scheduler.requests:
+        told += [each for _, each in core.step().sampled]
+        core.scheduler.check()
+    assert [each.token_id for each in told] == request.output_token_ids == expected[:max_tokens]
+    assert [each.position for each in told] == list(range(max_tokens))
+    assert [each.finish_reason for each in told] == [None] * (max_tokens - 1) + ["length"]
+    assert core.num_steps == -(-max_tokens // 3)
+    assert core.scheduler.blocks.num_held == 0
+
+
+# ---- a checkpoint's way to pool
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (None, "last"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
+        ({"pooling_mode_lasttoken": True, "include_prompt": True}, "last"),
+        ({"pooling_mode": "mean"}, "mean"),
+    ],
+)
+def test_the_files_of_sentence_transformers(tmp_path: Path, config: Any, kind: str) -> None:
+    if config is not None:
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
+        modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Normalize")]
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert pooling_kind_of(tmp_path) == kind
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("1_Pooling/config.json", '{"pooling_mode_cls_token": true}', "pooling_mode cls_token is not supported"),
+        ("1_Pooling/config.json", '{"pooling_mode": ["mean", "lasttoken"]}', "mean and lasttoken"),
+        ("1_Pooling/config.json", "{}", "pooling_mode missing"),
+        ("1_Pooling/config.json", "{", "cannot be read"),
+        ("modules.json", '[{"type": "sentence_transformers.models.Dense"}]', "module type .*Dense"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, file: str, text: str, problem: str) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ModelError, match=problem):
+        pooling_kind_of(tmp_path)
+
+
+# ---- parameters in Python
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        (OfflineParams(temperature=0.5, max_tokens=3), "SamplingParams with temperature, max_tokens; no token"),
+        ([PoolingParams(), OfflineParams()], r"pooling_params\[1\]: SamplingParams; no token"),
+        ([PoolingParams()], "1 for 2 prompts"),
+        ({"dimensions": 3}, "dict; must be PoolingParams"),
+        ([PoolingParams(), None], r"pooling_params\[1\]: NoneType"),
+        (PoolingParams(dimensions=0), "dimensions: 0; must be an integer of at least 1"),
+        (PoolingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens: 0; must be -1 or"),
+        (PoolingParams(normalize=True, use_activation=False), "use_activation: False, and normalize is True"),
+        (PoolingParams(task="classify"), "task: 'classify' is not supported"),
+    ],
+)
+def test_wrong_parameters_are_named(params: Any, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        paired_pooling(params, 2)
+
+
+def test_parameters_that_mean_the_same() -> None:
+    given = [PoolingParams(), PoolingParams(normalize=False), PoolingParams(use_activation=False)]
+    assert [each.normalizes for each in paired_pooling(given, 3)] == [True, False, False]
+    check_task("pooling_task", "embed")
+    with pytest.raises(RequestError, match="pooling_task: 'token_embed' is not supported"):
+        check_task("pooling_task", "token_embed")

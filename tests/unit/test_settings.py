@@ -1,0 +1,217 @@
+"""A setting is declared once: everything that knows settings has it from there."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+
+from pd_cluster.errors import ConfigError, ModelError, called, flag_of, told
+from pd_cluster.offline.arguments import config_of
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.http import HttpConfig
+from pd_cluster.settings.options import GROUPS, ServeOptions, settings
+from pd_cluster.settings.setting import NEGATED, TEXTS, Panel, Scope, Setting, at_least, check, declared, one_of, read
+
+ROOT = Path(__file__).parents[2]
+WEB = {"typer", "fastapi", "starlette", "uvicorn"}
+NEW = '    made_up: Annotated[int, ENGINE("Invented by a test.", checks=ONE)] = 3\n'
+FIRST_OF_ENGINE = "    tensor_parallel_size: Annotated["
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    size_gib: Annotated[float, Setting("A size.", Panel.KV, Scope.ENGINE, checks=(at_least(1),))] = 2.0
+    kind: Annotated[str, Setting("A kind.", Panel.KV, Scope.ENGINE, name="sort", checks=(one_of("ab"),))] = "a"
+    is_open: Annotated[bool, Setting("Closed.", Panel.KV, Scope.SERVER, name="closed", form=NEGATED)] = True
+    names: Annotated[tuple[str, ...], Setting("Names.", Panel.KV, Scope.SERVER, form=TEXTS)] = ()
+    own: int = 5
+
+
+def test_a_field_s_annotation_is_its_setting() -> None:
+    found = {each.name: (each.field, each.kind, each.default) for each in declared(Sample)}
+    assert found == {
+        "size": ("size_gib", float, 2.0),
+        "sort": ("kind", str, "a"),
+        "closed": ("is_open", bool, False),
+        "names": ("names", list[str] | None, None),
+    }
+
+
+def test_a_struct_is_filled_by_name() -> None:
+    given = {"size": 3.0, "sort": "b", "closed": True, "names": ["x"]}
+    assert read(Sample, given, own=6) == Sample(size_gib=3.0, kind="b", is_open=False, names=("x",), own=6)
+    assert read(Sample, {**given, "names": None}).names == ()
+
+
+@pytest.mark.parametrize(
+    ("sample", "told_of_it"),
+    [
+        (Sample(size_gib=0.5), "--size 0.5: must be at least 1"),
+        (Sample(size_gib=float("nan")), "--size nan: must be at least 1"),
+        (Sample(kind="c"), "--sort 'c': expected a or b"),
+    ],
+)
+def test_a_rule_names_the_setting_and_what_was_written(sample: Sample, told_of_it: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(sample)
+    assert str(caught.value) == told_of_it
+    assert str(caught.value.named(str)) == told_of_it[2:]
+
+
+def test_a_rule_does_not_show_a_secret() -> None:
+    class Keys(msgspec.Struct):
+        key: Annotated[str, Setting("A key.", Panel.HTTP, Scope.SERVER, checks=(one_of("ab"),), is_secret=True)] = "a"
+
+    with pytest.raises(ConfigError, match=r"^--key: expected a or b$"):
+        declared(Keys)[0].check("sk-secret")
+
+
+def test_an_error_names_settings_as_its_user_wrote_them() -> None:
+    error = ModelError(f"{called('max_num_seqs')} 0: give --max-num-seqs, or {called('dtype')}")
+    assert str(error) == "--max-num-seqs 0: give --max-num-seqs, or --dtype"
+    outer = ConfigError(f"engine: {error.text}").named({"max_num_seqs": "max_batch_size", "dtype": "dtype"}.__getitem__)
+    assert str(outer) == "engine: max_batch_size 0: give --max-num-seqs, or dtype", "what nobody marked stays"
+
+
+def test_names_in_errors_are_settings() -> None:
+    """A misspelt one would be shown as a flag that nobody can give."""
+    source = "\n".join(file.read_text("utf-8") for file in (ROOT / "pd_cluster").rglob("*.py"))
+    names = re.findall(r"\bcalled\([\"'](\w+)[\"']\)", source)
+    assert len(names) > 50
+    assert set(names) <= set(settings())
+
+
+def test_names_and_flags_are_not_shared() -> None:
+    flags = [flag for each in settings().values() for flag in (each.flag, *map(flag_of, each.setting.also))]
+    assert len(set(flags)) == len(flags) >= len(settings()) == sum(len(declared(group)) for group in GROUPS)
+
+
+def test_defaults_obey_their_rules() -> None:
+    """And what is written for a value is read as that value again."""
+    for group in GROUPS:
+        made = ServeOptions().read(group)
+        for each in declared(group):
+            value = getattr(made, each.field)
+            assert each.default is None or each.read(each.write(value)) == value, each.name
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "flags"),
+    [
+        ("kv_hmac", False, [("--no-kv-hmac",)]),
+        ("spawn", True, [("--spawn",)]),
+        ("spawn", False, []),
+        ("try_unlisted", ["a", "b"], [("--try-unlisted", "a"), ("--try-unlisted", "b")]),
+        ("dead_after", 4.0, [("--dead-after", "4.0")]),
+        ("num_blocks", None, []),
+    ],
+)
+def test_flags_of_a_written_value(name: str, written: Any, flags: list[tuple[str, ...]]) -> None:
+    assert settings()[name].flags(written) == flags
+
+
+def test_options_do_not_show_secrets() -> None:
+    secrets = {each.name for each in settings().values() if each.setting.is_secret}
+    assert secrets == {"api_key", "metrics_key"}
+    shown = repr(ServeOptions(api_key=["sk-secret", "api=sk-secret"], metrics_key="sk-secret", port=7))
+    assert shown == "ServeOptions(port=7)"
+
+
+def test_a_written_default_asks_for_the_shipped_model() -> None:
+    assert Path(ServeOptions().engine().model).name == "tiny-chat"
+
+
+def run(code: str, path: Path = ROOT) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={"PYTHONPATH": str(path), "PATH": "", "COLUMNS": "200"},
+        cwd=path,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_offline_needs_no_web_server_and_no_command_line() -> None:
+    """Neither its import, nor its arguments up to the engine's config, split or not."""
+    code = f"""if True:
+        import sys, pd_cluster
+        from pd_cluster.settings.engine import SHIPPED_MODEL
+        print(pd_cluster.LLM.__name__, *({WEB} & sys.modules.keys()))
+        from pd_cluster.offline.arguments import config_of
+        print(config_of({{"model": SHIPPED_MODEL, "num_blocks": 5, "kv_hmac": False}}, 1, 1).arguments)
+        from pd_cluster.checkpoints.checkpoint import Checkpoint
+        Checkpoint.of(config_of({{"model": SHIPPED_MODEL}}).engine)
+        print("read", *({WEB} & sys.modules.keys()))"""
+    assert run(code) == ["LLM", "('--no-kv-hmac',)", "read"]
+
+
+def test_a_new_setting_takes_one_file(tmp_path: Path) -> None:
+    """Declared in a copy of the package, it is a flag, an argument of `LLM`, and a field that the engine is given."""
+    source, copy = ROOT / "pd_cluster", tmp_path / "pd_cluster"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "models"))
+    (copy / "models").symlink_to(source / "models")
+    shutil.copytree(ROOT / "ranktable_tools", tmp_path / "ranktable_tools")
+    file = copy / "settings" / "engine.py"
+    before, found, after = file.read_text("utf-8").partition(FIRST_OF_ENGINE)
+    assert found
+    file.write_text(before + NEW + found + after, encoding="utf-8")
+    code = """if True:
+        import sys
+        from pd_cluster.errors import ConfigError
+        from pd_cluster.offline.arguments import config_of, in_python_names
+        from pd_cluster.offline.session import _launch
+        from pd_cluster.settings.options import ServeOptions
+        from pd_cluster.settings.engine import SHIPPED_MODEL
+        print(ServeOptions(made_up=4).engine().made_up, ServeOptions().engine().made_up)
+        given = {"model": SHIPPED_MODEL, "made_up": 7}
+        print(config_of(given).engine.made_up, *_launch(config_of(given, 1, 1)).arguments)
+        try:
+            config_of({**given, "made_up": 0})
+        except ConfigError as error:
+            print(error)
+        from pd_cluster.commands.cli import main
+        sys.argv = ["pd-cluster", "serve", "--help"]
+        main()"""
+    made, offline, refused, *screen = run(code, tmp_path)
+    assert made == "4 3"
+    assert offline.startswith("7 --made-up=7 ")
+    assert refused == "made_up 0: must be at least 1"
+    assert [line for line in screen if "--made-up" in line and "Invented by a test." in line and "3" in line]
+
+
+def test_the_engine_s_fields_are_settings() -> None:
+    """All but what the rank table says."""
+    fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
+    assert fields - {each.field for each in declared(EngineConfig)} == {"num_local_ranks"}
+    assert told("plain") == "plain"
+
+
+def test_an_error_has_no_marks_wherever_it_is_shown() -> None:
+    """Also in another process, to which it may be sent."""
+    error = ModelError(f"{called('max_num_seqs')} 0").named(lambda setting: setting.upper())
+    assert repr(error) == "ModelError('MAX_NUM_SEQS 0')"
+    assert error.args == ("MAX_NUM_SEQS 0",)
+    assert repr(copy.copy(error)) == repr(error)  # by what sends objects, too
+    assert repr(ConfigError(called("dtype"))) == "ConfigError('--dtype')"
+
+
+def test_no_model_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"^model None: expected a folder"):
+        config_of({"model": None})
+
+
+def test_no_configuration_shows_keys() -> None:
+    shown = repr(HttpConfig(api_keys=("sk-one",), metrics_key="sk-two", root_path="/api"))
+    assert "sk-" not in shown
+    assert "root_path='/api'" in shown

@@ -1,0 +1,91 @@
+"""A function fits on a screen, and a call of it can be read. Triton's kernels apart: a kernel cannot be cut."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "pd_cluster"
+MAX_LINES = 60
+MAX_PARAMETERS = 10
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+# Functions whose parameters are given from outside: flags, and names that users call.
+GIVEN = {
+    "commands.bench": {"serve", "routing"},
+    "commands.cli": {"up"},
+    "offline.llm": {"LLM.__init__", "LLM.chat"},
+    "offline.lmdeploy.async_engine": {"AsyncEngine.generate"},
+}
+
+
+def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]:
+    """Each with its name inside the module, however deep, but for those that Triton compiles."""
+    for child in ast.iter_child_nodes(node):
+        name = within
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{within}.{child.name}".lstrip(".")
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            if any("jit" in ast.unparse(each) for each in child.decorator_list):
+                continue
+            yield name, child
+        yield from functions(child, name)
+
+
+def num_parameters(function: Function, name: str) -> int:
+    """Without the one that is a method's own."""
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len(names) - ("." in name and names[:1] in (["self"], ["cls"]))
+
+
+def every() -> Iterator[tuple[str, str, Function]]:
+    """Module, name and function."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        for name, function in functions(ast.parse(file.read_text("utf-8"))):
+            yield module, name, function
+
+
+def test_functions_are_short_and_take_few_parameters() -> None:
+    long, wide = set(), set()
+    for module, name, function in every():
+        assert function.end_lineno is not None
+        if function.end_lineno - function.lineno + 1 > MAX_LINES:
+            long.add(f"{module}.{name}")
+        if num_parameters(function, name) > MAX_PARAMETERS:
+            wide.add(f"{module}.{name}")
+    assert not long
+    assert wide == {f"{module}.{name}" for module, names in GIVEN.items() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(a, /, b, *, c): ...", [("f", 3)]),
+        ("class A:\n  async def f(self, a, *more, **others): ...\n  def g(this): ...", [("A.f", 1), ("A.g", 1)]),
+        ("def f():\n  def g(a): ...", [("f", 0), ("f.g", 1)]),
+        ("if True:\n  @triton.jit\n  def kernel(a): ...", []),
+    ],
+)
+def test_they_are_counted(source: str, expected: list[tuple[str, int]]) -> None:
+    assert [(name, num_parameters(function, name)) for name, function in functions(ast.parse(source))] == expected
+
+
+# Modules with the names of other projects, and benchmarks, which describe them.
+FOREIGN = ("fastdeploy", "offline/lmdeploy", "lab", "bench")
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """So a name in an error, a log or a page leads to one definition."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = path.relative_to(PACKAGE).with_suffix("").as_posix()
+        if not module.startswith(FOREIGN):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}

@@ -1,0 +1,72 @@
+"""A transport is one row and one module: the rest of the tree takes it from there."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from pd_cluster import wire
+from pd_cluster.devices.device import CPU, KINDS, Device
+from pd_cluster.errors import LinkError
+from pd_cluster.transport import factory, local, table
+from pd_cluster.transport.base import KVReceiver, Peer, PostKey
+from pd_cluster.transport.events import Landed
+from pd_cluster.transport.table import BY_NAME, TABLE, Transport, allowed, choices_for, help_text, same_host_choice
+from tests.unit.test_transport import TOKEN, WAIT_S, Link
+
+
+def test_names_are_each_there_once_and_choices_have_words() -> None:
+    assert len(BY_NAME) == len(TABLE)
+    assert {each.choice for each in TABLE if each.help} == {*table.CHOICES} - {table.AUTO}
+    assert help_text() == "auto, ipc (GPUs or NPUs of one host), shm (same host) or dist (NCCL, HCCL or gloo)."
+
+
+def test_every_kind_of_pool_has_a_way_within_a_host_and_beyond() -> None:
+    assert [same_host_choice(kind) for kind in KINDS] == ["shm", "ipc", "ipc"]
+    assert [choices_for(kind) for kind in KINDS] == [("shm", "dist"), ("ipc", "dist"), ("ipc", "dist")]
+    assert [each.name for each in allowed("dist")] == ["nccl", "hccl", "dist"]
+    assert allowed("local") == (BY_NAME["local"],)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_a_row_says_of_pools_what_its_module_says(row: Transport) -> None:
+    """A module says why it cannot move a kind of pool; torch on this machine may lack the others."""
+    for kind in KINDS:
+        if kind not in row.pools:
+            assert row.why_not(Device(kind)), kind
+    assert ("cpu" in row.pools) == (not row.why_not(CPU))
+
+
+@pytest.mark.parametrize("name", ["local", "dist"])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\xa7address\x05", b"\xa3\xff\xfe\xfd", 4000 * b"\x91"])
+def test_an_offer_that_makes_no_sense_is_refused(name: str, data: bytes) -> None:
+    with pytest.raises(LinkError, match=f"offer of {name} makes no sense"):
+        BY_NAME[name].why_not(CPU, wire.TransportOffer(transport=name, data=data))
+
+
+def test_a_new_row_and_its_module_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NewReceiver(local.LocalReceiver):
+        name = "new"
+
+    class NewEnds(local.LocalEnds):
+        def receiver(self, peer: Peer, checksum: object, post: PostKey) -> KVReceiver:
+            place = self._place
+            return NewReceiver(peer.offer, place.pool, peer.layout, checksum, place.transfer_s)  # type: ignore[arg-type]
+
+    module = ModuleType("pd_cluster.transport.new")
+    module.why_not, module.ends = local.why_not, NewEnds  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    row = Transport("new", "new", "new", KINDS, is_same_host=True, help="a test")
+    monkeypatch.setattr(table, "TABLE", (row, *TABLE))
+    assert factory.allowed("auto")[0] == row
+    assert "new (a test)" in help_text()
+    link = Link("auto")
+    assert link.await_ready().transport == "new"
+    link.transfer([1, 2, 3], [7, 8, 9])
+    assert isinstance(event := link.events.get(timeout=WAIT_S), Landed)
+    assert event.first_tokens == [TOKEN]
+    assert torch.equal(link.target.data[[7, 8, 9]], link.source.data[[1, 2, 3]])
+    link.close()

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 NOT_OPENED = "the connection did not open: nobody listens there"
 CUT_SHORT = "the other end closed the connection while it opened: it has another key, or is another program"
+NO_HANDSHAKE = "the other end said nothing while the connection opened: it stands still, or is another program"
 NOT_ADMITTED = "the other end does not admit this process's key"
 OTHER_SECRET = "the other end has another secret"
 REFUSALS = (NOT_ADMITTED, OTHER_SECRET)  # between S and a worker these last as long as both live
@@ -315,7 +316,13 @@ class Mailbox:
             elif connection.is_open:
                 self._lose(connection, "the connection was closed")
             else:
-                self._lose(connection, CUT_SHORT if event == zmq.EVENT_DISCONNECTED else NOT_OPENED)
+                self._lose(connection, self._why_not_opened(connection, event))
+
+    def _why_not_opened(self, connection: Connection, event: int) -> str:
+        if event != zmq.EVENT_DISCONNECTED:
+            return NOT_OPENED
+        waited_s = self._clock() - connection.last_seen_s  # since it began to open
+        return NO_HANDSHAKE if waited_s >= sockets.HANDSHAKE_TIMEOUT_S else CUT_SHORT
 
     def _greet(self, connection: Connection) -> None:
         hello = self._seal(connection, wire.encode_body(wire.Hello(kind=self.kind)))

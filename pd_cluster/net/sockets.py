@@ -12,6 +12,7 @@ from zmq.utils import z85
 from pd_cluster import wire
 
 HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one more and the connection is cut
+HANDSHAKE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,6 @@ def _set_options(socket: Any) -> None:
         (zmq.RCVHWM, HIGH_WATER_MARK),
         (zmq.SNDTIMEO, 0),
         (zmq.MAXMSGSIZE, wire.MAX_MESSAGE_NBYTES),
-        (zmq.HANDSHAKE_IVL, 5000),
+        (zmq.HANDSHAKE_IVL, int(HANDSHAKE_TIMEOUT_S * 1000)),
     ):
         socket.setsockopt(option, value)

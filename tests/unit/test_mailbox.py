@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError
 from pd_cluster.net import mailbox as module
-from pd_cluster.net.mailbox import NOT_ADMITTED, OTHER_SECRET, Mailbox
+from pd_cluster.net import sockets
+from pd_cluster.net.mailbox import NO_HANDSHAKE, NOT_ADMITTED, OTHER_SECRET, Mailbox
 from pd_cluster.net.sockets import KeyPair, receive
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange
@@ -223,6 +225,17 @@ def test_nobody_listens(box: Callable[..., Box]) -> None:
     gone.mailbox.close()
     conn = client.connect_to(gone)
     assert client.wait("closed")[1] == conn
+
+
+def test_the_other_end_stands_still_while_the_connection_opens(
+    box: Callable[..., Box], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system accepts for a process that stands still: it is not taken for one with another key."""
+    monkeypatch.setattr(sockets, "HANDSHAKE_TIMEOUT_S", 0.3)
+    client = box("prefill-0", 8)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", silent.getsockname()[1], client.mailbox.public_key)
+        assert client.wait("closed")[1:] == (conn, NO_HANDSHAKE)
 
 
 def test_end_of_file_is_noticed_at_once(box: Callable[..., Box]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from starlette.requests import Request
 
@@ -15,6 +16,7 @@ from pd_cluster.service.generation import Generation
 
 SCOPE = "pd_cluster.caller"  # the key of the caller in the ASGI scope
 ARRIVED = "pd_cluster.arrived"  # the key of the function to call when the router has the request
+MADE = "pd_cluster.made_caller"  # the key of what `caller_of` last made, beside what it made it from
 PATIENCE_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")  # sent by OpenAI's clients: seconds
 
 
@@ -34,11 +36,17 @@ def reserve_tokens(http: Request, generations: Sequence[Generation]) -> None:
 
 
 def caller_of(http: Request) -> Caller:
-    """Returns the caller that owns the key; without keys, the peer's address."""
-    known = http.scope.get(SCOPE)
-    if not isinstance(known, Caller):
-        known = Caller(subscriber_of(http.client.host)) if http.client else NOBODY
-    return replace(known, patience_s=_patience_s(http), arrived=http.scope.get(ARRIVED, nothing), party=Party())
+    """Returns the caller that owns the key; without keys, the peer's address. It is made once for each request."""
+    known, arrived = http.scope.get(SCOPE), http.scope.get(ARRIVED, nothing)
+    made_from, made = http.scope.get(MADE, (None, None))
+    if made is not None and made_from is known and made.arrived is arrived:
+        return cast(Caller, made)
+    base = known
+    if not isinstance(base, Caller):
+        base = Caller(subscriber_of(http.client.host)) if http.client else NOBODY
+    made = replace(base, patience_s=_patience_s(http), arrived=arrived, party=Party())
+    http.scope[MADE] = (known, made)
+    return made
 
 
 def _patience_s(http: Request) -> float:

@@ -1,0 +1,49 @@
+"""The caller of an HTTP request: made once, and anew when the request's key or its place in the queue has changed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from starlette.requests import Request
+
+from pd_cluster.api.gate.callers import ARRIVED, SCOPE, caller_of
+from pd_cluster.service.caller import NOBODY, Caller
+
+
+def request(*headers: tuple[bytes, bytes], client: tuple[str, int] | None = ("10.0.0.7", 1)) -> Request:
+    return Request({"type": "http", "headers": list(headers), "client": client})
+
+
+def test_it_is_made_once() -> None:
+    """The prompts of a request are one party, whoever asks for the caller."""
+    http = request((b"x-stainless-timeout", b"30"))
+    first = caller_of(http)
+    assert first.client == "10.0.0.7" and first.patience_s == 30
+    assert caller_of(http) is first and caller_of(Request(http.scope)) is first
+    assert caller_of(request()).party is not first.party
+
+
+def test_a_key_is_noticed() -> None:
+    http = request()
+    assert caller_of(http).client == "10.0.0.7"
+    http.scope[SCOPE] = Caller("tenant")
+    assert caller_of(http).client == "tenant"
+
+
+def test_the_queue_is_noticed_in_a_copied_scope() -> None:
+    """The middleware asks before it passes on a copy with its own function."""
+    http, told = request(), list[Any]()
+    caller_of(http)
+
+    def arrived() -> None:
+        told.append("arrived")
+
+    inner = Request({**http.scope, ARRIVED: arrived})
+    caller_of(inner).arrived()
+    assert told == ["arrived"] and caller_of(inner) is caller_of(inner)
+
+
+def test_without_a_peer_or_a_plausible_timeout() -> None:
+    caller = caller_of(request((b"x-stainless-timeout", b"soon"), client=None))
+    assert caller.client == NOBODY.client and caller.patience_s == math.inf

@@ -19,8 +19,10 @@ def test_it_is_made_once() -> None:
     """The prompts of a request are one party, whoever asks for the caller."""
     http = request((b"x-stainless-timeout", b"30"))
     first = caller_of(http)
-    assert first.client == "10.0.0.7" and first.patience_s == 30
-    assert caller_of(http) is first and caller_of(Request(http.scope)) is first
+    assert first.client == "10.0.0.7"
+    assert first.patience_s == 30
+    assert caller_of(http) is first
+    assert caller_of(Request(http.scope)) is first
     assert caller_of(request()).party is not first.party
 
 
@@ -41,9 +43,11 @@ def test_the_queue_is_noticed_in_a_copied_scope() -> None:
 
     inner = Request({**http.scope, ARRIVED: arrived})
     caller_of(inner).arrived()
-    assert told == ["arrived"] and caller_of(inner) is caller_of(inner)
+    assert told == ["arrived"]
+    assert caller_of(inner) is caller_of(inner)
 
 
 def test_without_a_peer_or_a_plausible_timeout() -> None:
     caller = caller_of(request((b"x-stainless-timeout", b"soon"), client=None))
-    assert caller.client == NOBODY.client and caller.patience_s == math.inf
+    assert caller.client == NOBODY.client
+    assert caller.patience_s == math.inf

@@ -94,6 +94,7 @@ class ModelRunner:
             block_size,
             config.max_num_seqs,
             config.deterministic,
+            config.npu_head_dims,
         )
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, dtype)

@@ -27,6 +27,7 @@ UPDATED = {  # a captured operator -> names of its arguments that replays update
     "npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
     "npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
 }
+packed_head_dims = {64, 128, 192}  # that this machine's operator takes; chips and versions of CANN differ
 calls: dict[str, int] = {}  # calls of operators, by name
 _library = torch.library.Library("npu", "IMPL")
 
@@ -164,7 +165,8 @@ def _sequences(
         return
     assert layout == "TND"
     assert ends is not None
-    assert query.shape[-1] in (64, 128, 192)
+    if query.shape[-1] not in packed_head_dims:
+        raise RuntimeError(f"EZ1001: head dim {query.shape[-1]} is not supported in layout TND")
     assert len(ends) == len(lens) <= 4096
     assert ends[-1] == len(query)
     for i, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):

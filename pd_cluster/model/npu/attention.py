@@ -3,8 +3,8 @@
 A step's sequences go in one call, packed (layout TND), whether they are prompts or decode. If the operator does not
 support a model's heads in this form, decode steps go as a batch of one token each (BSND), and steps with prompts
 through attention/sdpa.py. Lengths are host values, block tables are on the device. `problem` reports at load what
-neither can do; head_dims.py tries heads of other sizes. Operators and their limits follow torch-npu 2.13's schemas and CANN's descriptions; nothing here has run
-on hardware.
+neither can do; head_dims.py tries heads of other sizes. Operators and their limits follow torch-npu 2.13's schemas and
+CANN's descriptions; nothing here has run on hardware.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Runs decode steps as graphs: captured once for a padded number of sequences, then replayed on the same buffers.
 
 Graphs are captured at the start as far as time allows, the others on the first use of their size; or all at the start,
-and steps of other sizes take a larger one. All write their logits to one buffer, so that each need not keep its own. Rows of padding have no context, and write to the pool's
-padding block. The capturing function comes from outside: see `streams.capture`.
+and steps of other sizes take a larger one. All write their logits to one buffer, so that each need not keep its own.
+Rows of padding have no context, and write to the pool's padding block. The capturing function comes from outside: see
+`streams.capture`.
 """
 
 from __future__ import annotations

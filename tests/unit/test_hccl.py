@@ -18,6 +18,7 @@ from pd_cluster.devices.device import CPU
 from pd_cluster.engine import build
 from pd_cluster.settings.config import Credentials, WorkerConfig
 from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.options import ServeOptions
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import Device, Server, generate, write
@@ -278,3 +279,23 @@ def test_serve_hands_it_to_workers_on_npus(
     assert got.keys() - fast.keys() == {"HCCL_DETERMINISTIC"}
     assert "RANK_TABLE_FILE=/etc/hccl.json is not handed to the ranks" in caplog.text
     assert serve._hccl_environment("cpu", place, Timeouts(), PortRange()) == {}
+
+
+@pytest.mark.parametrize(("given", "value"), [({}, "true"), ({"fast_collectives": True}, None)])
+def test_fast_collectives_reach_the_ranks(
+    given: dict[str, Any], value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made(Exception):
+        """Ends the start where the ranks' settings are complete."""
+
+    def made(**fields: Any) -> None:
+        raise Made(fields["environment"])
+
+    monkeypatch.delenv("HCCL_DETERMINISTIC", raising=False)
+    monkeypatch.setattr(serve, "WorkerConfig", made)
+    env = tables(tmp_path, "npu", "10.0.0.18")
+    local = next(tmp_path.glob("local_*_0.json"))
+    start = serve._start_of(ServeOptions(device="npu", **given), {**env, "RANK_TABLE_FILE_PATH": str(local)})
+    with pytest.raises(Made) as caught:
+        serve._run_worker(start, Credentials(b""))
+    assert caught.value.args[0].get("HCCL_DETERMINISTIC") == value

@@ -52,7 +52,7 @@ def run(env: Mapping[str, str]) -> None:
 
 def _keys(place: Place, env: Mapping[str, str]) -> str:
     """Reports whether an instance would find its files; only a warning, as flags of its command line are unknown."""
-    derives = (_given(env, "derive_secret") or "").lower() in ("1", "true")
+    derives = _is_on(env, "derive_secret")
     secret, key, token = (_given(env, f"{name}_file") for name in ("secret", "scheduler_key", "admin_token"))
     files = KeyFiles(secret, key, token, derives)
     try:
@@ -69,6 +69,10 @@ def _given(env: Mapping[str, str], setting: str) -> str | None:
     return env.get(variable_of(setting))
 
 
+def _is_on(env: Mapping[str, str], setting: str) -> bool:
+    return (_given(env, setting) or "").lower() in ("1", "true")
+
+
 def _deadlines() -> Table:
     table = Table("flag", "seconds", "what it bounds", title="deadlines")
     for each in declared(Timeouts):
@@ -79,7 +83,8 @@ def _deadlines() -> Table:
 def _hccl(place: Place, env: Mapping[str, str]) -> Table:
     ports = PortRange.parse(_given(env, "kv_port_range") or "")
     table = Table("variable", "value", "why", title="HCCL: what the ranks on NPUs get")
-    for each in hccl.settings(place.server, place.bind_address, Timeouts(), ports, env):
+    is_fast = _is_on(env, "fast_collectives")
+    for each in hccl.settings(place.server, place.bind_address, Timeouts(), ports, env, is_fast):
         table.add_row(each.name, "not set" if not each.value else each.value, each.reason)
     return table
 

@@ -238,7 +238,9 @@ def _run_worker(start: _Start, credentials: Credentials) -> None:
         engine=msgspec.structs.replace(engine, tensor_parallel_size=num_devices, num_local_ranks=place.num_local_ranks),
         timeouts=start.timeouts,
         ranks=RankPlace(size=num_devices),
-        environment=_hccl_environment(engine.device, place, start.timeouts, handover.kv_port_range),
+        environment=_hccl_environment(
+            engine.device, place, start.timeouts, handover.kv_port_range, start.process.fast_collectives
+        ),
         log_level=start.process.log_level,
     )
     with contextlib.ExitStack() as ending:
@@ -280,11 +282,14 @@ def _preloader_of(process: ProcessSettings, config: WorkerConfig) -> Preloader |
     return Preloader.start(environment_of(config, os.environ), config.engine.model)
 
 
-def _hccl_environment(device: str, place: Place, timeouts: Timeouts, ports: PortRange) -> dict[str, str]:
+def _hccl_environment(
+    device: str, place: Place, timeouts: Timeouts, ports: PortRange, is_fast: bool = False
+) -> dict[str, str]:
     """Returns variables for rank processes on NPUs; empty for others."""
     if not hccl.is_wanted(device, place.server):
         return {}
-    environment = hccl.environment(hccl.settings(place.server, place.bind_address, timeouts, ports, os.environ))
+    found = hccl.settings(place.server, place.bind_address, timeouts, ports, os.environ, is_fast)
+    environment = hccl.environment(found)
     if hccl.RANK_TABLE in environment:
         log.warning(
             "%s=%s is not handed to the ranks: HCCL would read it", hccl.RANK_TABLE, os.environ[hccl.RANK_TABLE]

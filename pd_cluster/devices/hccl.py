@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from pd_cluster.errors import flag_of
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import Server
@@ -25,6 +26,7 @@ GROUP_BUFFER_MB = 200  # for an instance's ranks: HCCL's default, for all-reduce
 PAIR_BUFFER_MB = 64  # for a KV link: two payloads fit in; a rank has a pair for every rank that it is linked to
 
 BUFFER, NIC, ADDRESS = "HCCL_BUFFSIZE", "HCCL_SOCKET_IFNAME", "HCCL_IF_IP"
+EXPANSION = "HCCL_OP_EXPANSION_MODE"  # AIV: on vector cores, the fastest where it serves
 RANK_TABLE = "RANK_TABLE_FILE"  # torch_npu's; the cluster's own is RANK_TABLE_FILE_PATH
 MIN_CONNECT_S, MAX_CONNECT_S = 120, 7200
 MAX_EXEC_S = (1 << 31) - 1
@@ -46,6 +48,7 @@ class _Given(NamedTuple):
     timeouts: Timeouts
     ports: PortRange
     env: Mapping[str, str]
+    is_fast: bool
 
 
 def is_wanted(device: str, server: Server) -> bool:
@@ -58,10 +61,18 @@ def is_wanted(device: str, server: Server) -> bool:
 
 
 def settings(
-    server: Server, bind_address: str, timeouts: Timeouts, ports: PortRange, env: Mapping[str, str]
+    server: Server,
+    bind_address: str,
+    timeouts: Timeouts,
+    ports: PortRange,
+    env: Mapping[str, str],
+    is_fast: bool = False,
 ) -> list[HcclVariable]:
-    """Returns every variable of HCCL that the cluster sets or removes. `bind_address` is `server_ip` as a number."""
-    given = _Given(server, bind_address, timeouts, ports, env)
+    """Returns every variable of HCCL that the cluster sets or removes.
+
+    `bind_address` is `server_ip` as a number. `is_fast`: `--fast-collectives`.
+    """
+    given = _Given(server, bind_address, timeouts, ports, env, is_fast)
     found = [_setting(name, choose, given) for name, choose in CHOICES.items()]
     if env.get(RANK_TABLE):
         reason = "taken away: HCCL would build its groups from that file; the tables are in *RANK_TABLE_FILE_PATH"
@@ -139,6 +150,16 @@ def _npu_ports(given: _Given) -> tuple[str | None, str]:
     return ANY_PORT, "not port 16666 alone: two processes may meet on an NPU; all ranks of a group must have it"
 
 
+def _deterministic(given: _Given) -> tuple[str | None, str]:
+    """Makes sums deterministic, which costs speed: CANN's reference says that they take longer, and that this setting
+    takes precedence over HCCL_OP_EXPANSION_MODE=AIV, which may then be without effect.
+    """
+    if given.is_fast:
+        return None, f"{flag_of('fast_collectives')}: HCCL's default, false; equal requests may have unequal answers"
+    slower = f"slower, and before {EXPANSION}=AIV; {flag_of('fast_collectives')} leaves it to HCCL"
+    return "true", f"equal requests have equal answers: sums are added in one order; {slower}"
+
+
 CHOICES: dict[str, Callable[[_Given], tuple[str | None, str]]] = {
     ADDRESS: _address,
     "HCCL_SOCKET_FAMILY": _family,
@@ -151,6 +172,6 @@ CHOICES: dict[str, Callable[[_Given], tuple[str | None, str]]] = {
         f"each has its own: {GROUP_BUFFER_MB} MB ranks of an instance, {PAIR_BUFFER_MB} a KV pair",
     ),
     "P2P_HCCL_BUFFSIZE": lambda _: ("0", "a KV pair sends through its own communicator, not a second one"),
-    "HCCL_DETERMINISTIC": lambda _: ("true", "equal requests have equal answers: sums are added in one order"),
+    "HCCL_DETERMINISTIC": _deterministic,
 }
 """Name -> (value, why)."""

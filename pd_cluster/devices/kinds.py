@@ -21,6 +21,7 @@ class Kind:
     Steps: with `large_nbytes` of memory or more, a device takes large ones by default; 0: no device does.
     Attention: `runs_triton`, and FlashInfer with it.
     Graphs: `most_graph_streams`, 0 without graphs; `graphs_take_any_context` when one serves every length;
+    `captures_at_start_only` when a capture is too long or too risky for a step that clients wait for;
     `captures_sums` of several ranks; `spreads_tokens` from rank 0 to the others without the host.
     """
 
@@ -37,6 +38,7 @@ class Kind:
     runs_triton: bool = False
     most_graph_streams: int = 0
     graphs_take_any_context: bool = False
+    captures_at_start_only: bool = False
     captures_sums: bool = True
     spreads_tokens: bool = True
     handles_say_their_kind: bool = False  # the handle that maps its memory into another process is in torch's own form
@@ -58,6 +60,7 @@ NPU_KIND = Kind(
     most_plane_numel=(1 << 31) - 1,
     most_graph_streams=1800,  # 2,048 exist, according to others who capture on NPUs
     graphs_take_any_context=True,
+    captures_at_start_only=True,  # what a capture costs there is unknown; the step under way would pay it
     captures_sums=False,  # the number of streams that HCCL's sums take in a graph is unknown
     spreads_tokens=False,  # HCCL's broadcast of tokens is untested
     is_slow_to_name_streams=True,

@@ -41,6 +41,7 @@ class Attention:
 SDPA = Attention("SDPA")
 BACKEND = called("attention_backend")
 DETERMINISTIC = called("deterministic")
+HEAD_DIMS = called("npu_head_dims")
 
 
 def default_block_size(device: Device) -> int:
@@ -88,12 +89,13 @@ def choose_attention(
     has_sinks: bool = False,
     max_num_seqs: int = 1,
     is_deterministic: bool = False,
+    npu_head_dims: str = "strict",
 ) -> Attention:
     """Chooses for this rank's pool and transformers config. Raises ConfigError for a backend that cannot serve them."""
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
     if not device.traits.runs_triton:
-        return _npu(config, layout, device, has_sinks, max_num_seqs)
+        return _npu(config, layout, device, has_sinks, max_num_seqs, is_wide=npu_head_dims == "wide")
     if wanted == "flashinfer":
         return _flashinfer(config, layout, device, has_sinks)
     if why := _why_not_triton(layout, config):
@@ -106,22 +108,37 @@ def choose_attention(
     return triton_attention(is_deterministic)
 
 
-def _npu(config: Any, layout: KVLayout, device: Device, has_sinks: bool, max_num_seqs: int) -> Attention:
-    """Chooses torch-npu's operators. SDPA would serve everything, one sequence after the other: only on request."""
+def _npu(config: Any, layout: KVLayout, device: Device, has_sinks: bool, max_num_seqs: int, is_wide: bool) -> Attention:
+    """Chooses torch-npu's operators. SDPA would serve everything, one sequence after the other: only on request.
+
+    `is_wide`: heads of other sizes than described are tried on the device. If it fails, all is as without.
+    """
     from pd_cluster.model.npu.attention import NpuAttention, problem, way_of
+    from pd_cluster.model.npu.head_dims import why_not
     from pd_cluster.model.npu.ops import NpuOps
 
-    num_heads = config.num_attention_heads
+    num_heads, dim = config.num_attention_heads, layout.head_dim
     has = {
         "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
         "sinks": has_sinks,
         "window": uses_window(config),
     }
-    if why := problem(layout, num_heads, max_num_seqs, {trait for trait, is_there in has.items() if is_there}):
-        raise ConfigError(f"{why}; {BACKEND} sdpa is slow, and can")
-    way = way_of(layout, num_heads)
+    traits = {trait for trait, is_there in has.items() if is_there}
+    way, way_out = way_of(layout, num_heads), ""
+    if way == "BSND" and not problem(layout, num_heads, max_num_seqs, traits, "TND"):
+        way_out = f"{HEAD_DIMS} wide tries it, "
+        if is_wide:
+            why = why_not(device, layout, num_heads, has["window"], has_sinks)
+            way, way_out = "BSND" if why else "TND", ""
+            if why:
+                log.warning("%s wide: without effect, packed attention with head_dim %d: %s", told(HEAD_DIMS), dim, why)
+            else:
+                log.info("%s wide: this device computes packed attention with head_dim %d", told(HEAD_DIMS), dim)
+    if why := problem(layout, num_heads, max_num_seqs, traits, way):
+        raise ConfigError(f"{why}; {way_out}{BACKEND} sdpa is slow, and can")
     if way == "BSND":
-        log.warning("prompts attend by SDPA, sequence by sequence, which is slow: head_dim %d", layout.head_dim)
+        hint = told(f"; {HEAD_DIMS} wide tries another way") if way_out else ""
+        log.warning("prompts attend by SDPA, sequence by sequence, which is slow: head_dim %d%s", dim, hint)
     kernels, name = NpuAttention(device, way), f"torch-npu ({way})"
     return Attention(name, kernels.write_and_attend, make_ops=lambda own: NpuOps(kernels.write_and_attend, own.name))
 

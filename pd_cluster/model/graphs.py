@@ -1,8 +1,9 @@
 """Runs decode steps as graphs: captured once for a padded number of sequences, then replayed on the same buffers.
 
-Graphs are captured at the start as far as time allows, the others on the first use of their size. All write their
-logits to one buffer, so that each need not keep its own. Rows of padding have no context, and write to the pool's
-padding block. The capturing function comes from outside: see `streams.capture`.
+Graphs are captured at the start as far as time allows, the others on the first use of their size; or all at the start,
+and steps of other sizes take a larger one. All write their logits to one buffer, so that each need not keep its own.
+Rows of padding have no context, and write to the pool's padding block. The capturing function comes from outside: see
+`streams.capture`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ LEAST_BUCKET = 512  # tokens of the longest context that a graph's work is divid
 BUCKET_FACTOR = 4
 SIZE_STEP = 8  # between sizes; below it they are powers of two
 MAX_START_S = 5.0  # after which no further graph is captured at the start
+MAX_ONLY_START_S = 120.0  # the same where none is captured later
 NUM_STAGES = 2  # of host memory: one is filled while the device reads the other
 
 Run = Callable[[], torch.Tensor]
@@ -92,19 +94,23 @@ class DecodeGraphs:
         is_for_any_context: bool = False,
         sizes: Sequence[int] = (),
         is_alone: bool = True,
+        only_at_start: bool = False,
     ) -> None:
         """`longest`: the longest context, in tokens. `max_graphs`: the limit of the device. `sizes`: see `sizes_of`.
 
         `is_for_any_context`: the work of a graph is not divided by its context's length. `is_alone`: no other rank
-        captures the same graphs, so this one may do without.
+        captures the same graphs, so this one may do without. `only_at_start`: only `prepare` captures, and if there
+        are more sizes than the device holds graphs, only some of them, evenly spread; a step takes the next larger one.
         """
         self._model, self._pool, self._capture = model, pool, capture
-        self._sizes, self._longest = sizes_of(sizes, max_num_seqs), longest
+        self._sizes, self._longest, self._only_at_start = sizes_of(sizes, max_num_seqs), longest, only_at_start
         max_num_seqs = self._sizes[-1]
         self._max_graphs, self._is_alone = max_graphs, is_alone
         self._is_memory_full = False
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         self._least_bucket = bucket_of(longest) if is_for_any_context else LEAST_BUCKET
+        if only_at_start and max_graphs is not None:
+            self._sizes = _spread(self._sizes, max(1, max_graphs // len(self._buckets)))
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(longest))
         device = pool.memory.device
@@ -125,17 +131,22 @@ class DecodeGraphs:
     def _is_full(self) -> bool:
         return self._is_memory_full or (self._max_graphs is not None and len(self._graphs) >= self._max_graphs)
 
+    @property
+    def _buckets(self) -> list[int]:
+        """Returns the longest contexts of graphs, ascending; the last takes any."""
+        found = [self._least_bucket]
+        while found[-1] < self._longest:
+            found.append(found[-1] * BUCKET_FACTOR)
+        return found
+
     def prepare(self, has_time: Callable[[], bool]) -> None:
         """Captures graphs before they are wanted, while there is time: short contexts first, then large sizes first.
 
         Small graphs then use the memory of large ones. The steps write to the pool's first blocks, which must be free.
         A device that holds fewer graphs than there are sizes captures those that are wanted.
         """
-        buckets = [self._least_bucket]
-        while buckets[-1] < self._longest:
-            buckets.append(buckets[-1] * BUCKET_FACTOR)
-        keys = [(size, bucket) for bucket in buckets for size in reversed(self._sizes)]
-        if self._max_graphs is not None and self._max_graphs < len(keys):
+        keys = [(size, bucket) for bucket in self._buckets for size in reversed(self._sizes)]
+        if not self._only_at_start and self._max_graphs is not None and self._max_graphs < len(keys):
             return
         for size, bucket in keys:
             if self._is_full or not has_time():
@@ -156,8 +167,14 @@ class DecodeGraphs:
         context_len = int(step.rows[:, 1].max()) + 1
         if context_len > self._longest or not _has_one_row(step.rope_positions):
             return None
-        size = self._sizes[bisect_left(self._sizes, num_seqs)]
-        key = size, max(self._least_bucket, bucket_of(context_len))
+        bucket = max(self._least_bucket, bucket_of(context_len))
+        sizes = self._sizes[bisect_left(self._sizes, num_seqs) :]
+        if self._only_at_start:
+            sizes = [size for size in sizes if (size, bucket) in self._graphs]
+        if not sizes:
+            return None
+        size = sizes[0]
+        key = size, bucket
         if key not in self._graphs and self._is_full:
             return None
         self._put(step, size)
@@ -178,7 +195,7 @@ class DecodeGraphs:
         """Captures a graph for the step in the buffers, whose lengths are `lens`; None: there is no memory for it."""
         batch = self._batch(size, context_len)
         batch.replay_lens = lens
-        if len(self._graphs) + 1 == self._max_graphs:
+        if len(self._graphs) + 1 == self._max_graphs and not self._only_at_start:
             log.warning("decode steps of further sizes run eagerly: the device holds %d graphs", self._max_graphs)
         try:
             replay = self._capture(lambda: self._kept(self._model(batch)))
@@ -251,6 +268,15 @@ class DecodeGraphs:
 
     def _of(self, part: slice, length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return self._there[part].view(dtype)[:length]
+
+
+def _spread(sizes: list[int], most: int) -> list[int]:
+    """Returns at most `most` of the ascending sizes, evenly spread, always with the largest."""
+    if len(sizes) <= most:
+        return sizes
+    found = [sizes[(i + 1) * len(sizes) // most - 1] for i in range(most)]
+    log.info("decode graphs of %d of %d sizes: the device holds no more", len(found), len(sizes))
+    return found
 
 
 def _has_one_row(rope_positions: Ints | None) -> bool:

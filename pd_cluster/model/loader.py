@@ -79,6 +79,7 @@ def load_model(
     block_size: int = DEFAULT_BLOCK_SIZE,
     max_num_seqs: int = 1,
     is_deterministic: bool = False,
+    npu_head_dims: str = "strict",
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
 
@@ -97,7 +98,7 @@ def load_model(
     if is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
     attention = choose_attention(
-        attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic
+        attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic, npu_head_dims
     )
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn, rope_limit)

@@ -22,7 +22,7 @@ from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.attention_choice import check_backend, check_deterministic, default_block_size
 from pd_cluster.model.batch import NO_HIDDEN_STATES, RunnerOutput, StepInput, batch_of, step_ahead, step_input
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
-from pd_cluster.model.graphs import MAX_START_S, DecodeGraphs, sizes_of
+from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step
@@ -94,6 +94,7 @@ class ModelRunner:
             block_size,
             config.max_num_seqs,
             config.deterministic,
+            config.npu_head_dims,
         )
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, dtype)
@@ -125,7 +126,7 @@ class ModelRunner:
             log.info("decode steps run eagerly: %s", why)
             return None
         graphs = make_graphs(self.model, self.pool, config, self.max_model_len, self.group.size == 1)
-        stop_s = time.monotonic() + MAX_START_S
+        stop_s = time.monotonic() + (MAX_ONLY_START_S if self.device.traits.captures_at_start_only else MAX_START_S)
         with torch.inference_mode():
             graphs.prepare(lambda: bool(self.group.least(int(time.monotonic() < stop_s))))
         return graphs
@@ -225,7 +226,8 @@ def make_graphs(
 ) -> DecodeGraphs:
     """Returns graphs, none of them captured yet. `is_alone`: the model is not shared with other ranks.
 
-    On an NPU every layer of a graph takes one of its few streams, and attention divides its work itself.
+    On an NPU every layer of a graph takes one of its few streams, attention divides its work itself, and no step of a
+    client waits for a capture.
     """
     traits = pool.device.traits
     num_streams = traits.most_graph_streams
@@ -237,4 +239,5 @@ def make_graphs(
         is_for_any_context=traits.graphs_take_any_context,
         sizes=config.graph_sizes,
         is_alone=is_alone,
+        only_at_start=traits.captures_at_start_only,
     )

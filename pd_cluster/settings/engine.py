@@ -31,6 +31,7 @@ SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "tiny-chat"
 MAX_BLOCK_SIZE = 4096  # tokens
 MAX_TP_SIZE = 256
 PREEMPTION_MODES = ("recompute", "swap")
+NPU_HEAD_DIMS = ("strict", "wide")
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "sdpa")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
 
@@ -120,6 +121,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(one_of(ATTENTION_BACKENDS),),
         ),
     ] = "auto"
+    npu_head_dims: Annotated[
+        str,
+        ENGINE(
+            "strict or wide. On NPUs, strict: packed attention only for head sizes of the operator's description; "
+            "wide: for others, too, if a trial at load gives the right numbers on the device.",
+            checks=(one_of(NPU_HEAD_DIMS),),
+        ),
+    ] = "strict"
     deterministic: Annotated[
         bool,
         ENGINE(

@@ -85,6 +85,16 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
             after="graph_sizes",
         ),
     ] = False
+    fast_collectives: Annotated[
+        bool,
+        Setting(
+            "On NPUs, let HCCL add in the order that is fastest, so that equal requests may have unequal answers: "
+            "leaves HCCL_DETERMINISTIC, otherwise true, to HCCL's default.",
+            Panel.ENGINE,
+            Scope.WORKERS,
+            after="npu_head_dims",
+        ),
+    ] = False
 
 
 class KeyFiles(msgspec.Struct, frozen=True):

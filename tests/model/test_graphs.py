@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,71 +10,19 @@ import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
-from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import graphs as module
 from pd_cluster.model import loader
-from pd_cluster.model.batch import ForwardBatch, batch_of, step_input
+from pd_cluster.model.batch import ForwardBatch, step_input
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.graphs import DecodeGraphs, bucket_of, sizes_of
 from pd_cluster.types import Order, Request, RopePositions, Sampling
 from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.graph_world import BLOCK_SIZE, MAX_LEN, MOST, NUM_BLOCKS, World
 
-BLOCK_SIZE, NUM_BLOCKS, MOST, MAX_LEN = 4, 60, 12, 24
 FULL = (
     "decode steps of further sizes run eagerly: no memory is left after 1 graphs; a lower --gpu-memory-utilization or "
     "fewer --graph-sizes leave some"
 )
-
-
-class World:
-    """Sequences in two pools that hold the same; one is decoded through graphs."""
-
-    def __init__(self, model: CausalLM, seed: int) -> None:
-        self.model, self.rng = model, random.Random(seed)
-        layout = loader.layout_of(model.config, BLOCK_SIZE, "float32")
-        self.eager, self.pool = KVPool(layout, NUM_BLOCKS), KVPool(layout, NUM_BLOCKS)
-        self.runs: list[int] = []  # how often each graph's launches were made
-        self.graphs = DecodeGraphs(model, self.pool, MOST, MAX_LEN, self.capture)
-        self.requests: list[Request] = []
-
-    def capture(self, run: module.Run) -> module.Run:
-        which = len(self.runs)
-        self.runs.append(0)
-
-        def again() -> torch.Tensor:
-            self.runs[which] += 1
-            return run()
-
-        return again
-
-    def start(self, num_requests: int) -> None:
-        free = list(range(NUM_BLOCKS))
-        self.rng.shuffle(free)
-        for i in range(num_requests):
-            prompt = [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.randrange(1, 9))]
-            self.requests.append(
-                Request(str(i), Order(prompt, Sampling()), block_table=[free.pop() for _ in range(MAX_LEN // 4)][:4])
-            )
-        step = step_input([(r, len(r.prompt_token_ids)) for r in self.requests], BLOCK_SIZE)
-        assert self.graphs.compute(step) is None or all(len(r.prompt_token_ids) == 1 for r in self.requests)
-        for pool in (self.eager, self.pool):
-            self.model(batch_of(step, pool))
-        for request in self.requests:
-            request.num_computed_tokens = len(request.prompt_token_ids)
-
-    def decode(self) -> None:
-        """One token each of some, in any order."""
-        chosen = self.rng.sample(self.requests, self.rng.randrange(1, len(self.requests) + 1))
-        for request in chosen:
-            request.output_token_ids.append(self.rng.randrange(VOCAB_SIZE))
-        step = step_input([(request, 1) for request in chosen], BLOCK_SIZE)
-        expected = self.model(batch_of(step, self.eager))
-        actual = self.graphs.compute(step)
-        assert actual is not None
-        assert actual.shape == expected.shape
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-        for request in chosen:
-            request.num_computed_tokens += 1
 
 
 @pytest.fixture(params=["llama", "gemma2"])
@@ -340,3 +287,49 @@ def test_other_errors_of_a_capture_end_the_step(model: CausalLM) -> None:
     graphs = DecodeGraphs(model, World(model, 16).pool, MOST, MAX_LEN, capture)
     with pytest.raises(RuntimeError, match="illegal"), torch.inference_mode():
         graphs.compute(step_input([(r, 1) for r in one_token(1)], BLOCK_SIZE))
+
+
+def test_graphs_of_the_start_alone_serve_every_step(model: CausalLM) -> None:
+    """No step captures: sizes without a graph take the next larger one."""
+    world = World(model, 21)
+    world.graphs = DecodeGraphs(
+        model, world.pool, 8, MAX_LEN, world.capture, max_graphs=2, is_for_any_context=True, only_at_start=True
+    )
+    with torch.inference_mode():
+        world.graphs.prepare(lambda: True)
+        assert [size for size, _ in world.graphs._graphs] == [8, 2]
+        world.eager.data.copy_(world.pool.data)
+        world.start(7)
+        for _ in range(12):
+            world.decode()
+    assert len(world.runs) == 2
+    assert all(world.runs)
+
+
+def test_what_the_start_had_no_time_for_is_never_captured(model: CausalLM) -> None:
+    world = World(model, 22)
+    world.graphs = DecodeGraphs(model, world.pool, 4, 1500, world.capture, only_at_start=True)
+    left = iter([True, False])
+    request = Request("long", Order([1] * 600, Sampling()), block_table=list(range(NUM_BLOCKS)))
+    with torch.inference_mode():
+        world.graphs.prepare(lambda: next(left))
+        assert list(world.graphs._graphs) == [(4, 512)]
+        world.eager.data.copy_(world.pool.data)
+        world.start(3)
+        for _ in range(6):
+            world.decode()
+        far = step_input([(request, 1)], BLOCK_SIZE)
+        far.rows[:, 1] = 599  # a context of 600 tokens
+        assert world.graphs.compute(far) is None
+        many = [Request(str(i), Order([1], Sampling()), block_table=[i]) for i in range(5)]
+        assert world.graphs.compute(step_input([(each, 1) for each in many], BLOCK_SIZE)) is None
+    assert len(world.runs) == 1
+
+
+@pytest.mark.parametrize("most", range(1, 9))
+def test_few_graphs_are_spread_over_the_sizes(most: int) -> None:
+    sizes = [1, 2, 4, 8, 16, 24, 32]
+    found = module._spread(sizes, most)
+    assert len(found) == min(most, len(sizes))
+    assert found == sorted(set(found) & set(sizes))
+    assert found[-1] == 32

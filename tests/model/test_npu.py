@@ -6,9 +6,10 @@ import pytest
 
 from tests.support.npu_wheel import run_cases
 
-CASES = "npu_cases.py"
+CASES = ("npu_cases.py", "npu_head_cases.py")
 
 
 @pytest.mark.timeout(300)
-def test_the_path_is_exact_over_the_operators_own_schemas() -> None:
-    assert " passed" in run_cases(CASES, "-m", "not slow", timeout_s=280)
+@pytest.mark.parametrize("file", CASES)
+def test_the_path_is_exact_over_the_operators_own_schemas(file: str) -> None:
+    assert " passed" in run_cases(file, "-m", "not slow", timeout_s=280)

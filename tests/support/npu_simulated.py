@@ -27,6 +27,12 @@ UPDATED = {  # a captured operator -> names of its arguments that replays update
     "npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
     "npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
 }
+packed_head_dims = {64, 128, 192}  # that this machine's operator takes; chips and versions of CANN differ
+# Operators that may make the host wait for the device: none may be captured.
+WAITING = {
+    *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select"),
+    *("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"),
+}
 calls: dict[str, int] = {}  # calls of operators, by name
 _library = torch.library.Library("npu", "IMPL")
 
@@ -164,7 +170,8 @@ def _sequences(
         return
     assert layout == "TND"
     assert ends is not None
-    assert query.shape[-1] in (64, 128, 192)
+    if query.shape[-1] not in packed_head_dims:
+        raise RuntimeError(f"EZ1001: head dim {query.shape[-1]} is not supported in layout TND")
     assert len(ends) == len(lens) <= 4096
     assert ends[-1] == len(query)
     for i, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -307,7 +314,7 @@ class FakeGraph(TorchDispatchMode):
         self._is_told = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func._schema.name not in ("aten::_local_scalar_dense", "aten::item"), "a captured launch asks the device"
+        assert func._schema.name not in WAITING, f"{func._schema.name}: a captured launch may ask the device"
         kwargs = dict(kwargs or {})
         found = func(*args, **kwargs)
         outs = found if isinstance(found, (list, tuple)) else [] if found is None else [found]

@@ -18,6 +18,7 @@ from pd_cluster.devices.device import CPU
 from pd_cluster.engine import build
 from pd_cluster.settings.config import Credentials, WorkerConfig
 from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.options import ServeOptions
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from ranktable_tools import Device, Server, generate, write
@@ -56,6 +57,16 @@ def handed_over(*args: Any, **changed: Any) -> dict[str, str]:
 def test_an_instance_of_two_npus() -> None:
     assert handed_over() == OURS
     assert all(each.reason for each in found().values())
+
+
+def test_fast_collectives_leave_the_order_of_sums_to_hccl() -> None:
+    sure = hccl.settings(server(), "10.0.0.18", Timeouts(), ANY, {})
+    fast = hccl.settings(server(), "10.0.0.18", Timeouts(), ANY, {}, is_fast=True)
+    assert hccl.environment(sure).items() - hccl.environment(fast).items() == {("HCCL_DETERMINISTIC", "true")}
+    by_name = {each.name: each for each in sure}
+    assert "slower, and before HCCL_OP_EXPANSION_MODE=AIV" in by_name["HCCL_DETERMINISTIC"].reason
+    yours = hccl.settings(server(), "10.0.0.18", Timeouts(), ANY, {"HCCL_DETERMINISTIC": "strict"}, is_fast=True)
+    assert hccl.HcclVariable("HCCL_DETERMINISTIC", "strict", "set by you", is_yours=True) in yours
 
 
 def test_only_instances_on_npus_get_it() -> None:
@@ -224,6 +235,9 @@ def test_check_shows_what_was_set_and_why(
     assert "HCCL_EXEC_TIMEOUT 1800 set by you" in said
     assert "HCCL_HOST_SOCKET_PORT_RANGE 7000-7010 --kv-port-range" in said
     assert "HCCL_BUFFSIZE not set" in said
+    assert "HCCL_DETERMINISTIC true equal requests have equal answers" in said
+    fast = checked({**env, "PD_CLUSTER_SERVE_FAST_COLLECTIVES": "1"}, capsys)
+    assert "HCCL_DETERMINISTIC not set --fast-collectives" in fast
     assert f"warning: {conf} is missing" in said.replace("- ", "-")
     conf.write_text("address_0=192.0.2.20\n")
     assert "is missing" not in checked(env, capsys)
@@ -261,5 +275,27 @@ def test_serve_hands_it_to_workers_on_npus(
         "HCCL_HOST_SOCKET_PORT_RANGE": "7000-7010",
         "RANK_TABLE_FILE": "",
     }
+    fast = serve._hccl_environment("auto", place, Timeouts(), PortRange(), is_fast=True)
+    assert got.keys() - fast.keys() == {"HCCL_DETERMINISTIC"}
     assert "RANK_TABLE_FILE=/etc/hccl.json is not handed to the ranks" in caplog.text
     assert serve._hccl_environment("cpu", place, Timeouts(), PortRange()) == {}
+
+
+@pytest.mark.parametrize(("given", "value"), [({}, "true"), ({"fast_collectives": True}, None)])
+def test_fast_collectives_reach_the_ranks(
+    given: dict[str, Any], value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made(Exception):
+        """Ends the start where the ranks' settings are complete."""
+
+    def made(**fields: Any) -> None:
+        raise Made(fields["environment"])
+
+    monkeypatch.delenv("HCCL_DETERMINISTIC", raising=False)
+    monkeypatch.setattr(serve, "WorkerConfig", made)
+    env = tables(tmp_path, "npu", "10.0.0.18")
+    local = next(tmp_path.glob("local_*_0.json"))
+    start = serve._start_of(ServeOptions(device="npu", **given), {**env, "RANK_TABLE_FILE_PATH": str(local)})
+    with pytest.raises(Made) as caught:
+        serve._run_worker(start, Credentials(b""))
+    assert caught.value.args[0].get("HCCL_DETERMINISTIC") == value

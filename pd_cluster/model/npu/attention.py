@@ -3,8 +3,8 @@
 A step's sequences go in one call, packed (layout TND), whether they are prompts or decode. If the operator does not
 support a model's heads in this form, decode steps go as a batch of one token each (BSND), and steps with prompts
 through attention/sdpa.py. Lengths are host values, block tables are on the device. `problem` reports at load what
-neither can do. Operators and their limits follow torch-npu 2.13's schemas and CANN's descriptions; nothing here has run
-on hardware.
+neither can do; head_dims.py tries heads of other sizes. Operators and their limits follow torch-npu 2.13's schemas and
+CANN's descriptions; nothing here has run on hardware.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ CAUSAL, BAND = 3, 4  # sparse_mode: both are aligned to the last query and key
 Way = Literal["TND", "BSND"]
 
 
-def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str]) -> str:
+def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str], way: Way | None = None) -> str:
     """Returns why these operators cannot serve this pool and model; "" if they can.
 
-    `traits` are the model's: "softcap", "sinks", "window".
+    `traits` are the model's: "softcap", "sinks", "window". `way`: by default `way_of`; TND, to ask whether nothing but
+    the size of the heads is in the way of it.
     """
     if layout.dtype not in DTYPES:
         return f"{called('dtype')} {layout.dtype}: attention on NPUs takes {' or '.join(DTYPES)}"
@@ -52,33 +53,46 @@ def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str
         return f"{width} numbers in a token's keys: attention on NPUs takes at most {MAX_WIDTH}"
     if "softcap" in traits:
         return "the model caps its attention scores (softcap), which attention on NPUs cannot"
-    if not _why_not_packed(layout, num_heads):
+    why, dim = _why_not_packed(layout, num_heads), layout.head_dim
+    if (way or way_of(layout, num_heads)) == "TND":
+        if why_blocks := _why_not_packed_blocks(layout):
+            return why_blocks
         if max_num_seqs > MAX_PACKED_SEQS:
             return f"{called('max_num_seqs')} {max_num_seqs}: attention on NPUs takes at most {MAX_PACKED_SEQS} at once"
-        return ""
-    why = _why_not_packed(layout, num_heads)
+        return _why_no_dim(dim)
     if others := sorted(traits & {"sinks", "window"}):
         return f"{why}, and without that no {' and '.join(others)}"
-    size, dim = layout.block_size, layout.head_dim
+    size = layout.block_size
     if size % BATCHED_STEP or size > MAX_BATCHED_BLOCK_SIZE:
         return f"{called('block_size')} {size}: on NPUs a multiple of {BATCHED_STEP} up to {MAX_BATCHED_BLOCK_SIZE}"
-    if dim % BATCHED_STEP or dim > MAX_BATCHED_HEAD_DIM:
-        return f"head_dim {dim}: attention on NPUs takes multiples of {BATCHED_STEP} up to {MAX_BATCHED_HEAD_DIM}"
-    return ""
+    return _why_no_dim(dim)
 
 
 def way_of(layout: KVLayout, num_heads: int) -> Way:
+    """Returns the form that the operators' descriptions allow."""
     return "BSND" if _why_not_packed(layout, num_heads) else "TND"
 
 
 def _why_not_packed(layout: KVLayout, num_heads: int) -> str:
-    if layout.block_size != PACKED_BLOCK_SIZE:
-        blocks = called("block_size")
-        return f"{blocks} {layout.block_size}: attention on NPUs takes prompts in blocks of {PACKED_BLOCK_SIZE}"
+    if why := _why_not_packed_blocks(layout):
+        return why
     dim = layout.head_dim
     if dim == PACKED_HEAD_DIM or (dim == PACKED_HEAD_DIM_ALONE and num_heads == layout.num_kv_heads):
         return ""
     return f"head_dim {dim}: attention on NPUs takes prompts with {PACKED_HEAD_DIM}"
+
+
+def _why_not_packed_blocks(layout: KVLayout) -> str:
+    if layout.block_size == PACKED_BLOCK_SIZE:
+        return ""
+    blocks = called("block_size")
+    return f"{blocks} {layout.block_size}: attention on NPUs takes prompts in blocks of {PACKED_BLOCK_SIZE}"
+
+
+def _why_no_dim(dim: int) -> str:
+    if dim % BATCHED_STEP or dim > MAX_BATCHED_HEAD_DIM:
+        return f"head_dim {dim}: attention on NPUs takes multiples of {BATCHED_STEP} up to {MAX_BATCHED_HEAD_DIM}"
+    return ""
 
 
 class _Planned(NamedTuple):
@@ -123,7 +137,8 @@ class NpuAttention:
         options: dict[str, Any] = {"block_table": planned.tables, "input_layout": self.way}
         if self.way == "TND":
             options |= {"atten_mask": self._mask, "sparse_mode": CAUSAL}
-            if scoring.sliding_window is not None:  # tokens visible before the token itself
+            # A band counts the keys before the token itself, which is visible besides: W - 1 of a window of W.
+            if scoring.sliding_window is not None:
                 options |= {"sparse_mode": BAND, "pre_tokens": scoring.sliding_window - 1, "next_tokens": 0}
         keys, values = (pool.flatten(2) for pool in batch.pool.layer(layer_idx))
         found = _call(query, keys, values, planned, scoring, options)
@@ -185,7 +200,9 @@ def _plan(batch: ForwardBatch) -> _Planned:
     width = batch.pool.layout.num_blocks_for(int(batch.host_context_lens.max()))
     columns = torch.arange(width, device=batch.block_table.device)
     at = batch.table_starts[:-1, None].long() + columns
-    tables = batch.block_table[at.clamp(max=len(batch.block_table) - 1)]  # the device checks no id: all must be valid
+    at = at.clamp(max=len(batch.block_table) - 1)  # the device checks no id: all must be valid
+    # One gather: indexing by a tensor may make the host wait for the device, which no graph can hold.
+    tables = batch.block_table.index_select(0, at.flatten()).view(at.shape)
     batch.host_values = _host_values
     return _Planned(tables, np.cumsum(batch.query_lens).tolist(), _at_least_one(lens))
 

@@ -39,12 +39,14 @@ class NpuGroupedExperts:
         order = flat.argsort(stable=True)
         experts = torch.arange(len(self._router), device=x.device)
         ends = (flat[:, None] == experts).sum(0).cumsum(0)  # [num_experts] int64
-        gate_up = _grouped(x[order // top_k], self._gate_up, ends)
+        # Gathers, not indexing by tensors, which may make the host wait for the device.
+        chosen_in_order = flat.index_select(0, order)
+        gate_up = _grouped(x.index_select(0, order // top_k), self._gate_up, ends)
         if self._gate_up_bias is not None:
-            gate_up = gate_up + self._gate_up_bias[flat[order]]
+            gate_up = gate_up + self._gate_up_bias.index_select(0, chosen_in_order)
         down = _grouped(self._ops.gate(gate_up, self._activation), self._down, ends)
         if self._down_bias is not None:
-            down = down + self._down_bias[flat[order]]
+            down = down + self._down_bias.index_select(0, chosen_in_order)
         added = torch.empty_like(down).index_copy_(0, order, down).view(len(x), top_k, -1)
         return (added * weights[..., None]).sum(1).to(x.dtype)
 

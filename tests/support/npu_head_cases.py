@@ -1,0 +1,182 @@
+"""Sizes of heads and windows on the NPU path. Run by tests/model/test_npu.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from pd_cluster.devices.device import Device, bind
+from pd_cluster.errors import ConfigError
+from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.attention.sdpa import Scoring
+from pd_cluster.model.batch import build_batch
+from pd_cluster.types import Order, Request, Sampling
+from tests.support.checkpoints import make_checkpoint
+from tests.support.npu_cases import SIZES, calls, check, core_of
+
+__all__ = ["calls"]  # a fixture
+
+NPU = Device("npu")
+PACKED = "fused layers, NPU kernels, attention by torch-npu (TND)"
+BATCHED = "fused layers, NPU kernels, attention by torch-npu (BSND)"
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns the simulated machine, which takes heads of any size for this test."""
+    bind("npu", (), 0)
+    from tests.support import npu_simulated
+
+    monkeypatch.setattr(npu_simulated, "packed_head_dims", set(range(16, 513, 16)))
+    return npu_simulated
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim"),
+    [
+        ("gpt_oss", 64),  # sinks and windows
+        ("gemma3_text", 256),
+        ("llama", 64),
+        pytest.param("phi3", 96, marks=slow),
+        pytest.param("qwen2", 64, marks=slow),
+    ],
+)
+def test_heads_of_any_size_are_packed_once_they_are_proven(
+    architecture: str, head_dim: int, tmp_path: Path, machine: Any, calls: dict[str, int]
+) -> None:
+    folder = make_checkpoint(tmp_path, architecture, head_dim=head_dim, **SIZES)
+    core, runner = core_of(folder, npu_head_dims="wide", graph_sizes=(8,))
+    assert runner.model.kernels == PACKED
+    check(folder, core)
+
+
+@pytest.mark.parametrize(("architecture", "head_dim"), [("gpt_oss", 64), ("gemma3_text", 256), ("phi3", 96)])
+def test_refusals_name_the_way_out(architecture: str, head_dim: int, tmp_path: Path, machine: Any) -> None:
+    folder = make_checkpoint(tmp_path, architecture, head_dim=head_dim)
+    with pytest.raises(ConfigError, match=f"head_dim {head_dim}: .*; --npu-head-dims wide tries it, .* sdpa is slow"):
+        core_of(folder)
+    machine.packed_head_dims.clear()
+    with pytest.raises(ConfigError, match=f"head_dim {head_dim}: .* no .*window; --attention-backend sdpa is slow"):
+        core_of(folder, npu_head_dims="wide")
+
+
+def test_without_the_flag_nothing_is_tried(
+    tmp_path: Path, machine: Any, calls: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint(tmp_path, "llama", head_dim=64, **SIZES)
+    _, runner = core_of(folder, enforce_eager=True)
+    assert runner.model.kernels == BATCHED
+    assert "head_dim 64; --npu-head-dims wide tries another way" in caplog.text
+
+
+def test_a_device_that_refuses_the_heads_goes_the_slow_way(
+    tmp_path: Path, machine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.packed_head_dims.remove(32)
+    folder = make_checkpoint(tmp_path, "llama", head_dim=32, **SIZES)
+    core, runner = core_of(folder, npu_head_dims="wide", enforce_eager=True)
+    assert runner.model.kernels == BATCHED
+    (line,) = [each.getMessage() for each in caplog.records if "npu-head-dims wide" in each.getMessage()]
+    assert line == (
+        "--npu-head-dims wide: without effect, packed attention with head_dim 32: the operator refuses it: "
+        "EZ1001: head dim 32 is not supported in layout TND"
+    )
+    check(folder, core, (5, 150))
+
+
+def test_a_device_that_computes_some_heads_wrongly_gets_only_others(
+    tmp_path: Path, machine: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = machine._attended
+
+    def without_the_end(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Scores leave out the numbers of a head beyond 64."""
+        return right(torch.cat((q[..., :64], torch.zeros_like(q[..., 64:])), dim=-1), k, *rest)
+
+    monkeypatch.setattr(machine, "_attended", without_the_end)
+    folder = make_checkpoint(tmp_path, "gemma3_text", head_dim=96, **SIZES)
+    with pytest.raises(ConfigError, match="head_dim 96"):
+        core_of(folder, npu_head_dims="wide")
+    assert "head_dim 96: its results differ from float32 by" in caplog.text
+    (tmp_path / "other").mkdir()
+    folder = make_checkpoint(tmp_path / "other", "llama", head_dim=64, **SIZES)
+    _, runner = core_of(folder, npu_head_dims="wide", enforce_eager=True)
+    assert runner.model.kernels == PACKED
+
+
+LAYOUT = KVLayout(3, 2, keys_and_values(48), 128, "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_trial_accepts_what_is_right(dtype: str, has_sinks: bool, machine: Any, calls: dict[str, int]) -> None:
+    from dataclasses import replace
+
+    from pd_cluster.model.npu.head_dims import why_not
+
+    assert why_not(NPU, replace(LAYOUT, dtype=dtype), 8, has_window=True, has_sinks=has_sinks) == ""
+    suffix = "_v2" if has_sinks else ""
+    assert calls[f"npu_fused_infer_attention_score{suffix}"] == 6  # three steps, with and without a window
+
+
+FAULTS = {
+    "a window of one key more": ("_mask", lambda right: lambda n, s, la, m, b, a, g: right(n, s, la, m, b + 1, a, g)),
+    "a window of one key less": ("_mask", lambda right: lambda n, s, la, m, b, a, g: right(n, s, la, m, b - 1, a, g)),
+    "no window while decoding": (
+        "_mask",
+        lambda right: lambda n, s, la, m, b, a, g: right(n, s, la, m, b if n > 1 else s, a, g),
+    ),
+    "sinks left out": (
+        "_attended",
+        lambda right: lambda q, k, v, scale, mask, sinks: right(q, k, v, scale, mask, None),
+    ),
+    "another scale": ("_attended", lambda right: lambda q, k, v, scale, *rest: right(q, k, v, scale * 1.1, *rest)),
+    "the wrong key head": ("_attended", lambda right: lambda q, k, *rest: right(q, k.flip(1), *rest)),
+    "the last key unseen": (
+        "_mask",
+        lambda right: lambda n, s, *rest: right(n, s, *rest).logical_and(torch.arange(s)[None] < max(1, s - 1)),
+    ),
+    "not a number": ("_attended", lambda right: lambda *given: right(*given) * float("nan")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_trial_sees_every_fault_of_a_device(fault: str, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pd_cluster.model.npu.head_dims import why_not
+
+    name, broken = FAULTS[fault]
+    monkeypatch.setattr(machine, name, broken(getattr(machine, name)))
+    found = why_not(NPU, LAYOUT, 8, has_window=True, has_sinks=True)
+    assert found.startswith("its results differ from float32 by "), found
+
+
+@pytest.mark.parametrize("window", [1, 2, 24, 60, 100])
+def test_a_window_of_w_shows_exactly_w_keys_as_in_transformers(window: int) -> None:
+    """Keys are equal and values are one number each, so a row's result lists the keys that it sees."""
+    from pd_cluster.model.npu.attention import NpuAttention
+
+    num_tokens = 60  # in chunks, and decoded one by one
+    pool = KVPool(KVLayout(1, 1, keys_and_values(128), 128, "float32"), num_blocks=1, device=NPU)
+    request = Request("r", Order([0] * num_tokens, Sampling()), block_table=[0])
+    attention, values = NpuAttention(NPU, "TND"), torch.eye(num_tokens, 128)[:, None]
+    rows = []
+    for count in (40, 17, 1, 1, 1):
+        start = request.num_computed_tokens
+        batch = build_batch([(request, count)], pool)
+        query, keys = torch.zeros(1, count, 128), torch.zeros(count, 1, 128)
+        own = values[start : start + count]
+        rows.append(attention.write_and_attend(0, query, keys, own, batch, Scoring(1.0, window))[:, 0, :num_tokens])
+        request.num_computed_tokens += count
+    pool.close()
+    seen = torch.cat(rows) > 0
+    at = torch.arange(num_tokens)
+    is_visible = sliding_window_causal_mask_function(window)
+    expected = is_visible(torch.tensor(0), torch.tensor(0), at[:, None], at[None])
+    assert torch.equal(seen, expected)
+    assert seen.sum(1).tolist() == [min(window, i + 1) for i in range(num_tokens)]

@@ -177,13 +177,17 @@ def _addresses(
 
 
 def _ask_hccn_tool(device_id: int, kinds: Sequence[tuple[str, ...]], run: Run) -> str | None:
-    tool = shutil.which("hccn_tool") or _HCCN_TOOL
     for what in kinds:
-        text = run([tool, "-i", str(device_id), *what, "-g"])
+        text = run([hccn_tool(), "-i", str(device_id), *what, "-g"])
         address = parse_hccn_tool(text) if text else None
         if address:
             return address
     return None
+
+
+def hccn_tool() -> str:
+    """Returns the program's path, whether it is there or not."""
+    return shutil.which("hccn_tool") or _HCCN_TOOL
 
 
 def _npu_smi() -> str:

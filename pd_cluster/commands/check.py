@@ -1,6 +1,7 @@
 """`pd-cluster check`: how this process would use the given rank tables and variables, and every deadline.
 
-For a worker on NPUs, also every variable of HCCL, with the deadlines' defaults. Does not access any device.
+For a worker on NPUs, also every variable of HCCL, with the deadlines' defaults. Accesses devices and the network only
+with `--network`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,20 @@ from ranktable_tools import permission_warnings
 from ranktable_tools.npu import HCCN_CONF
 
 
-def run(env: Mapping[str, str]) -> None:
-    """Prints tables; raises ConfigError for the first fault of the tables or variables."""
+def run(env: Mapping[str, str], network: bool = False) -> bool:
+    """Prints tables, or with `network` the network's findings instead; returns whether nothing is wrong with it.
+
+    Raises ConfigError for the first fault of the tables or variables.
+    """
     console = Console(width=None if os.isatty(1) else 110)
+    if network:
+        from pd_cluster.commands.network import run as check_network
+
+        return check_network(find_place(env), env, console)
     console.print(_deadlines())
     if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
         console.print("no rank table: set GLOBAL_RANK_TABLE_FILE_PATH and RANK_TABLE_FILE_PATH to check them")
-        return
+        return True
     place = find_place(env)
     for warning in permission_warnings([Path(place.table.file)]):
         console.print(f"warning: {warning}")
@@ -48,6 +56,7 @@ def run(env: Mapping[str, str]) -> None:
             if not HCCN_CONF.exists():
                 console.print(f"warning: {HCCN_CONF} is missing, and HCCL reads the NPUs' addresses there: mount it")
     console.print(_keys(place, env))
+    return True
 
 
 def _keys(place: Place, env: Mapping[str, str]) -> str:

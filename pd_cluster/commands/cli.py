@@ -133,11 +133,21 @@ def trace(
 
 
 @app.command()
-def check() -> None:
-    """Check the rank tables and variables of this environment, and show every deadline with its flag."""
+def check(
+    network: Annotated[
+        bool,
+        typer.Option("--network", help="Check the network instead: the NPUs' ports, and KV blocks between devices."),
+    ] = False,
+) -> None:
+    """Check the rank tables and variables of this environment, and show every deadline with its flag.
+
+    With --network, before the start: exit code 1 if something is wrong. Takes --device and --kv-transport from
+    PD_CLUSTER_SERVE_DEVICE and PD_CLUSTER_SERVE_KV_TRANSPORT.
+    """
     from pd_cluster.commands.check import run
 
-    run(os.environ)
+    if not run(os.environ, network):
+        raise typer.Exit(1)
 
 
 @app.command()

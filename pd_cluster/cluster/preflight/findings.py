@@ -1,0 +1,44 @@
+"""Findings of the pre-flight: one line each, the worst first, equal ones of several places joined.
+
+Knows nothing of how they were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+Level = Literal["error", "unchecked", "warning", "ok"]
+LEVELS: tuple[Level, ...] = get_args(Level)  # the worst first
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`where`: a card, or a pair of instances. `way_out`: what to do about it; "" if there is nothing to do."""
+
+    level: Level
+    what: str
+    where: str
+    text: str
+    way_out: str = ""
+
+    @property
+    def line(self) -> str:
+        said = f"{self.what}: {self.where}: {self.text}"
+        return f"{said}; {self.way_out}" if self.way_out else said
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Returns one finding for all places with the same text, sorted by level; otherwise in the order of arrival."""
+    joined: dict[Finding, list[str]] = {}
+    for each in findings:
+        places = joined.setdefault(replace(each, where=""), [])
+        if each.where not in places:
+            places.append(each.where)
+    found = [replace(each, where=", ".join(places)) for each, places in joined.items()]
+    return sorted(found, key=lambda each: LEVELS.index(each.level))
+
+
+def is_wrong(findings: Iterable[Finding]) -> bool:
+    return any(each.level == "error" for each in findings)

@@ -1,0 +1,72 @@
+"""Messages between the pre-flight and its rank processes: one JSON line a command on stdin, one an answer on stdout.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from pd_cluster.types import Role
+
+# A block of a model of 32 layers with 4 KV heads in float16, of 16 tokens, is 1 MiB.
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
+BLOCK_NBYTES = 1 << 20
+NUM_BLOCKS = 64
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first command: makes the pool on the device of this rank. A prefill instance's has content of `seed`."""
+
+    name: str
+    role: Role
+    rank: int
+    device: str  # as --device
+    device_ids: list[str]
+    host: str
+    kv_transport: str
+    seed: int
+
+
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """For a decode instance's rank: waits for a link; answers its port and epoch. `secret` is this link's alone."""
+
+    secret: bytes
+
+
+class Send(msgspec.Struct, frozen=True, tag=True):
+    """For a prefill instance's rank: links to a listening one and moves `num_trips` times `NUM_BLOCKS` blocks."""
+
+    secret: bytes
+    name: str
+    port: int
+    epoch: int
+    num_trips: int
+
+
+class Compare(msgspec.Struct, frozen=True, tag=True):
+    """For the listening rank: compares what landed last with the content of `seed`, and closes the link."""
+
+    seed: int
+    num_trips: int
+
+
+Command = Begin | Listen | Send | Compare
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """`trips_s`: seconds of each transfer, from first payload to confirmation. `error`: the reason if it failed."""
+
+    device: str = ""
+    port: int = 0
+    epoch: int = 0
+    transport: str = ""
+    trips_s: list[float] = []
+    error: str = ""
+
+
+def key_of(secret: bytes, role: Role) -> bytes:
+    """Returns the private key of one end of a link: both ends know both."""
+    return hashlib.sha256(secret + role.encode()).digest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from pd_cluster.checkpoints import internlm
 from pd_cluster.checkpoints.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
 from pd_cluster.checkpoints.hub import resolve_model
-from pd_cluster.checkpoints.weight_files import check_plain, weights_digest
+from pd_cluster.checkpoints.weight_files import check_plain, text_name, weight_files, weights_digest
 from pd_cluster.errors import ModelError, called
 from pd_cluster.numerics import RopeScaling, canonical, overridden
 from pd_cluster.settings.engine import EngineConfig
@@ -89,12 +89,17 @@ class Checkpoint:
         check_plain(path, config)
         _check_numbers(file, config)
         own, folder = _generation_config(path, engine.generation_config)
-        identity = _identity(path, tokenizer_path, part_of)
+        names_of = _names_of(part_of, is_translated)
+        identity = _identity(path, tokenizer_path, part_of, lambda key: bool(names_of(key)))
         return cls(path, config, own, identity, tokenizer_path, overrides, folder, part_of, is_unproven, is_translated)
 
     @property
     def model_type(self) -> str:
         return str(self.config["model_type"])
+
+    def names_of(self, key: str) -> tuple[str, ...]:
+        """Returns the names in transformers' model of a tensor in the files; none if it is not read."""
+        return _names_of(self.part_of, self.is_translated)(key)
 
     @property
     def rope(self) -> RopeScaling:
@@ -151,6 +156,12 @@ class Checkpoint:
         if wanted is None and most > limit:
             log.info("a context of %d tokens; with --max-model-len this model takes more", limit)
         return wanted or limit
+
+
+def _names_of(part_of: str, is_translated: bool) -> Callable[[str], tuple[str, ...]]:
+    if is_translated:
+        return internlm.llama_names
+    return (lambda key: (text_name(key),) if text_name(key) else ()) if part_of else (lambda key: (key,))
 
 
 def _check_numbers(file: Path, config: dict[str, Any]) -> None:
@@ -258,7 +269,7 @@ def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | N
     return ends | read_json(folder / GENERATION_FILE), folder
 
 
-def _identity(path: Path, tokenizer_path: Path | None, part_of: str) -> str:
+def _identity(path: Path, tokenizer_path: Path | None, part_of: str, is_read: Callable[[str], bool]) -> str:
     digest = hashlib.sha256(b"language model only" if part_of else b"")
     files = [path / "config.json"]
     if tokenizer_path is not None:
@@ -269,9 +280,9 @@ def _identity(path: Path, tokenizer_path: Path | None, part_of: str) -> str:
                 f"{file}: missing; make it with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             )
         digest.update(hashlib.sha256(file.read_bytes()).digest())
-    weights = sorted(path.glob("*.safetensors"))
+    weights = sorted({*path.glob("*.safetensors"), *weight_files(path)})
     if not weights:
         raise ModelError(f"{path}: no *.safetensors file; other weight formats are not loaded")
     for file in weights:
-        digest.update(weights_digest(file))
+        digest.update(weights_digest(file, is_read))
     return digest.hexdigest()[:32]

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from pd_cluster.checkpoints.weight_files import INDEX
 from pd_cluster.errors import ModelError, called
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,6 @@ log = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
 LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
 PATTERNS = ("*.json", WEIGHTS, "*.jinja", "*.model")
-INDEX = "model.safetensors.index.json"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 

@@ -9,9 +9,10 @@ import torch
 from safetensors import safe_open
 
 from pd_cluster.checkpoints.internlm import llama_names
+from pd_cluster.checkpoints.weight_files import weight_files
 from pd_cluster.errors import ModelError
 from pd_cluster.model.parallel.plan import WHOLE, ParallelPlan
-from pd_cluster.model.parallel.shard import take, weight_files
+from pd_cluster.model.parallel.shard import take
 
 
 def read_as_llama(

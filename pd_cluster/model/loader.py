@@ -30,6 +30,7 @@ from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attentio
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.ops import CpuOps, supports
+from pd_cluster.model.fit import check_loaded, check_stored
 from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
 from pd_cluster.model.fuse import can_fuse, fuse, why_not_deterministic
 from pd_cluster.model.internlm import read_as_llama
@@ -42,7 +43,7 @@ from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_shard, read_text_part, read_whole
 from pd_cluster.model.proof import check_finite
-from pd_cluster.model.trial import check_fields, prove_packing
+from pd_cluster.model.trial import prove_packing
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
 from pd_cluster.numerics import overridden
 from pd_cluster.types import Order, Request, Sampling
@@ -205,6 +206,7 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
         source["config"] = config_of(checkpoint)
     architecture: Any = AutoModelForCausalLM
     held = HeldWeights()
+    check_stored(checkpoint)
     weights = _read_weights(checkpoint, share)
     if weights is not None:
         local = config_of(checkpoint) if share is None else share.plan.local_config()
@@ -225,14 +227,14 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
         )
     except torch.OutOfMemoryError as error:
         raise _too_large(checkpoint, dtype, device) from error
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         if error.args == (sdpa.NAME,):
             raise ModelError(
                 f"{checkpoint.path}: {checkpoint.config['model_type']} has attention functions of its own instead of "
                 f"those that transformers lets others register; this architecture cannot be served"
             ) from error
         raise ModelError(f"{checkpoint.path}: cannot load the model: {error}") from error
-    _check_loaded(checkpoint, model, info)
+    check_loaded(checkpoint, model, info)
     held.install(model)
     if share is not None:
         share.install(model)
@@ -255,23 +257,6 @@ def _read_weights(checkpoint: Checkpoint, share: Share | None) -> dict[str, torc
     if len(FORMS) > 1 and any(map(is_in_other_form, names(checkpoint.path))):
         return read_whole(checkpoint.path)
     return None
-
-
-def _check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> None:
-    """Checks that the files match the architecture exactly, and that it can be served. Raises ModelError."""
-    wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
-    if wrong:
-        raise ModelError(
-            f"{checkpoint.path}: {len(wrong)} weights have another shape than config.json says: {wrong[0]}"
-        )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(f"{checkpoint.path}: the safetensors lack {len(missing)} weights, such as {missing[0]}")
-    if checkpoint.is_unproven:
-        check_fields(model)
-    layer_types = set(getattr(model.config, "layer_types", None) or ())
-    if layer_types - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full and sliding are supported")
 
 
 def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigError:

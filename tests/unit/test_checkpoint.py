@@ -234,24 +234,42 @@ def write_weights(folder: Path, tensors: dict[str, tuple[str, int]], missing_nby
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "method"),
     [
-        ("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}'),
-        ("quant_model_description.json", '{"model_quant_type": "W8A8"}'),
-        ("quant_model_description_w8a8_dynamic.json", "{}"),
-        ("quantize_config.json", '{"bits": 4}'),
-        ("quant_config.json", '{"w_bit": 4}'),
+        ("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}', "FP8"),
+        ("quant_model_description.json", '{"model_quant_type": "W8A8"}', "W8A8"),
+        ("quant_model_description_w8a8_dynamic.json", "{}", "msmodelslim"),
+        ("quantize_config.json", '{"bits": 4}', "gptq"),
+        ("quantize_config.json", '{"quant_method": "of\\nlines"}', r"'of\nlines'"),
+        ("quant_config.json", '{"w_bit": 4}', "awq"),
+        ("quant_config.json", "no JSON", "awq"),
+        ("quant_config.json", "[]", "awq"),
     ],
 )
-def test_what_a_quantizer_left_is_refused_by_name(folder: Path, name: str, content: str) -> None:
+def test_what_a_quantizer_left_is_refused_by_name(folder: Path, name: str, content: str, method: str) -> None:
     (folder / name).write_text(content)
-    assert fault(folder).startswith(f"{folder / name}: quantized weights are not supported yet; give the model in")
+    expected = f"{folder / name}: quantized weights are not supported yet ({method}); give the model in float32,"
+    assert fault(folder).startswith(expected)
 
 
-@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
-def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str) -> None:
-    make_folder(folder, **{field: {"quant_method": "fp8"}})
-    assert fault(folder).startswith(f"{folder / 'config.json'}: {field}: quantized weights are not supported yet")
+@pytest.mark.parametrize(
+    ("value", "method"),
+    [
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "of-next-year"}, "of-next-year"),
+        ({"format": "pack-quantized"}, "pack-quantized"),
+        ({"quant_method": ["awq"]}, "['awq']"),
+        ({"load_in_4bit": True}, "bitsandbytes"),
+        ({"bits": 4}, "without a quant_method"),
+        ({}, "without a quant_method"),
+        ("awq", "without a quant_method"),
+    ],
+)
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config", "quantization"])
+def test_a_field_of_a_quantizer_is_refused_by_name(folder: Path, field: str, value: object, method: str) -> None:
+    make_folder(folder, **{field: value})
+    expected = f"{folder / 'config.json'}: {field}: quantized weights are not supported yet ({method}); give the model"
+    assert fault(folder).startswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from pd_cluster.checkpoints.weight_files import weight_files
 from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.weight import FORMS, Part, PlainWeight, WeightForm
 from pd_cluster.model.parallel.plan import ParallelPlan
-from pd_cluster.model.parallel.shard import read_shard, weight_files
+from pd_cluster.model.parallel.shard import read_shard
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 10,

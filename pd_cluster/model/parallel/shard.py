@@ -5,24 +5,15 @@ Skips other ranks' weights and, for the text part of a multimodal model, those o
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from pd_cluster.checkpoints.weight_files import text_name, weight_files
 from pd_cluster.errors import ModelError
 from pd_cluster.model.parallel.plan import WHOLE, Cut, ParallelPlan
-
-INDEX = "model.safetensors.index.json"
-# Names of a text model's weights in a multimodal folder: as transformers 5 and 4 write them, without a head, and where
-# the text model has no prefix of its own.
-TEXT_WEIGHTS = re.compile(
-    r"(?:model\.language_model|language_model\.model|language_model|model(?!\.(?:visual|vision|audio)))"
-    r"\.(?P<rest>(?:model\.)?(?:embed_tokens|layers|norm)\..+)|(?:language_model\.|model\.)?(?P<head>lm_head\..+)"
-)
 
 Cutter = Callable[[str, tuple[int, ...]], Cut]
 
@@ -61,14 +52,6 @@ def _names(file: Path) -> list[str]:
         raise ModelError(f"{file}: cannot be read: {error}") from error
 
 
-def text_name(key: str) -> str:
-    """Returns a weight's name in the text model by itself; "" for a weight of another part."""
-    found = TEXT_WEIGHTS.fullmatch(key)
-    if found is None:
-        return ""
-    return found["head"] or f"model.{found['rest'].removeprefix('model.')}"
-
-
 def _read(folder: Path, cut: Cutter, name_of: Callable[[str], str]) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
@@ -82,18 +65,6 @@ def _read(folder: Path, cut: Cutter, name_of: Callable[[str], str]) -> dict[str,
         except (OSError, RuntimeError, ValueError) as error:
             raise ModelError(f"{file}: cannot be read: {error}") from error
     return weights
-
-
-def weight_files(folder: Path) -> Iterator[Path]:
-    """Yields the files of the index if there is one, otherwise all safetensors files."""
-    index = folder / INDEX
-    if index.exists():
-        try:
-            yield from (folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values())))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index}: cannot be read as an index of weights: {error}") from error
-    else:
-        yield from sorted(folder.glob("*.safetensors"))
 
 
 def take(stored: object, cut: Cut) -> torch.Tensor:

@@ -1,0 +1,86 @@
+"""Whether the files hold the architecture's weights: all of them, as numbers, and nothing that would be left out.
+
+A tensor that no module takes is an error, because it may be what the others have to be multiplied by.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.weight_files import BUFFERS, PLAIN_DTYPES, WAY_OUT, quantized, stored_dtypes, weight_files
+from pd_cluster.errors import ModelError
+from pd_cluster.model.forms import is_in_other_form
+from pd_cluster.model.trial import check_fields
+
+# Buffers of floats that earlier versions of transformers saved in each layer, and modules compute today.
+ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:(?:original_)?inv_freq|(?:cos|sin)_cached)$")
+LAYER = re.compile(r"(?:^|\.)layers\.(?P<index>\d+)\.")
+NUM_LAYERS = "num_hidden_layers"
+# For speculative decoding, stored as layers behind the last one. The names of some are known to transformers.
+NUM_FURTHER_LAYERS = "num_nextn_predict_layers"
+
+
+def check_stored(checkpoint: Checkpoint) -> None:
+    """Checks the dtypes of all tensors that are read, before any is. Raises ModelError that names file and tensor."""
+    for file in weight_files(checkpoint.path):
+        for key, dtype in stored_dtypes(file).items():
+            names = checkpoint.names_of(key)
+            if (
+                names
+                and dtype not in PLAIN_DTYPES
+                and not BUFFERS.search(key)
+                and not any(map(is_in_other_form, names))
+            ):
+                raise quantized(f"{file}: {key} ({dtype})")
+
+
+def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> None:
+    """Checks that the files match the architecture exactly, and that it can be served. Raises ModelError.
+
+    `info`: what transformers' from_pretrained tells of its loading.
+    """
+    wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
+    if wrong:
+        raise ModelError(
+            f"{checkpoint.path}: {len(wrong)} weights have another shape than config.json says: {wrong[0]}"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"{checkpoint.path}: the safetensors lack {len(missing)} weights, such as {missing[0]}")
+    left = sorted(key for key in info["unexpected_keys"] if not _may_be_left(checkpoint, key))
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ModelError(
+            f"{_file_of(checkpoint, left[0])}: {left[0]}{more}: {checkpoint.model_type} has no such weight and would "
+            f"be computed without it; if a quantizer made this folder, {WAY_OUT}; otherwise remove such tensors"
+        )
+    if checkpoint.is_unproven:
+        check_fields(model)
+    layer_types = set(getattr(model.config, "layer_types", None) or ())
+    if layer_types - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full and sliding are supported")
+
+
+def _may_be_left(checkpoint: Checkpoint, key: str) -> bool:
+    """Whether a tensor that no module takes changes nothing, beyond those that transformers knows of."""
+    if BUFFERS.search(key) or ROTARY.search(key):
+        return True
+    layer = LAYER.search(key)
+    num_layers, num_further = checkpoint.config.get(NUM_LAYERS), checkpoint.config.get(NUM_FURTHER_LAYERS)
+    if layer is None or not isinstance(num_layers, int):
+        return False
+    beyond = int(layer["index"]) - num_layers
+    is_cut = NUM_LAYERS in checkpoint.overrides  # the user asks for fewer layers than there are
+    return beyond >= 0 and (is_cut or (isinstance(num_further, int) and beyond < num_further))
+
+
+def _file_of(checkpoint: Checkpoint, name: str) -> Path:
+    """Returns the file of a tensor by its name in the model; the folder if transformers had renamed it."""
+    for file in weight_files(checkpoint.path):
+        for key in stored_dtypes(file):
+            if any(name == each or name.endswith(f".{each}") for each in checkpoint.names_of(key)):
+                return file
+    return checkpoint.path

@@ -1,6 +1,7 @@
 """`pd-cluster check`: how this process would use the given rank tables and variables, and every deadline.
 
-For a worker on NPUs, also every variable of HCCL, with the deadlines' defaults. Does not access any device.
+For a worker on NPUs, also every variable of HCCL, with the deadlines' defaults. On a machine with NPUs, also the
+versions of their software and what is wrong with them. Does not access any device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of
 from pd_cluster.cluster.members.place import Place, find_place, node_ports
-from pd_cluster.devices import hccl
+from pd_cluster.devices import hccl, npu_software
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.processes import KeyFiles, PortRange
@@ -28,6 +29,8 @@ def run(env: Mapping[str, str]) -> None:
     """Prints tables; raises ConfigError for the first fault of the tables or variables."""
     console = Console(width=None if os.isatty(1) else 110)
     console.print(_deadlines())
+    for line in _npu_software(env):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
         console.print("no rank table: set GLOBAL_RANK_TABLE_FILE_PATH and RANK_TABLE_FILE_PATH to check them")
         return
@@ -67,6 +70,16 @@ def _keys(place: Place, env: Mapping[str, str]) -> str:
 def _given(env: Mapping[str, str], setting: str) -> str | None:
     """Returns a setting of `serve` by its variable; flags of a command line are not visible here."""
     return env.get(variable_of(setting))
+
+
+def _npu_software(env: Mapping[str, str]) -> list[str]:
+    """Returns the versions in one line, then a line for each fault; nothing on a machine without NPUs."""
+    if not npu_software.has_npu():
+        return []
+    found = npu_software.installed(env)
+    versions = ", ".join(f"{software} {each.version or 'not found'}" for software, each in found.items())
+    faults = npu_software.faults(found)
+    return [f"software of the NPUs: {versions}", *(f"warning: {fault}" for fault in faults)]
 
 
 def _deadlines() -> Table:

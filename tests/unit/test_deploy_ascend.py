@@ -182,3 +182,39 @@ def test_a_worker_s_container_has_what_the_guide_gives_it() -> None:
     for name in ("prefill", "decode"):
         assert set(DEVICES) <= set(services[name]["devices"])
         assert {mount.removesuffix(":ro") for mount in services[name]["volumes"]} >= set(MOUNTS)
+
+
+def test_the_table_making_container_has_what_npu_smi_needs_and_no_card() -> None:
+    (line,) = [line for line in lines() if line.startswith("docker run --rm -it ")]
+    given = re.findall(r"--device=(\S+)", line)
+    assert given == ["/dev/davinci_manager", "/dev/hisi_hdc"]
+    mounted = {mount.partition(":")[0] for mount in re.findall(r"-v (/\S+)", line)}
+    assert mounted == {
+        "/usr/local/Ascend/driver",
+        "/usr/local/dcmi",
+        "/usr/local/sbin/npu-smi",
+        "/etc/hccn.conf",
+    }
+    assert " --net=host " in line
+
+
+def test_what_docker_must_be_stands_before_the_base_image_is_taken() -> None:
+    before, _, rest = PAGE.partition("## Step 2: get a base image")
+    assert "20.10.10 or newer" in before.partition("## Step 1")[2]
+    thread = next(argv for argv in commands("docker run --rm") if "-c" in argv)[-1]
+    exec(compile(thread, "page", "exec"), {})
+    assert thread in rest.partition("## Step 3")[0]
+
+
+def test_the_deviation_of_versions_is_at_the_top_of_the_page() -> None:
+    top = PAGE.partition("\n## ")[0]
+    assert "23.0.6" in top
+    assert "Python 3.11" in top
+
+
+def test_the_vnpu_line_is_taken(tmp_path: Path) -> None:
+    section = PAGE.partition("### vNPUs")[2].partition("\n## ")[0]
+    lists, address = (re.findall(rf"`({option} [^`]*)`", section)[0] for option in (r"--prefill\S*", "--device-ip"))
+    argv = ["gen", "--device", "npu", "--server-ip", "10.0.0.18", *shlex.split(lists), *shlex.split(address)]
+    assert ranktable_cli.main([*argv, "--device-ip", "116=10.0.0.18", "--save-dir", str(tmp_path)]) == 0
+    assert (tmp_path / "local_ranktable_10.0.0.18_100.json").is_file()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pd_cluster.devices.npu_software import NEEDS
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.protocol import GenerateRequest
 from ranktable_tools import cli as ranktable_cli
@@ -207,9 +208,16 @@ def test_what_docker_must_be_stands_before_the_base_image_is_taken() -> None:
 
 
 def test_the_deviation_of_versions_is_at_the_top_of_the_page() -> None:
-    top = PAGE.partition("\n## ")[0]
-    assert "23.0.6" in top
-    assert "Python 3.11" in top
+    """With the numbers of the table, which are said once more in step 1."""
+    top, _, rest = PAGE.partition("\n## ")
+    least = {(need.software, need.feature): need.least for need in NEEDS}
+    assert "asks for driver 23.0.6" in top
+    assert f"Python {least['Python', 'a worker']} or newer" in top
+    assert f"CANN {least['CANN', 'torch-npu 2.11 and later']} and" in top
+    driver = f"HDK {least['HDK driver', 'CANN 9.1']} or newer"
+    assert driver in top
+    assert f"{least['HDK driver', 'KV handover by IPC']} for KV handover by IPC" in top
+    assert driver in rest.partition("## Step 1")[2].partition("## Step 2")[0]
 
 
 def test_the_vnpu_line_is_taken(tmp_path: Path) -> None:

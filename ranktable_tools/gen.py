@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ranktable_tools import probe
+from ranktable_tools import probe, vnpu
 from ranktable_tools.errors import RankTableError
 from ranktable_tools.files import PRIVATE, Access, write_file
 from ranktable_tools.hosts import HOST_EXPECTED, in_file_name, is_host
@@ -54,6 +54,8 @@ def generate(
     if not is_host(server_ip):
         raise RankTableError(_ARGUMENTS, "--server-ip", server_ip, HOST_EXPECTED)
     _refuse_wrong_ids(prefill, decode)
+    if device_kind == "npu":
+        vnpu.refuse_split(dict(_instances(prefill, decode)))
     if not (prefill or decode or api_server):
         expected = "--prefill-server-list, --decode-server-list or --api-server"
         raise RankTableError(_ARGUMENTS, "instances", "none", expected)
@@ -129,14 +131,11 @@ def _server(server_ip: str, device_ids: Sequence[int], devices: Mapping[int, Npu
 
 
 def _local_names(server_ip: str, instances: Sequence[Sequence[int]]) -> list[str]:
-    """Returns the document's names, `…_45.json` for 4,5, unless that could be another instance: 1,11 and 11,1, or
-    4,5 beside 45.
+    """Returns the document's names, `…_45.json` for 4,5 and `…_1011.json` for 10,11.
+
+    Instances of this machine that would share a name, such as 1,12 and 11,2, or 4,5 beside 45, have dashes instead.
     """
-    alone = {str(ids[0]) for ids in instances if len(ids) == 1}
-    names = []
-    for ids in instances:
-        joined = "".join(map(str, ids))
-        if len(ids) > 1 and (max(ids) > 9 or joined in alone):
-            joined = "-".join(map(str, ids))
-        names.append(f"local_ranktable_{in_file_name(server_ip)}_{joined}.json")
-    return names
+    plain = ["".join(map(str, ids)) for ids in instances]
+    dashed = ["-".join(map(str, ids)) for ids in instances]
+    names = [dashed[at] if plain.count(name) > 1 else name for at, name in enumerate(plain)]
+    return [f"local_ranktable_{in_file_name(server_ip)}_{name}.json" for name in names]

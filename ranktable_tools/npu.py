@@ -20,6 +20,7 @@ from ranktable_tools.hosts import is_ip
 HCCN_CONF: Final = Path("/etc/hccn.conf")
 _HCCN_TOOL: Final = "/usr/local/Ascend/driver/tools/hccn_tool"  # where the driver puts it, often not on PATH
 _NPU_SMI: Final = "/usr/local/sbin/npu-smi"
+_INFERENCE_CHIP: Final = re.compile(r"Ascend ?310")
 _NO_SDID: Final = 0xFFFFFFFF
 _IPV4, _IPV6, _VNIC = ("-ip",), ("-ip", "-inet6"), ("-vnic",)
 _OF_A_CARD: Final = (_IPV4, _IPV6, _VNIC)  # an A2 chip's vNIC reaches no other machine
@@ -98,6 +99,11 @@ def parse_npu_smi_map(text: str) -> list[Chip]:
     return [Chip(*map(int, chip)) for chip in chips if all(map(_is_count, chip))]
 
 
+def parse_npu_smi_chip_names(text: str) -> list[str]:
+    """Reads what computes in each row of `npu-smi info -m`, such as `Ascend 910B3`; a card's controller is left out."""
+    return [" ".join(name.split()) for name in re.findall(r"\b(Ascend ?[0-9]\w*)\s*$", text, flags=re.MULTILINE)]
+
+
 def parse_spod_info(text: str) -> str | None:
     """Reads the `SDID : 16777216` of `npu-smi info -t spod-info -i N -c M`; None if a chip is in no super pod."""
     match = re.search(r"^\s*SDID\s*:\s*([0-9]{1,10})\s*$", text, flags=re.MULTILINE)
@@ -108,9 +114,11 @@ def find_npus(
     device_ids: Sequence[int], given: Mapping[int, str], run: Run, conf: Path | None = None
 ) -> dict[int, Npu]:
     """Finds the NPUs; `given` addresses are used unchanged. Raises RankTableError for a device that is missing, has no
-    address, or does not report its place in the super pod while others of this machine do.
+    address, or does not report its place in the super pod while others of this machine do, and for a machine of chips
+    that no worker can compute on (310P).
     """
     seen = _Seen.look(run)
+    seen.refuse_other_chips()
     in_super_pod = _super_device_ids(device_ids, seen, run)
     addresses = _addresses([i for i in device_ids if i not in given], in_super_pod, seen, run, conf or HCCN_CONF)
     return {i: Npu({**addresses, **given}[i], in_super_pod.get(i)) for i in device_ids}
@@ -122,12 +130,22 @@ class _Seen(NamedTuple):
     chips: list[Chip]
     cards: list[int]
     num_cards: int | None
+    names: list[str]
 
     @staticmethod
     def look(run: Run) -> _Seen:
         listed = run([_npu_smi(), "info", "-l"]) or ""
-        mapped = parse_npu_smi_map(run([_npu_smi(), "info", "-m"]) or "")
-        return _Seen(mapped, parse_npu_smi_list(listed), parse_npu_smi_count(listed))
+        mapped = run([_npu_smi(), "info", "-m"]) or ""
+        chips, cards = parse_npu_smi_map(mapped), parse_npu_smi_list(listed)
+        return _Seen(chips, cards, parse_npu_smi_count(listed), parse_npu_smi_chip_names(mapped))
+
+    def refuse_other_chips(self) -> None:
+        for name in self.names:
+            if _INFERENCE_CHIP.match(name):
+                expected = "a chip of Atlas A2 or A3; workers have no operators for the 310 series, and it has no HCCN"
+                raise RankTableError(
+                    "npu-smi info -m", "Chip Name", name, expected, "take --device cpu on this machine"
+                )
 
     @property
     def device_ids(self) -> list[int]:

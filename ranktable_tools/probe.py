@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from ranktable_tools import vnpu
 from ranktable_tools.errors import RankTableError
 from ranktable_tools.hosts import is_ip
 from ranktable_tools.npu import Npu, Run, find_npus
@@ -44,7 +45,9 @@ def run_program(command: Sequence[str]) -> str | None:
 
 
 def detect_kind() -> DeviceKind:
-    if shutil.which("npu-smi") or shutil.which("hccn_tool") or glob.glob("/dev/davinci*"):
+    if shutil.which("npu-smi") or shutil.which("hccn_tool") or glob.glob(str(vnpu.DEV / "davinci*")):
+        return "npu"
+    if glob.glob(str(vnpu.DEV / vnpu.FILES)):
         return "npu"
     if shutil.which("nvidia-smi") or glob.glob("/dev/nvidia0"):
         return "gpu"
@@ -75,11 +78,13 @@ def find_devices(
 ) -> dict[int, Npu]:
     """Maps device_id to its address, and an NPU's super_device_id if it has one. `given` addresses are not looked up.
 
-    Raises RankTableError for a device that isn't there or has no address.
+    A vNPU has its host's address. Raises RankTableError for a device that isn't there or has no address.
     """
     known = given or {}
     if kind == "npu":
-        return find_npus(device_ids, known, run, conf)
+        parts = vnpu.addresses([i for i in device_ids if vnpu.is_vnpu(i)], known, server_ip)
+        whole = find_npus([i for i in device_ids if i not in parts], known, run, conf)
+        return {i: whole[i] if i in whole else Npu(parts[i]) for i in device_ids}
     if kind == "gpu":
         _refuse_absent_gpus([device_id for device_id in device_ids if device_id not in known], run)
     return {device_id: Npu(known.get(device_id, server_ip)) for device_id in device_ids}

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from ranktable_tools.errors import Fault
 from ranktable_tools.hosts import host_key, is_loopback
-from ranktable_tools.tables import ROLES, RankTable, Role, Server
+from ranktable_tools.tables import ROLES, Device, RankTable, Role, Server
+from ranktable_tools.vnpu import is_vnpu
 
 _OWN_ADDRESS = "give each machine its own address: `pd-ranktable gen --server-ip ADDRESS`"
 
@@ -57,7 +58,7 @@ def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
 def _address_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
     """Checks that two hosts share no device_ip.
 
-    On one host all devices share it (GPU, CPU: the host's), or none (NPU).
+    On one host all devices share it (GPU, CPU: the host's), or none (NPU); a vNPU may have the host's beside NPUs.
     """
     owners: dict[str, tuple[str, str, Entry]] = {}  # device_ip -> host, device_id, entry
     shared = _hosts_with_one_address(all_entries)
@@ -65,6 +66,8 @@ def _address_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
         host = host_key(entry.server.server_ip)
         for index, device in enumerate(entry.server.device):
             address = host_key(device.device_ip)
+            if _is_vnpu_without_address(device, host):
+                continue
             owner_host, owner_id, owner = owners.setdefault(address, (host, device.device_id, entry))
             same_device = owner_host == host and owner_id == device.device_id
             if same_device or (owner_host == host and host in shared) or is_loopback(device.device_ip):
@@ -76,9 +79,15 @@ def _address_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
 def _hosts_with_one_address(all_entries: Sequence[Entry]) -> set[str]:
     addresses: dict[str, set[str]] = defaultdict(set)  # host -> its devices' addresses
     for entry in all_entries:
+        host = host_key(entry.server.server_ip)
         for device in entry.server.device:
-            addresses[host_key(entry.server.server_ip)].add(host_key(device.device_ip))
+            if not _is_vnpu_without_address(device, host):
+                addresses[host].add(host_key(device.device_ip))
     return {host for host, found in addresses.items() if len(found) == 1}
+
+
+def _is_vnpu_without_address(device: Device, host: str) -> bool:
+    return is_vnpu(int(device.device_id)) and host_key(device.device_ip) == host
 
 
 def gaps(table: RankTable) -> Iterator[Fault]:

@@ -1,7 +1,7 @@
 """`pd-cluster check`: how this process would use the given rank tables and variables, and every deadline.
 
-For a worker on NPUs, also every variable of HCCL, with the deadlines' defaults. Accesses devices and the network only
-with `--network`.
+For a worker on NPUs, also every variable of HCCL, with the deadlines' defaults. On a machine with NPUs, also the
+versions of their software and what is wrong with them. Accesses devices and the network only with `--network`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of
 from pd_cluster.cluster.members.place import Place, find_place, node_ports
-from pd_cluster.devices import hccl
+from pd_cluster.devices import hccl, npu_software
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.processes import KeyFiles, PortRange
@@ -36,6 +36,8 @@ def run(env: Mapping[str, str], network: bool = False) -> bool:
 
         return check_network(find_place(env), env, console)
     console.print(_deadlines())
+    for line in _npu_software(env):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
         console.print("no rank table: set GLOBAL_RANK_TABLE_FILE_PATH and RANK_TABLE_FILE_PATH to check them")
         return True
@@ -80,6 +82,16 @@ def _given(env: Mapping[str, str], setting: str) -> str | None:
 
 def _is_on(env: Mapping[str, str], setting: str) -> bool:
     return (_given(env, setting) or "").lower() in ("1", "true")
+
+
+def _npu_software(env: Mapping[str, str]) -> list[str]:
+    """Returns the versions in one line, then a line for each fault; nothing on a machine without NPUs."""
+    if not npu_software.has_npu():
+        return []
+    found = npu_software.installed(env)
+    versions = ", ".join(f"{software} {each.version or 'not found'}" for software, each in found.items())
+    faults = npu_software.faults(found)
+    return [f"software of the NPUs: {versions}", *(f"warning: {fault}" for fault in faults)]
 
 
 def _deadlines() -> Table:

@@ -1,7 +1,7 @@
 """torch-npu without CANN: the real wheel over libraries whose every function returns 0, for child processes.
 
 Its operators then have their true schemas and shapes; npu_simulated.py registers their results. This module imports
-none of it.
+none of it. PD_CLUSTER_TEST_TORCH_NPU_VERSION names a later build for the installed torch, such as 2.12.0.post3.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+VERSION = "PD_CLUSTER_TEST_TORCH_NPU_VERSION"
 CACHE = ROOT / ".pytest_cache" / "torch_npu"
 SHIM = Path(__file__).parent / "npu_shim"
 FUNCTIONS_IN = "libascendcl.so"
@@ -40,7 +41,7 @@ BUILD_TIMEOUT_S = 120
 
 def environment() -> dict[str, str]:
     """Returns variables for a process that finds the simulated NPUs. Skips the test if they are unavailable."""
-    wheel, libraries = _unpacked(), _libraries()
+    wheel, libraries = unpacked(wanted_version()), _libraries()
     paths = [SHIM, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         **os.environ,
@@ -62,9 +63,17 @@ def run_cases(file: str, *arguments: str, timeout_s: float = 110) -> str:
     return done.stdout
 
 
-def _unpacked() -> Path:
-    """Returns the folder with this torch's unpacked wheel; made once."""
-    wanted = version("torch").partition("+")[0]
+def wanted_version() -> str:
+    """Returns the version of torch-npu under test. Fails the test if the variable names one for another torch."""
+    of_torch = version("torch").partition("+")[0]
+    wanted = os.environ.get(VERSION) or of_torch
+    if wanted.partition(".post")[0] != of_torch:
+        pytest.fail(f"{VERSION}={wanted}: torch {of_torch} is installed; torch-npu goes with the torch of its version")
+    return wanted
+
+
+def unpacked(wanted: str) -> Path:
+    """Returns the folder with the unpacked wheel of that version; made once. Skips the test if there is none."""
     folder = CACHE / f"{wanted}-cp{sys.version_info.major}{sys.version_info.minor}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
@@ -105,7 +114,7 @@ def _libraries() -> Path:
     """Returns the folder of the stub libraries."""
     if not (shutil.which("gcc") and shutil.which("nm")):
         pytest.skip("torch-npu's stub libraries need gcc and nm")
-    wheel = _unpacked()
+    wheel = unpacked(wanted_version())
     folder = wheel / "stubs"
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

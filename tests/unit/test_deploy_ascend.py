@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pd_cluster.devices.npu_software import NEEDS
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.protocol import GenerateRequest
 from ranktable_tools import cli as ranktable_cli
@@ -182,3 +183,46 @@ def test_a_worker_s_container_has_what_the_guide_gives_it() -> None:
     for name in ("prefill", "decode"):
         assert set(DEVICES) <= set(services[name]["devices"])
         assert {mount.removesuffix(":ro") for mount in services[name]["volumes"]} >= set(MOUNTS)
+
+
+def test_the_table_making_container_has_what_npu_smi_needs_and_no_card() -> None:
+    (line,) = [line for line in lines() if line.startswith("docker run --rm -it ")]
+    given = re.findall(r"--device=(\S+)", line)
+    assert given == ["/dev/davinci_manager", "/dev/hisi_hdc"]
+    mounted = {mount.partition(":")[0] for mount in re.findall(r"-v (/\S+)", line)}
+    assert mounted == {
+        "/usr/local/Ascend/driver",
+        "/usr/local/dcmi",
+        "/usr/local/sbin/npu-smi",
+        "/etc/hccn.conf",
+    }
+    assert " --net=host " in line
+
+
+def test_what_docker_must_be_stands_before_the_base_image_is_taken() -> None:
+    before, _, rest = PAGE.partition("## Step 2: get a base image")
+    assert "20.10.10 or newer" in before.partition("## Step 1")[2]
+    thread = next(argv for argv in commands("docker run --rm") if "-c" in argv)[-1]
+    exec(compile(thread, "page", "exec"), {})
+    assert thread in rest.partition("## Step 3")[0]
+
+
+def test_the_deviation_of_versions_is_at_the_top_of_the_page() -> None:
+    """With the numbers of the table, which are said once more in step 1."""
+    top, _, rest = PAGE.partition("\n## ")
+    least = {(need.software, need.feature): need.least for need in NEEDS}
+    assert "asks for driver 23.0.6" in top
+    assert f"Python {least['Python', 'a worker']} or newer" in top
+    assert f"CANN {least['CANN', 'torch-npu 2.11 and later']} and" in top
+    driver = f"HDK {least['HDK driver', 'CANN 9.1']} or newer"
+    assert driver in top
+    assert f"{least['HDK driver', 'KV handover by IPC']} for KV handover by IPC" in top
+    assert driver in rest.partition("## Step 1")[2].partition("## Step 2")[0]
+
+
+def test_the_vnpu_line_is_taken(tmp_path: Path) -> None:
+    section = PAGE.partition("### vNPUs")[2].partition("\n## ")[0]
+    lists, address = (re.findall(rf"`({option} [^`]*)`", section)[0] for option in (r"--prefill\S*", "--device-ip"))
+    argv = ["gen", "--device", "npu", "--server-ip", "10.0.0.18", *shlex.split(lists), *shlex.split(address)]
+    assert ranktable_cli.main([*argv, "--device-ip", "116=10.0.0.18", "--save-dir", str(tmp_path)]) == 0
+    assert (tmp_path / "local_ranktable_10.0.0.18_100.json").is_file()

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
+from ranktable_tools import cli, load_global, load_local, locate
+from tests.unit.test_deploy import parse_serve
+
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 FILES = ("compose.yaml", "compose.cuda.yaml", "compose.npu.yaml")
 ENV = {"CLUSTER_SECRET": "secret …", "SCHEDULER_KEY": "…", "ADMIN_TOKEN": "…", "BASE_IMAGE": "registry.example/base:1"}
+ENV |= {"HOST_IP": "10.0.0.18", "TABLES_DIR": "/srv/save_dir"}
 
 
 def loaded(name: str) -> dict[str, Any]:
@@ -33,17 +37,29 @@ def test_the_file_keeps_to_the_compose_specification_s_schema(name: str) -> None
         jsonschema.validate(broken, schema)
 
 
-@pytest.mark.parametrize("override", [None, *FILES[1:]])
-def test_compose_itself_reads_the_files(override: str | None) -> None:
+def filled(name: str, **env: str) -> dict[str, Any]:
+    """The file with its variables filled in as Compose does it, from `env`, ENV or their defaults."""
+
+    def fill(match: re.Match[str]) -> str:
+        variable, has_default, default = match.group(1), match.group(2) == "-", match.group(3)
+        return {**ENV, **env}.get(variable) or (default if has_default else pytest.fail(f"{variable} is not given"))
+
+    text = re.sub(r"\$\{(\w+):([-?])([^}]*)\}", fill, (DEPLOY / name).read_text(encoding="utf-8"))
+    value: dict[str, Any] = yaml.safe_load(text)
+    return value
+
+
+@pytest.mark.parametrize("names", [FILES[:1], FILES[:2], FILES[2:]])
+def test_compose_itself_reads_the_files(names: tuple[str, ...]) -> None:
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
         pytest.skip("docker compose is not installed")
-    files = [argument for name in (FILES[0], override) if name for argument in ("-f", str(DEPLOY / name))]
+    files = [argument for name in names for argument in ("-f", str(DEPLOY / name))]
     command = [docker, "compose", *files, "config", "--format", "json"]
     done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
-    kind = override.split(".")[1] if override else "cpu"
+    kind = {FILES[0]: "cpu", FILES[1]: "cuda", FILES[2]: "npu"}[names[-1]]
     assert {service["image"] for service in services.values()} == {f"pd-cluster:{kind}"}
 
 
@@ -66,6 +82,38 @@ def test_an_override_gives_each_worker_one_device_and_the_scheduler_none(kind: s
     assert given["scheduler"] == []
     assert len(given["prefill"]) == len(given["decode"]) == 1
     assert given["prefill"] != given["decode"]
+
+
+def test_the_npus_file_is_on_the_host_s_network_with_the_tables_that_gen_makes(tmp_path: Path) -> None:
+    """As deploy/README.md makes them; every service finds its own, and the scheduler the workers' ports."""
+    cards = [f"--device-ip={card}=10.1.0.{card}" for card in (4, 12)]
+    lists = ["--prefill-server-list", "4", "--decode-server-list", "12", "--api-server"]
+    assert (
+        cli.main(["gen", "--device", "npu", "--server-ip", "10.0.0.18", *lists, *cards, f"--save-dir={tmp_path}"]) == 0
+    )
+    services = filled("compose.npu.yaml", PREFILL_NPU="4", DECODE_NPU="12", TABLES_DIR=str(tmp_path))["services"]
+    ports = {}
+    for name, service in services.items():
+        assert service["network_mode"] == "host"
+        assert not {"networks", "ports"} & service.keys()  # Compose refuses them beside a host's network
+        assert f"{tmp_path}:/etc/pd-cluster:ro" in service["volumes"]
+        whole, own = (
+            tmp_path / Path(service["environment"][f"{each}RANK_TABLE_FILE_PATH"]).name for each in ("GLOBAL_", "")
+        )
+        assert locate(load_global(whole), load_local(own))[0] == name
+        options = parse_serve(service["command"])
+        assert options["port"] == int(service["environment"]["HEALTH_PORT"])
+        assert options["device"] == ("auto" if name == "scheduler" else "npu")
+        assert options["secret_file"] == service["secrets"][0]["target"]
+        ports[name] = options["port"]
+    assert services["scheduler"]["environment"]["NODE_PORTS"] == f"{ports['prefill']},{ports['decode']}"
+    assert parse_serve(services["scheduler"]["command"])["host"] == "127.0.0.1"
+
+
+def test_npu_smi_s_library_is_mounted_where_npu_smi_is() -> None:
+    for name, service in loaded("compose.npu.yaml")["services"].items():
+        mounted = [volume.split(":")[0] for volume in service["volumes"] if volume.startswith("/")]
+        assert ("/usr/local/dcmi" in mounted) == ("/usr/local/sbin/npu-smi" in mounted) == (name != "scheduler")
 
 
 def _devices(service: dict[str, Any]) -> list[str]:

@@ -109,9 +109,13 @@ def names(prefill: list, decode: list) -> list[str]:
 
 
 def test_names_that_could_be_confused_are_told_apart() -> None:
-    assert names([[1, 11]], [[12, 13]]) == ["1-11", "12-13"]
+    assert names([[1, 12]], [[11, 2], [3, 4]]) == ["1-12", "11-2", "34"]
     assert names([[1, 2]], [[12], [3]]) == ["1-2", "12", "3"]
     assert names([[0, 1, 2, 3]], [[4]]) == ["0123", "4"]
+
+
+def test_ids_above_9_are_joined_as_the_guide_joins_ids() -> None:
+    assert names([[8, 9, 10, 11]], [[12, 13], [14], [15]]) == ["891011", "1213", "14", "15"]
 
 
 def test_an_ipv6_host_makes_a_file_name_without_colons() -> None:
@@ -161,11 +165,12 @@ def machines(draw: st.DrawFn) -> list[dict]:
     """One to three machines, instances of any sizes, prefill and decode on each, one scheduler."""
     found: list[dict] = []
     for host in range(draw(st.integers(1, 3))):
-        ids = draw(st.lists(st.integers(0, 130), min_size=2, max_size=8, unique=True))
+        kind = draw(st.sampled_from(["npu", "cpu"]))
+        most = 99 if kind == "npu" else 130  # from 100 on, ids are vNPUs', one for an instance
+        ids = draw(st.lists(st.integers(0, most), min_size=2, max_size=8, unique=True))
         cuts = sorted({0, len(ids), draw(st.integers(1, len(ids) - 1)), draw(st.integers(1, len(ids) - 1))})
         instances = [ids[a:b] for a, b in pairwise(cuts)]
         num_prefill = draw(st.integers(1, len(instances) - 1))
-        kind = draw(st.sampled_from(["npu", "cpu"]))
         addresses = {i: f"29.{host}.0.{i + 1}" for i in ids} if kind == "npu" else None
         found.append(
             {

@@ -1,0 +1,60 @@
+"""Every torch-npu that the dependencies allow declares the operators of model/npu alike: read from the wheels' bytes.
+
+Only one of them fits the installed torch and can be imported (test_npu.py). The others are unpacked, and their
+libraries searched for the schemas that they register.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import npu_wheel
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "pd_cluster" / "model" / "npu").glob("*.py"))
+RUN_IN_TESTS = "2.13.0"
+OTHERS = ("2.11.0.post3", "2.12.0.post3")
+
+
+def used() -> set[str]:
+    """Returns the names of the operators that model/npu calls."""
+    text = "\n".join(file.read_text(encoding="utf-8") for file in SOURCES)
+    return set(re.findall(r"\btorch\.ops\.npu\.(npu_\w+)", text))
+
+
+def declared(version: str) -> dict[str, set[str]]:
+    """Maps the name of each used operator to its schemas (overloads) in that wheel's library."""
+    library = npu_wheel.unpacked(version) / "torch_npu" / "lib" / "libtorch_npu.so"
+    found: dict[str, set[str]] = {name: set() for name in used()}
+    pattern = re.compile(rb"(?<=\0)(npu_[a-z0-9_]+)(?:\.\w+)?\([^\0]*\) *-> ?[^\0]+(?=\0)")
+    for match in pattern.finditer(library.read_bytes()):
+        if (name := match[1].decode()) in found:
+            found[name].add(match[0].decode())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", OTHERS)
+def test_another_wheel_declares_the_same_operators(version: str) -> None:
+    ours, other = declared(RUN_IN_TESTS), declared(version)
+    assert len(ours) == 7
+    assert all(ours.values()), [name for name, schemas in ours.items() if not schemas]
+    assert other == ours
+
+
+def test_the_page_names_these_wheels() -> None:
+    page = (ROOT / "docs" / "ascend.md").read_text(encoding="utf-8").partition("\n## Versions\n")[2]
+    section = page.partition("\n## ")[0]
+    assert all(f" {version} " in section or f" {version}\n" in section for version in (RUN_IN_TESTS, *OTHERS))
+    assert "tests/model/test_npu_wheels.py" in section
+
+
+def test_a_version_for_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(npu_wheel.VERSION, "2.9.0.post8")
+    with pytest.raises(pytest.fail.Exception, match="torch-npu goes with the torch of its version"):
+        npu_wheel.wanted_version()
+    monkeypatch.delenv(npu_wheel.VERSION)
+    assert npu_wheel.wanted_version()

@@ -11,7 +11,7 @@ from rich.markup import escape
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.cluster.preflight import hccn
 from pd_cluster.cluster.preflight.findings import Finding, Level, in_order, is_wrong
-from pd_cluster.cluster.preflight.trips import Instance, check_pairs, instances_of
+from pd_cluster.cluster.preflight.trips import ListedInstance, check_pairs, instances_of
 from pd_cluster.devices import hccl
 from pd_cluster.devices.device import check_name
 from pd_cluster.errors import ConfigError, called
@@ -47,7 +47,7 @@ def _of_cards(place: Place, device: str, say: Callable[[str], None]) -> list[Fin
     return hccn.examine([card for card in cards if host_key(card.host) == own], cards, say)
 
 
-def _cards(instance: Instance) -> list[hccn.Card]:
+def _cards(instance: ListedInstance) -> list[hccn.Card]:
     return [
         hccn.Card(
             each.device_id,

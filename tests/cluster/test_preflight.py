@@ -13,7 +13,7 @@ import pytest
 from pd_cluster.cluster.members.place import Place, find_place
 from pd_cluster.cluster.preflight import trips
 from pd_cluster.cluster.preflight.findings import Finding, in_order, is_wrong
-from pd_cluster.engine.trip.spec import Answer, Compare, Listen
+from pd_cluster.engine.trip.spec import Compare, Listen, TripAnswer
 from ranktable_tools import cli
 
 HERE = "127.0.0.1"
@@ -106,7 +106,7 @@ def test_a_rank_that_dies_is_named_and_none_remains(one_pair: Place, monkeypatch
     started: list[trips._End] = []
     ask = trips._End.ask
 
-    def dies(end: trips._End, command: Listen, timeout_s: float) -> Answer:
+    def dies(end: trips._End, command: Listen, timeout_s: float) -> TripAnswer:
         started.append(end)
         if not isinstance(command, Listen | Compare):
             end._process.kill()

@@ -136,6 +136,9 @@ def test_every_command_of_pd_cluster_is_one() -> None:
     named = {argv[0] for argv in commands("pd-cluster")}
     assert named == {"check", "instances"}
     assert named <= set(group.commands)  # type: ignore[attr-defined]
+    check = group.commands["check"]  # type: ignore[attr-defined]
+    given = [argv[1:] for argv in commands("pd-cluster") if argv[0] == "check"]
+    assert [check.make_context("check", argv).params["network"] for argv in given if argv] == [True]
 
 
 def test_every_request_is_one() -> None:

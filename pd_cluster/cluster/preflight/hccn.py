@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from pd_cluster.cluster.preflight.findings import Finding
+from pd_cluster.cluster.preflight.findings import Finding, Level
 from ranktable_tools.hosts import host_key
 from ranktable_tools.npu import hccn_tool, parse_hccn_tool
 
@@ -94,7 +94,7 @@ def judge_health(card: Card, text: str) -> Finding:
     if status in UNPROVED:
         way_out = f"set an address to detect with `hccn_tool -i {card.device_id} -netdetect -s address ADDRESS`"
         return Finding("warning", "health", card.name, f"says {status}: nothing has been detected", way_out)
-    level = "warning" if card.is_in_super_pod else "error"
+    level: Level = "warning" if card.is_in_super_pod else "error"
     way_out = "check the gateway (`hccn_tool -i N -gateway -g`) and the address to detect (`-netdetect -g`)"
     return Finding(level, "health", card.name, f"says {status}", way_out)
 

@@ -26,7 +26,7 @@ import msgspec
 from pd_cluster.cluster.members.place import Place, resolve_host
 from pd_cluster.cluster.preflight.findings import Finding
 from pd_cluster.devices import hccl
-from pd_cluster.engine.trip.spec import BLOCK_NBYTES, NUM_BLOCKS, Answer, Begin, Command, Compare, Listen, Send
+from pd_cluster.engine.trip.spec import BLOCK_NBYTES, NUM_BLOCKS, BeginTrips, Command, Compare, Listen, Send, TripAnswer
 from pd_cluster.errors import ConfigError, LinkError
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
@@ -44,16 +44,16 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class ListedInstance:
     name: str
     role: Role
     server: Server
 
 
-def instances_of(place: Place) -> list[Instance]:
+def instances_of(place: Place) -> list[ListedInstance]:
     """Returns all instances of the table in its order."""
     return [
-        Instance(name, "prefill" if at < len(place.table.prefill) else "decode", server)
+        ListedInstance(name, "prefill" if at < len(place.table.prefill) else "decode", server)
         for at, (name, server) in enumerate(zip(place.names, place.table.instances, strict=True))
     ]
 
@@ -68,7 +68,7 @@ def check_pairs(place: Place, device: str, kv_transport: str, say: Say) -> list[
     """Sends KV blocks between all pairs of this host; one finding a pair. Leaves no process behind."""
     own = host_key(place.server.server_ip)
     found: list[Finding] = []
-    here: list[tuple[Instance, Instance]] = []
+    here: list[tuple[ListedInstance, ListedInstance]] = []
     everyone = instances_of(place)
     for p, d in product(*([each for each in everyone if each.role == role] for role in ("prefill", "decode"))):
         hosts = {host_key(p.server.server_ip), host_key(d.server.server_ip)}
@@ -95,7 +95,7 @@ def check_pairs(place: Place, device: str, kv_transport: str, say: Say) -> list[
     return found
 
 
-def _elsewhere(p: Instance, d: Instance, has_end_here: bool) -> Finding:
+def _elsewhere(p: ListedInstance, d: ListedInstance, has_end_here: bool) -> Finding:
     hosts = dict.fromkeys((p.server.server_ip, d.server.server_ip))
     where = f"{p.name} -> {d.name} ({' -> '.join(hosts)})"
     if has_end_here:
@@ -104,7 +104,7 @@ def _elsewhere(p: Instance, d: Instance, has_end_here: bool) -> Finding:
     return Finding("unchecked", "KV", where, "not on this host", "run `pd-cluster check --network` there, too")
 
 
-def _check_pair(p: Instance, d: Instance, ends: Mapping[tuple[str, int], _End]) -> Finding:
+def _check_pair(p: ListedInstance, d: ListedInstance, ends: Mapping[tuple[str, int], _End]) -> Finding:
     """Uses one link for each lane, one after the other; the slowest lane is the pair's rate."""
     rates: list[float] = []
     transports: set[str] = set()
@@ -131,7 +131,7 @@ def _check_pair(p: Instance, d: Instance, ends: Mapping[tuple[str, int], _End]) 
     return Finding("ok", "KV", f"{p.name} -> {d.name}", text)
 
 
-def _failed(p: Instance, d: Instance, reason: str) -> Finding:
+def _failed(p: ListedInstance, d: ListedInstance, reason: str) -> Finding:
     way_out = 'see "The network before the start" in docs/operations.md'
     return Finding("error", "KV", f"{p.name} -> {d.name}", f"no KV blocks came through: {reason}", way_out)
 
@@ -155,7 +155,7 @@ def _begin(ends: Mapping[tuple[str, int], _End], device: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _running(instance: Instance, rank: int, device: str, kv_transport: str) -> Iterator[_End]:
+def _running(instance: ListedInstance, rank: int, device: str, kv_transport: str) -> Iterator[_End]:
     end = _End(instance, rank, device, kv_transport)
     try:
         yield end
@@ -166,7 +166,7 @@ def _running(instance: Instance, rank: int, device: str, kv_transport: str) -> I
 class _End:
     """A process of engine/trip. Each method raises LinkError with the end's own reason."""
 
-    def __init__(self, instance: Instance, rank: int, device: str, kv_transport: str) -> None:
+    def __init__(self, instance: ListedInstance, rank: int, device: str, kv_transport: str) -> None:
         self.server = instance.server
         self.seed = secrets.randbits(40)
         self._why = ""
@@ -174,7 +174,7 @@ class _End:
             host = resolve_host(self.server.server_ip)
         except ConfigError as error:
             host, self._why = "", str(error)
-        self.begin = Begin(
+        self.begin = BeginTrips(
             name=instance.name,
             role=instance.role,
             rank=rank,
@@ -205,7 +205,7 @@ class _End:
         except OSError:
             raise LinkError(self._last_words("its process has ended")) from None
 
-    def hear(self, timeout_s: float) -> Answer:
+    def hear(self, timeout_s: float) -> TripAnswer:
         if self._why:
             raise LinkError(self._why)
         try:
@@ -216,12 +216,12 @@ class _End:
         if not line:
             self._why = self._last_words("its process has ended")
             raise LinkError(self._why)
-        answer = msgspec.json.decode(line, type=Answer)
+        answer = msgspec.json.decode(line, type=TripAnswer)
         if answer.error:
             raise LinkError(answer.error)
         return answer
 
-    def ask(self, command: Command, timeout_s: float) -> Answer:
+    def ask(self, command: Command, timeout_s: float) -> TripAnswer:
         self.tell(command)
         return self.hear(timeout_s)
 

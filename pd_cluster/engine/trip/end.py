@@ -31,12 +31,12 @@ from pd_cluster.engine.trip.spec import (
     NUM_BLOCKS,
     NUM_KV_HEADS,
     NUM_LAYERS,
-    Answer,
-    Begin,
+    BeginTrips,
     Command,
     Compare,
     Listen,
     Send,
+    TripAnswer,
     key_of,
 )
 from pd_cluster.errors import LinkError, PdClusterError, told
@@ -75,7 +75,7 @@ def content_of(seed: int, block: int) -> torch.Tensor:
 class LinkEnd:
     """A worker's mailbox and links, for one link. `events` are the engine's, taken by the calling thread."""
 
-    def __init__(self, begin: Begin, secret: bytes, pool: KVPool) -> None:
+    def __init__(self, begin: BeginTrips, secret: bytes, pool: KVPool) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.epoch = secrets.randbits(62)
         options = wire.KVOptions()
@@ -150,7 +150,7 @@ class LinkEnd:
 class SendingEnd(LinkEnd):
     """P's end."""
 
-    def __init__(self, begin: Begin, send: Send, pool: KVPool) -> None:
+    def __init__(self, begin: BeginTrips, send: Send, pool: KVPool) -> None:
         super().__init__(begin, send.secret, pool)
         progress = PeerProgress(time.monotonic)
         post, lanes = self.mailbox, self.lanes
@@ -228,7 +228,7 @@ class SendingEnd(LinkEnd):
 class ReceivingEnd(LinkEnd):
     """D's end, with a thread in the engine's place."""
 
-    def __init__(self, begin: Begin, listen: Listen, pool: KVPool) -> None:
+    def __init__(self, begin: BeginTrips, listen: Listen, pool: KVPool) -> None:
         super().__init__(begin, listen.secret, pool)
         progress = PeerProgress(time.monotonic)
         self._links = InLinks(self.side, self.mailbox, self.lanes, self.report, lambda conn, reason: None, progress)
@@ -300,41 +300,43 @@ class End:
     """A rank's process: its pool, and its end of one link at a time."""
 
     def __init__(self) -> None:
-        self._begin: Begin
+        self._begin: BeginTrips
         self._pool: KVPool
         self._receiving: ReceivingEnd | None = None
 
-    def answer(self, command: Command) -> Answer:
+    def answer(self, command: Command) -> TripAnswer:
         """Raises PdClusterError."""
         match command:
-            case Begin():
+            case BeginTrips():
                 return self._make_pool(command)
             case Listen():
                 self._receiving = ReceivingEnd(self._begin, command, self._pool)
-                return Answer(port=self._receiving.port, epoch=self._receiving.epoch)
+                return TripAnswer(port=self._receiving.port, epoch=self._receiving.epoch)
             case Send():
                 return self._send(command)
             case Compare():
                 return self._compare(command)
 
-    def _make_pool(self, command: Begin) -> Answer:
+    def _make_pool(self, command: BeginTrips) -> TripAnswer:
         self._begin = command
         device = bind(command.device, command.device_ids, command.rank)
         use(device)
         self._pool = _pool_on(device)
         for block in range(NUM_BLOCKS) if command.role == "prefill" else ():
             self._pool.put_block(block, content_of(command.seed, block))
-        return Answer(device=device.torch_name)
+        return TripAnswer(device=device.torch_name)
 
-    def _send(self, command: Send) -> Answer:
+    def _send(self, command: Send) -> TripAnswer:
         end = SendingEnd(self._begin, command, self._pool)
         try:
             end.link(command)
-            return Answer(trips_s=[end.trip(number) for number in range(command.num_trips)], transport=end.transport)
+            return TripAnswer(
+                trips_s=[end.trip(number) for number in range(command.num_trips)], transport=end.transport
+            )
         finally:
             end.mailbox.close()
 
-    def _compare(self, command: Compare) -> Answer:
+    def _compare(self, command: Compare) -> TripAnswer:
         receiving, self._receiving = self._receiving, None
         assert receiving is not None, "Compare before Listen"
         try:
@@ -343,7 +345,7 @@ class End:
             receiving.close()
             for block in range(NUM_BLOCKS):  # the next link must not find these
                 self._pool.clear_block(block)
-        return Answer()
+        return TripAnswer()
 
 
 def _pool_on(device: Device) -> KVPool:
@@ -363,7 +365,7 @@ def main() -> None:
         try:
             answer = end.answer(decoder.decode(line))
         except PdClusterError as error:
-            answer = Answer(error=told(error.text))
+            answer = TripAnswer(error=told(error.text))
         answers.write(msgspec.json.encode(answer) + b"\n")
     os._exit(0)  # threads of links and sockets need no clean-up
 

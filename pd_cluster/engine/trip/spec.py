@@ -17,7 +17,7 @@ BLOCK_NBYTES = 1 << 20
 NUM_BLOCKS = 64
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class BeginTrips(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The first command: makes the pool on the device of this rank. A prefill instance's has content of `seed`."""
 
     name: str
@@ -53,10 +53,10 @@ class Compare(msgspec.Struct, frozen=True, tag=True):
     num_trips: int
 
 
-Command = Begin | Listen | Send | Compare
+Command = BeginTrips | Listen | Send | Compare
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class TripAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """`trips_s`: seconds of each transfer, from first payload to confirmation. `error`: the reason if it failed."""
 
     device: str = ""

@@ -100,10 +100,10 @@ class Emulator:
             "sinks": layer.num_heads * 4,
         }
         self._end = ALIGNMENT
-        for struct_ in (step, layer):
-            for name, kind in struct_._fields_:
+        for each in (step, layer):
+            for name, kind in each._fields_:
                 if kind is ctypes.c_void_p:
-                    setattr(struct_, name, self._put(_Range(getattr(struct_, name), sizes[name])))
+                    setattr(each, name, self._put(_Range(getattr(each, name), sizes[name])))
         ranges = (
             _Range(ctypes.addressof(step), ctypes.sizeof(step)),
             _Range(ctypes.addressof(layer), ctypes.sizeof(layer)),
@@ -162,7 +162,7 @@ class EmulatedOps(ops.CpuOps):
 
 @contextmanager
 def emulator(cpu_flag: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
-    """Compiles the kernels with `cpu_flag`, such as -march=armv8-a, and starts the emulator. Skips without the tools."""
+    """Compiles the kernels with `cpu_flag` (-march=armv8-a, say), starts the emulator. Skips without the tools."""
     missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
     if missing or not SYSROOT.is_dir():
         pytest.skip(f"not found: {', '.join(missing) or SYSROOT}. {PACKAGES}")

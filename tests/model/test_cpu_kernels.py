@@ -28,6 +28,7 @@ from pd_cluster.types import Order, Request, Sampling
 ANY = Sampling(max_tokens=1, temperature=0.0)
 LAYER, NUM_LAYERS = 1, 2
 SEQUENCES = [(1, 0), (1, 1), (1, 15), (1, 200), (1, 300), (2, 0), (5, 63), (16, 16), (33, 0), (64, 130), (200, 77)]
+FEATURES_OF_ROWS = (96, 771, 9001, 40_003)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,25 @@ def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps) -> None:
         alone = build_batch([(request, query_len)], batch.pool)
         own_rope = Rope(rope.cos[rows].contiguous(), rope.sin[rows].contiguous())
         assert torch.equal(together[rows], ops.attend(heads, qkv[rows].clone(), own_rope, alone))
+
+
+@pytest.mark.parametrize("features", FEATURES_OF_ROWS)
+def test_norms_and_gates_of_a_row_do_not_depend_on_the_batch_or_the_threads(ops: CpuOps, features: int) -> None:
+    """41 rows are shared among threads in other parts than one or three, of which each is cut."""
+    torch.manual_seed(features)
+    x, delta, norm = torch.randn(41, features), torch.randn(41, features), Norm(torch.rand(features), 1e-5)
+    gate_up = torch.randn(41, 2 * features) * 4
+    added = ops.add_norm(x.clone(), delta, norm)
+    gates = {activation: ops.gate(gate_up, activation) for activation in get_args(Activation)}
+    num_threads = torch.get_num_threads()
+    for threads, num_rows in itertools.product({1, num_threads}, (1, 3)):
+        torch.set_num_threads(threads)
+        for start in (0, 17, 38):
+            rows = slice(start, start + num_rows)
+            assert torch.equal(added[rows], ops.add_norm(x[rows].clone(), delta[rows], norm))
+            for activation, together in gates.items():
+                assert torch.equal(together[rows], ops.gate(gate_up[rows], activation)), activation
+    torch.set_num_threads(num_threads)
 
 
 def test_layers_of_one_batch_have_ropes_of_their_own(ops: CpuOps) -> None:

@@ -1,0 +1,91 @@
+// Runs the kernels for a test on another processor: aarch64_driver LIBRARY ARENA NBYTES.
+//
+// A call is one line on stdin: a function's name, then its arguments as whole numbers. An address is an offset into the
+// arena, a file that both sides map; 0 is no address. Each call is answered by a line "done". The thread pool is the
+// one of this program's OpenMP library, as torch's is elsewhere.
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "paged.h"
+
+void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
+void GOMP_barrier(void);
+
+static char *arena;
+
+static void fail(const char *what) {
+    fprintf(stderr, "%s\n", what);
+    exit(1);
+}
+
+static int64_t number(void) {
+    int64_t value;
+    if (scanf("%" SCNd64, &value) != 1) fail("an argument is missing");
+    return value;
+}
+
+static void *at(int64_t offset) { return offset ? arena + offset : 0; }
+
+static void *address(void) { return at(number()); }
+
+static float bits(void) { // a float travels as its bits
+    uint32_t value = (uint32_t)number();
+    float result;
+    memcpy(&result, &value, 4);
+    return result;
+}
+
+#define PLACE(field) (field) = at((int64_t)(intptr_t)(field))
+
+static void *find(void *library, const char *name) {
+    void *found = dlsym(library, name);
+    if (!found) fail(dlerror());
+    return found;
+}
+
+int main(int argc, char **argv) {
+    if (argc != 4) fail("usage: aarch64_driver LIBRARY ARENA NBYTES");
+    void *library = dlopen(argv[1], RTLD_NOW);
+    if (!library) fail(dlerror());
+    int file = open(argv[2], O_RDWR);
+    arena = mmap(0, (size_t)strtoll(argv[3], 0, 10), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (file < 0 || arena == MAP_FAILED) fail("the arena cannot be mapped");
+    void (*init)(void *, void *) = find(library, "pd_init");
+    void (*norm)(float *, const float *, const float *, float *, int64_t, int64_t, float, int64_t);
+    void (*gate)(const float *, float *, int64_t, int64_t, int, int64_t);
+    void (*attend)(const Step *, const Layer *, float *, float *, float *);
+    void (*copy)(uint8_t *, const uint8_t *, int64_t);
+    norm = find(library, "pd_norm"), gate = find(library, "pd_gate");
+    attend = find(library, "pd_attend"), copy = find(library, "pd_copy");
+    init((void *)GOMP_parallel, (void *)GOMP_barrier);
+    for (char name[32]; scanf("%31s", name) == 1;) {
+        if (!strcmp(name, "pd_norm")) {
+            float *x = address(), *delta = address(), *weight = address(), *out = address();
+            int64_t num_rows = number(), features = number();
+            float eps = bits();
+            norm(x, delta, weight, out, num_rows, features, eps, number());
+        } else if (!strcmp(name, "pd_gate")) {
+            float *gate_up = address(), *out = address();
+            int64_t num_rows = number(), features = number(), activation = number();
+            gate(gate_up, out, num_rows, features, (int)activation, number());
+        } else if (!strcmp(name, "pd_attend")) {
+            Step *step = address();
+            Layer *layer = address();
+            float *pool = address(), *qkv = address(), *out = address();
+            PLACE(step->query_starts), PLACE(step->context_lens), PLACE(step->block_table), PLACE(step->table_starts);
+            PLACE(step->order), PLACE(step->slots), PLACE(step->cos), PLACE(step->sin);
+            PLACE(layer->q_norm), PLACE(layer->k_norm), PLACE(layer->sinks);
+            attend(step, layer, pool, qkv, out);
+        } else if (!strcmp(name, "pd_copy")) {
+            uint8_t *to = address(), *from = address();
+            copy(to, from, number());
+        } else
+            fail(name);
+        puts("done");
+        fflush(stdout);
+    }
+}

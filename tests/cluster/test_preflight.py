@@ -155,3 +155,15 @@ def test_other_hosts_are_named_and_not_checked(tmp_path: Path) -> None:
 )
 def test_lanes(sizes: tuple[int, int], lanes: list[tuple[int, int]]) -> None:
     assert trips.lanes_of(*sizes) == lanes
+
+
+def test_two_instances_on_one_npu_prove_nothing() -> None:
+    """As in a container with two of four cards. GPUs may be shared, and a CPU always is."""
+    names = [("prefill-0", 0), ("prefill-0", 1), ("decode-0", 0), ("decode-0", 1)]
+    found = trips.shared_npus(dict(zip(names, ["npu:0", "npu:1", "npu:0", "npu:1"], strict=True)))
+    assert found == {
+        "decode-0": "rank 0 of decode-0 has npu:0 here, as rank 0 of prefill-0 has: "
+        "run this where all cards of the host are visible"
+    }
+    for devices in (["npu:0", "npu:1", "npu:2", "npu:3"], ["cpu"] * 4, ["cuda:0"] * 4):
+        assert trips.shared_npus(dict(zip(names, devices, strict=True))) == {}

@@ -139,19 +139,36 @@ def _failed(p: ListedInstance, d: ListedInstance, reason: str) -> Finding:
 def _begin(ends: Mapping[tuple[str, int], _End], device: str) -> dict[str, str]:
     """Begins all processes together. Returns the reason for each instance that cannot take part."""
     broken: dict[str, str] = {}
+    devices: dict[tuple[str, int], str] = {}
     for end in ends.values():
         with contextlib.suppress(LinkError):  # then `hear` raises, too
             end.tell(end.begin)
     for (name, rank), end in ends.items():
         try:
-            answer = end.hear(BEGIN_S)
+            devices[name, rank] = end.hear(BEGIN_S).device
         except LinkError as error:
             broken.setdefault(name, f"rank {rank} of {name}: {error}")
             continue
-        if hccl.is_wanted(device, end.server) and not answer.device.startswith("npu"):
-            text = f"its table has NPUs, and torch would use the {answer.device} here"
+        if hccl.is_wanted(device, end.server) and not devices[name, rank].startswith("npu"):
+            text = f"its table has NPUs, and torch would use the {devices[name, rank]} here"
             broken.setdefault(name, f"rank {rank} of {name}: {text}")
-    return broken
+    return shared_npus(devices) | broken
+
+
+def shared_npus(devices: Mapping[tuple[str, int], str]) -> dict[str, str]:
+    """Returns the reason for each instance with a rank whose NPU another rank has as well.
+
+    A container with some of the host's cards counts them from 0, so that several instances would find theirs there:
+    a transfer from a card to itself proves nothing. `devices`: (instance, rank) -> torch's name.
+    """
+    first: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for (name, rank), device in devices.items():
+        other = first.setdefault(device, f"rank {rank} of {name}")
+        if device.startswith("npu") and other != f"rank {rank} of {name}":
+            text = f"has {device} here, as {other} has: run this where all cards of the host are visible"
+            reasons.setdefault(name, f"rank {rank} of {name} {text}")
+    return reasons
 
 
 @contextlib.contextmanager

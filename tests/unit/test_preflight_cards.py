@@ -166,3 +166,11 @@ def test_pings_that_take_too_long_together_are_named(monkeypatch: pytest.MonkeyP
 def test_a_text_of_no_packets_is_not_an_answer() -> None:
     found = hccn.judge_ping(A2[0], FAR, "0 packets transmitted, 0 received, 0.00% packet loss")
     assert found.level == "error"
+
+
+def test_what_a_product_does_not_answer_is_unchecked() -> None:
+    for judge in (hccn.judge_link, hccn.judge_health):
+        found = judge(A3, "This command is not supported on this product.\n")
+        assert found.level == "unchecked"
+        assert "not supported on this product" in found.line
+        assert judge(A3, "Internal error 7\n").level == "error"

@@ -24,6 +24,7 @@ PINGS_S = 300.0  # for all pings of one card
 NUM_AT_ONCE = 8  # cards of an Atlas A2 host
 BUSY, DENIED = "hccn_tool is busy", "permission denied"
 UNPROVED = ("Init", "Detect ip set")  # states of -net_health without a result of the detection
+_NOT_SUPPORTED = re.compile(r"not support", re.IGNORECASE)  # by this product or this driver
 _PACKETS = re.compile(r"([0-9]+) packets transmitted, ([0-9]+) received")
 _AS_ROOT = "run the check as root, such as with `docker exec -u root`"
 
@@ -157,6 +158,8 @@ def _value(text: str, key: str) -> str | None:
 def _unreadable(what: str, card: Card, text: str) -> Finding:
     if DENIED in text:
         return Finding("error", what, card.name, "hccn_tool was refused", _AS_ROOT)
+    if _NOT_SUPPORTED.search(text):
+        return Finding("unchecked", what, card.name, f"hccn_tool says {_first(text)}")
     return Finding("error", what, card.name, f"hccn_tool says {_first(text)}", "see `npu-smi info -t health -i N`")
 
 

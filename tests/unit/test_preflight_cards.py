@@ -119,9 +119,9 @@ def test_a_user_who_is_not_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_a_text_that_nobody_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script(monkeypatch, tmp_path, "echo 'The command is not supported on this product.'; exit 1")
+    script(monkeypatch, tmp_path, "echo 'Failure 7 of the driver.'; exit 1")
     errors = lines(examine([A2[0]], []), "error")
-    assert any("hccn_tool says 'The command is not supported on this product.'" in error for error in errors)
+    assert any("hccn_tool says 'Failure 7 of the driver.'" in error for error in errors)
 
 
 def test_no_hccn_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

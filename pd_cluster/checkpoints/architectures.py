@@ -11,11 +11,13 @@ import functools
 import importlib.util
 import re
 import reprlib
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 Config = Mapping[str, Any]
+_parsing = threading.Lock()
 
 STATE = "keeps a state besides keys and values ({what}), which a handover does not move"
 ENCODER_DECODER = "is an encoder-decoder model ({what}): its decoder attends to what an encoder made"
@@ -148,11 +150,8 @@ def defaults_of(model_type: str) -> dict[str, Any]:
     if folder is None or name is None:
         return {}
     module = _module_of(model_type)
-    try:
-        tree = ast.parse((folder / "models" / module / f"configuration_{module}.py").read_text("utf-8"))
-    except (OSError, SyntaxError):
-        return {}
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    statements = _parse(folder / "models" / module / f"configuration_{module}.py")
+    classes = {node.name: node for node in statements if isinstance(node, ast.ClassDef)}
     return _class_defaults(classes, name)
 
 
@@ -231,7 +230,17 @@ def _table(name: str, module: str = "modeling_auto") -> dict[str, Any]:
 @functools.cache
 def _statements(module: str) -> list[ast.stmt]:
     folder = _folder()
+    return _parse(folder / "models" / "auto" / f"{module}.py") if folder else []
+
+
+def _parse(file: Path) -> list[ast.stmt]:
+    """Returns a file's statements; none if it cannot be read.
+
+    One thread at a time: in CPython 3.11, threads that make syntax trees together raise SystemError.
+    """
     try:
-        return ast.parse((folder / "models" / "auto" / f"{module}.py").read_text("utf-8")).body if folder else []
+        text = file.read_text("utf-8")
+        with _parsing:
+            return ast.parse(text).body
     except (OSError, SyntaxError):
         return []

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +165,29 @@ def test_a_multimodal_model_without_a_listed_text_part(tmp_path: Path) -> None:
 def test_the_flag_on_a_text_model_changes_nothing(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     assert opened(folder, language_model_only=True) == opened(folder)
+
+
+def test_threads_may_read_architectures_together() -> None:
+    """Syntax trees of CPython 3.11 count the depth of calls for all threads as one, and fail when threads alternate."""
+    depths = (0, 7, 14, 21)
+    gate = threading.Barrier(len(depths))
+
+    def read(depth: int) -> dict[str, Any]:
+        if depth:
+            return read(depth - 1)
+        gate.wait(10)
+        return defaults_of("gemma3_text")
+
+    def let_others_run(*_: object) -> None:
+        time.sleep(1e-5)
+
+    expected, threshold = defaults_of("gemma3_text"), gc.get_threshold()
+    assert expected
+    gc.callbacks.append(let_others_run)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(len(depths)) as threads:
+            assert list(threads.map(read, depths)) == [expected] * len(depths)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(let_others_run)

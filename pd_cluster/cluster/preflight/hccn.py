@@ -197,7 +197,7 @@ def ask(card: Card, arguments: Sequence[str], timeout_s: float = CALL_S) -> str:
             raise ToolMissing(f"{command[0]}: {error.strerror}") from None
         if BUSY not in done.stdout or time.monotonic() + BUSY_AGAIN_S > deadline_s:
             return done.stdout
-        time.sleep(BUSY_AGAIN_S)
+        time.sleep(BUSY_AGAIN_S)  # nothing tells when the tool is free
 
 
 def examine(here: Sequence[Card], far: Sequence[Card], say: Say, timeout_s: float = CALL_S) -> list[Finding]:

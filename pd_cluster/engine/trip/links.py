@@ -9,6 +9,7 @@ import queue
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
@@ -65,7 +66,7 @@ def content_of(seed: int, block: int) -> torch.Tensor:
     return probe_content(LAYOUT, seed + block)
 
 
-class LinkEnd:
+class LinkEnd(ABC):
     """The parts that both ends share. `events` are those that an engine would take, for one thread of this end."""
 
     def __init__(self, begin: BeginTrips, secret: bytes, pool: KVPool) -> None:
@@ -114,9 +115,9 @@ class LinkEnd:
                 case _:
                     take(event)
 
+    @abstractmethod
     def urgent(self, conn: str, body: wire.Body) -> bool:
-        """Takes a message on the mailbox's thread, if it cannot wait for the caller's."""
-        raise NotImplementedError
+        """Takes a message on the mailbox's thread, if it cannot wait for the caller's; returns whether it did."""
 
     def report(self, event: LinkEvent | OfLane) -> None:
         self.events.put(event)
@@ -259,7 +260,7 @@ class ReceivingEnd(LinkEnd):
     def _run(self) -> None:
         try:
             while not self._error:
-                self._take(self.events.get())
+                self._take(self.events.get())  # until `close`, or the mailbox's end
         except LinkError as error:
             self._error = error.text
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_shard, read_text_part, read_whole
 from pd_cluster.model.proof import check_finite
 from pd_cluster.model.trial import prove_packing
+from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
 from pd_cluster.numerics import overridden
 from pd_cluster.types import Order, Request, Sampling
@@ -214,17 +216,18 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
         held = hold(weights, architecture, local, TORCH_DTYPES[dtype])
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     try:
-        model, info = architecture.from_pretrained(
-            **source,
-            dtype=TORCH_DTYPES[dtype],
-            attn_implementation=sdpa.NAME,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            **({} if held else straight_to(device)),  # placeholders would grow there
-        )
+        with Unfilled() if _is_quick(checkpoint, device) else nullcontext():
+            model, info = architecture.from_pretrained(
+                **source,
+                dtype=TORCH_DTYPES[dtype],
+                attn_implementation=sdpa.NAME,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **({} if held else straight_to(device)),  # placeholders would grow there
+            )
     except torch.OutOfMemoryError as error:
         raise _too_large(checkpoint, dtype, device) from error
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
@@ -243,6 +246,11 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     except torch.OutOfMemoryError as error:
         raise _too_large(checkpoint, dtype, device) from error
     return loaded
+
+
+def _is_quick(checkpoint: Checkpoint, device: Device) -> bool:
+    """Whether modules may be built without numbers; on accelerators other things take the time of a start."""
+    return not (device.is_accelerator or checkpoint.is_unproven or checkpoint.rope.kind)
 
 
 def _read_weights(checkpoint: Checkpoint, share: Share | None) -> dict[str, torch.Tensor] | None:

@@ -18,7 +18,7 @@ from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
 from pd_cluster.api.gate.drain import Drain, DrainGate
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
-from pd_cluster.api.gate.http import LOOKING, PlainRoute
+from pd_cluster.api.gate.http import LOOKING, PlainRoute, add_routes
 from pd_cluster.api.gate.request_id import RequestIds
 from pd_cluster.api.gate.root_path import RootPath
 from pd_cluster.api.openai.legacy import legacy_routes
@@ -54,9 +54,9 @@ def public_app(
     _put_in_front(app, service.router.entrance, drain, http, file_keys, counts)
     own = (openai_routes, model_routes, token_routes) if openai else (legacy_routes,)
     for routes in own:
-        app.include_router(routes(service))
-    app.include_router(_common_routes(instances, drain))
-    app.include_router(metrics_routes(service.router, instances, shown_name(service), drain, totals))
+        add_routes(app, routes(service))
+    add_routes(app, _common_routes(instances, drain))
+    add_routes(app, metrics_routes(service.router, instances, shown_name(service), drain, totals))
     return app
 
 

@@ -52,8 +52,10 @@ def caller_of(http: Request) -> Caller:
 def _patience_s(http: Request) -> float:
     """Returns the timeout that the client declares; inf if it declares none, or an implausible one."""
     for name in PATIENCE_HEADERS:
+        if not (declared := http.headers.get(name)):
+            continue
         try:
-            patience_s = float(http.headers.get(name, ""))
+            patience_s = float(declared)
         except ValueError:
             continue
         if patience_s > 0:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.routing import request_response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pd_cluster.api.gate.arrivals import arrival_of
 from pd_cluster.api.gate.callers import count_request
@@ -68,11 +71,30 @@ def session_of(request: Request) -> str:
 
 
 class PlainRoute(APIRoute):
-    """A route whose endpoint reads the request and builds the response itself, so that FastAPI does neither."""
+    """A route whose endpoint reads the request and builds the response itself: FastAPI does neither.
+
+    Dependencies are ignored, so FastAPI's stacks of contexts for them are left out, too.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
         return handler
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.methods and scope["method"] not in self.methods:
+            await super().handle(scope, receive, send)
+        else:
+            await self._plain(scope, receive, send)
+
+    @functools.cached_property
+    def _plain(self) -> ASGIApp:
+        return request_response(self.get_route_handler())
+
+
+def add_routes(app: FastAPI, routes: APIRouter) -> None:
+    """Adds plain routes as the app's own: FastAPI looks through an included router twice for each request."""
+    assert all(isinstance(route, PlainRoute) for route in routes.routes)
+    app.router.routes.extend(routes.routes)
 
 
 class GeneratingRoute(PlainRoute):

@@ -80,6 +80,24 @@ class Entrance:
         if self.waiting is not None:
             self.waiting.departs(client, num_tokens)
 
+    def pair_at_once(
+        self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor
+    ) -> tuple[Pair, QueueEntry | None] | None:
+        """Returns what `pair` does if the request need not wait; None: call that. Raises Overloaded."""
+        if self.is_closed:
+            return None
+        entry = None
+        if self.waiting is not None:
+            num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
+            party = visitor.party or Party()
+            entry = self.waiting.at_once(visitor.client, num_tokens, num_sequences, priority, party)
+            if entry is None:
+                return None
+        try:
+            return self._admitted(ask, 0.0, entry), entry
+        except Unavailable:
+            return None
+
     async def pair(
         self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor
     ) -> tuple[Pair, QueueEntry | None]:
@@ -113,8 +131,11 @@ class Entrance:
             except Overloaded:
                 self._stats.refused("queue")
                 raise
+        return self._admitted(ask, asyncio.get_running_loop().time() - arrived_s, entry), entry
+
+    def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> Pair:
         try:
-            return self._admit(ask, asyncio.get_running_loop().time() - arrived_s), entry
+            return self._admit(ask, waited_s)
         except BaseException:
             self.ended(entry, 0)
             self.begun(entry)

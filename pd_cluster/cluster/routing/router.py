@@ -161,12 +161,15 @@ class Router:
         """Opens a stream once the request has its pair. Raises Unavailable, Overloaded, DeadlineExceeded."""
         arrived_s = self.stats.clock() if received_s is None else received_s
         ask = ask_of(order)
+        found = self.entrance.pair_at_once(ask, order.num_decoding, order.priority, visitor)
         try:
-            async with asyncio.timeout_at(deadline_s):
-                pair, entry = await self.entrance.pair(ask, order.num_decoding, order.priority, visitor)
+            if found is None:
+                async with asyncio.timeout_at(deadline_s):
+                    found = await self.entrance.pair(ask, order.num_decoding, order.priority, visitor)
         except TimeoutError:
             waited_s = self._request_timeout_s
             raise DeadlineExceeded(f"the request has waited for its turn for {waited_s:g} s") from None
+        pair, entry = found
         stream = self._open(order, ask, pair, arrived_s)
         prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
         num_tokens = len(order.prompt_token_ids)

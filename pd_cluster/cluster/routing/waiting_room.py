@@ -137,6 +137,19 @@ class WaitingRoom:
 
     # ---- a request whose tokens are known
 
+    def at_once(self, name: str, num_tokens: int, num_sequences: int, priority: int, party: Party) -> QueueEntry | None:
+        """Returns the entry of a request that need not wait, as `turn` does; None: call that."""
+        if self._queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
+            return None
+        now_s = self._loop.time()
+        entry = QueueEntry(self._queue.client(name, now_s), num_tokens, num_sequences, priority)
+        if not may(entry):
+            return None
+        self._is_beginning = party.has_begun = True
+        self._pace.passed(now_s, waited=False)
+        self._queue.begin(entry)
+        return entry
+
     async def turn(
         self,
         name: str,
@@ -153,13 +166,10 @@ class WaitingRoom:
         long as allowed, or would have to wait longer.
         """
         now_s, party = self._loop.time(), party or Party()
+        if (entry := self.at_once(name, num_tokens, num_sequences, priority, party)) is not None:
+            return entry
         client = self._queue.client(name, now_s)
         entry = QueueEntry(client, num_tokens, num_sequences, priority)
-        if not self._queue.num_waiting and not self._is_beginning and (may := self._who_may()) and may(entry):
-            self._is_beginning = party.has_begun = True
-            self._pace.passed(now_s, waited=False)
-            self._queue.begin(entry)
-            return entry
         if not party.is_let_in:
             self._check(client, patience_s)
             party.is_let_in = True

@@ -41,10 +41,12 @@ def caller_of(http: Request) -> Caller:
     made_from, made = http.scope.get(MADE, (None, None))
     if made is not None and made_from is known and made.arrived is arrived:
         return cast(Caller, made)
-    base = known
-    if not isinstance(base, Caller):
-        base = Caller(subscriber_of(http.client.host)) if http.client else NOBODY
-    made = replace(base, patience_s=_patience_s(http), arrived=arrived, party=Party())
+    patience_s, party = _patience_s(http), Party()
+    if isinstance(known, Caller):
+        made = replace(known, patience_s=patience_s, arrived=arrived, party=party)
+    else:
+        client = subscriber_of(http.client.host) if http.client else NOBODY.client
+        made = Caller(client, patience_s=patience_s, arrived=arrived, party=party)
     http.scope[MADE] = (known, made)
     return made
 

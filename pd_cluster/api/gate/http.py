@@ -59,8 +59,8 @@ async def read_body(request: Request) -> bytes:
 
 def declared_length(request: Request) -> int | None:
     """Returns the body's declared bytes, at most MAX_BODY_NBYTES + 1; None if undeclared."""
-    declared = request.headers.get("content-length", "")
-    if not declared.isdecimal():
+    declared = request.headers.get("content-length")
+    if declared is None or not declared.isdecimal():
         return None
     return MAX_BODY_NBYTES + 1 if len(declared) > MAX_LENGTH_NUM_DIGITS else min(int(declared), MAX_BODY_NBYTES + 1)
 

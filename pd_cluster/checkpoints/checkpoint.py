@@ -13,7 +13,8 @@ from typing import Any
 from pd_cluster.checkpoints import internlm
 from pd_cluster.checkpoints.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
 from pd_cluster.checkpoints.hub import resolve_model
-from pd_cluster.checkpoints.weight_files import check_plain, text_name, weight_files, weights_digest
+from pd_cluster.checkpoints.quantized import Quantization, quantization_of
+from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, quantized, text_name, weight_files, weights_digest
 from pd_cluster.errors import ModelError, called
 from pd_cluster.numerics import RopeScaling, canonical, overridden
 from pd_cluster.settings.engine import EngineConfig
@@ -62,6 +63,7 @@ class Checkpoint:
     part_of: str = ""  # the whole model's model_type, if only the text model of a multimodal folder is served
     is_unproven: bool = False  # its type is not listed, and --try-unlisted allows it
     is_translated: bool = False  # its files use another architecture's names; `config` uses this one's
+    quantization: Quantization | None = None  # of the files
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -85,13 +87,28 @@ class Checkpoint:
         is_unproven = not _is_listed(config)
         if is_unproven:
             config = _unlisted(file, config, whole, engine.try_unlisted, part_of)
-        check_plain(path, whole)
-        check_plain(path, config)
+        quantization = quantization_of(path, whole) or quantization_of(path, config)
+        if quantization is not None and is_translated:
+            raise quantized(quantization.place, f"{quantization.method} of an InternLM")
+        config = {name: value for name, value in config.items() if name not in QUANTIZERS_FIELDS}
         _check_numbers(file, config)
         own, folder = _generation_config(path, engine.generation_config)
         names_of = _names_of(part_of, is_translated)
-        identity = _identity(path, tokenizer_path, part_of, lambda key: bool(names_of(key)))
-        return cls(path, config, own, identity, tokenizer_path, overrides, folder, part_of, is_unproven, is_translated)
+        is_plain = (lambda key: bool(names_of(key))) if quantization is None else (lambda key: False)
+        identity = _identity(path, tokenizer_path, part_of, is_plain)
+        return cls(
+            path,
+            config,
+            own,
+            identity,
+            tokenizer_path,
+            overrides,
+            folder,
+            part_of,
+            is_unproven,
+            is_translated,
+            quantization,
+        )
 
     @property
     def model_type(self) -> str:
@@ -269,7 +286,7 @@ def _generation_config(path: Path, given: str) -> tuple[dict[str, Any], Path | N
     return ends | read_json(folder / GENERATION_FILE), folder
 
 
-def _identity(path: Path, tokenizer_path: Path | None, part_of: str, is_read: Callable[[str], bool]) -> str:
+def _identity(path: Path, tokenizer_path: Path | None, part_of: str, is_plain: Callable[[str], bool]) -> str:
     digest = hashlib.sha256(b"language model only" if part_of else b"")
     files = [path / "config.json"]
     if tokenizer_path is not None:
@@ -284,5 +301,5 @@ def _identity(path: Path, tokenizer_path: Path | None, part_of: str, is_read: Ca
     if not weights:
         raise ModelError(f"{path}: no *.safetensors file; other weight formats are not loaded")
     for file in weights:
-        digest.update(weights_digest(file, is_read))
+        digest.update(weights_digest(file, is_plain))
     return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Checks safetensors files without torch: whether they are complete and unquantized, and a digest to compare them by.
+"""Checks safetensors files without torch: whether they are complete and plain, and a digest to compare them by.
 
 Quantized weights are recognized by what quantizers leave behind: their own description files, tensors of scales,
 weights of integers or eight-bit floats. Loaded as they are, they would be numbers without their scales.
@@ -14,7 +14,6 @@ import reprlib
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from pd_cluster.errors import ModelError
 
@@ -28,7 +27,7 @@ TEXT_WEIGHTS = re.compile(
     r"(?:model\.language_model|language_model\.model|language_model|model(?!\.(?:visual|vision|audio)))"
     r"\.(?P<rest>(?:model\.)?(?:embed_tokens|layers|norm)\..+)|(?:language_model\.|model\.)?(?P<head>lm_head\..+)"
 )
-NO_QUANTIZATION = "quantized weights are not supported yet"
+NO_QUANTIZATION = "quantized weights that are not supported"
 WAY_OUT = "give the model in float32, float16 or bfloat16"
 # A quantizer's file -> the method, if the file does not name it
 QUANTIZERS_FILES = {
@@ -54,26 +53,12 @@ NUMBERS = ("weight", "gate_up_proj", "down_proj")  # last parts of names that al
 BUFFERS = re.compile(r"(?:^|\.)(?:(?:attn|attention)\.(?:masked_)?bias|position_ids)$")
 
 
-def check_plain(path: Path, config: dict[str, Any]) -> None:
-    """Checks a model folder. Raises ModelError that names the field or file of a quantizer, and its method."""
-    for field in QUANTIZERS_FIELDS:
-        if (value := config.get(field)) is not None:
-            raise quantized(f"{path / 'config.json'}: {field}", _method_of(value) or "without a quant_method")
-    for pattern, method in QUANTIZERS_FILES.items():
-        for file in sorted(path.glob(pattern)):
-            try:
-                found = _method_of(json.loads(file.read_bytes()))
-            except (OSError, ValueError):
-                found = ""
-            raise quantized(str(file), found or method)
-
-
 def quantized(place: str, method: str = "") -> ModelError:
     """Returns the refusal of quantized weights. `place`: the file, and the field or tensor in it."""
     return ModelError(f"{place}: {NO_QUANTIZATION}{f' ({method})' if method else ''}; {WAY_OUT}")
 
 
-def _method_of(settings: object) -> str:
+def method_of(settings: object) -> str:
     """Returns the method that a quantizer's settings name; "" if they name none."""
     if not isinstance(settings, dict):
         return ""
@@ -82,7 +67,7 @@ def _method_of(settings: object) -> str:
             return value if isinstance(value, str) and re.fullmatch(r"[\w.:/ -]{1,60}", value) else reprlib.repr(value)
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return "bitsandbytes"
-    return _method_of(settings.get("quantization"))
+    return method_of(settings.get("quantization"))
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
@@ -110,17 +95,17 @@ def text_name(key: str) -> str:
     return found["head"] or f"model.{found['rest'].removeprefix('model.')}"
 
 
-def weights_digest(file: Path, is_read: Callable[[str], bool]) -> bytes:
+def weights_digest(file: Path, is_plain: Callable[[str], bool]) -> bytes:
     """Digests the header and samples (start, middle, end of the data) of one file.
 
-    `is_read`: whether the model has a tensor, by its name. Raises ModelError: incomplete, or such a tensor is
-    recognizably quantized.
+    `is_plain`: whether the model reads a tensor as numbers, by its name. Raises ModelError: incomplete, or such a
+    tensor is recognizably quantized.
     """
     prefix, header, dtypes, size = _read_header(file)
     for name, dtype in dtypes.items():
         last = name.rpartition(".")[2]
         is_code = dtype.startswith(("F8", "F6", "F4")) or (last in NUMBERS and dtype not in PLAIN_DTYPES)
-        if is_read(name) and (is_code or last in QUANTIZERS_TENSORS):
+        if is_plain(name) and (is_code or last in QUANTIZERS_TENSORS):
             raise quantized(f"{file}: {name} ({dtype})")
     digest = hashlib.sha256(prefix + header)
     data_start = 8 + len(header)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from pd_cluster.errors import ModelError
+from pd_cluster.model.known_forms import FORMS, form_of
 from pd_cluster.model.layers.expert_weight import PRODUCTS, ExpertStack, HeldExperts, are_experts
-from pd_cluster.model.layers.weight import FORMS, PLAIN, HeldLinear, Parts, Tensors, form_of, no_weight
+from pd_cluster.model.layers.weight import PLAIN, HeldLinear, Parts, Tensors, no_weight
 from pd_cluster.model.parallel.plan import EXPERT_ALIASES, FUSED_EXPERTS, LAYER
 
 # The layers that are joined to each of transformers' products, in this order.

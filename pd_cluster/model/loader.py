@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from pd_cluster.checkpoints.architectures import PLAIN_TYPES
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, text_name
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.layout import KVLayout, keys_and_values
@@ -38,12 +39,12 @@ from pd_cluster.model.internlm import read_as_llama
 from pd_cluster.model.layers.ops import Ops, TorchOps
 from pd_cluster.model.layers.packing import pack_modules
 from pd_cluster.model.layers.rope import USE_LOGN, LogN, put_lengths, rope_limit_of
-from pd_cluster.model.layers.weight import FORMS
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_shard, read_text_part, read_whole
 from pd_cluster.model.proof import check_finite
+from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
@@ -172,7 +173,8 @@ def config_of(checkpoint: Checkpoint) -> Any:
     Raises ModelError for invalid values.
     """
     overrides = checkpoint.overrides
-    if not checkpoint.part_of and not overrides and not checkpoint.is_translated:
+    is_as_written = not (checkpoint.part_of or overrides or checkpoint.is_translated or checkpoint.quantization)
+    if is_as_written:
         return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
     try:
         settings = text_settings(checkpoint.path, overrides) if checkpoint.part_of else checkpoint.config
@@ -187,7 +189,8 @@ def text_settings(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     """Returns the config of a multimodal folder's text model in transformers' form."""
     whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     text = whole.text_config
-    own = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+    left_out = ("model_type", *QUANTIZERS_FIELDS)
+    own = {name: value for name, value in text.to_dict().items() if name not in left_out}
     if text.model_type in PLAIN_TYPES:  # its positions have three dimensions, which are equal in texts
         rope = {name: value for name, value in (own.get("rope_parameters") or {}).items() if "mrope" not in name}
         own["rope_parameters"] = {**rope, "rope_type": "default"} if rope.get("rope_type") == "mrope" else rope
@@ -208,8 +211,9 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
         source["config"] = config_of(checkpoint)
     architecture: Any = AutoModelForCausalLM
     held = HeldWeights()
-    check_stored(checkpoint)
-    weights = _read_weights(checkpoint, share)
+    if checkpoint.quantization is None:
+        check_stored(checkpoint)
+    weights = _read_weights(checkpoint, share, TORCH_DTYPES[dtype])
     if weights is not None:
         local = config_of(checkpoint) if share is None else share.plan.local_config()
         architecture = AutoModelForCausalLM._model_mapping[type(local)]
@@ -253,8 +257,12 @@ def _is_quick(checkpoint: Checkpoint, device: Device) -> bool:
     return not (device.is_accelerator or checkpoint.is_unproven or checkpoint.rope.kind)
 
 
-def _read_weights(checkpoint: Checkpoint, share: Share | None) -> dict[str, torch.Tensor] | None:
+def _read_weights(checkpoint: Checkpoint, share: Share | None, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
     """Returns this rank's weights by name; None: transformers reads the files, whose weights are in its own form."""
+    if checkpoint.quantization is not None:
+        plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
+        name_of = text_name if checkpoint.part_of else str
+        return read_quantized(checkpoint.path, checkpoint.quantization, name_of, dtype, plan, rank)
     if checkpoint.is_translated:
         plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
         return read_as_llama(checkpoint.path, checkpoint.config, plan, rank)
@@ -262,7 +270,7 @@ def _read_weights(checkpoint: Checkpoint, share: Share | None) -> dict[str, torc
         return read_shard(checkpoint.path, share.plan, share.group.rank, bool(checkpoint.part_of))
     if checkpoint.part_of:
         return read_text_part(checkpoint.path)
-    if len(FORMS) > 1 and any(map(is_in_other_form, names(checkpoint.path))):
+    if any(map(is_in_other_form, names(checkpoint.path))):
         return read_whole(checkpoint.path)
     return None
 

@@ -17,9 +17,10 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
 from pd_cluster.model.causal_lm import FusedCausalLM
+from pd_cluster.model.known_forms import FORMS
 from pd_cluster.model.layers.expert_weight import ExpertStack
 from pd_cluster.model.layers.linear import Linear, make_linear
-from pd_cluster.model.layers.weight import FORMS, LinearWeight, Part, Tensors, WeightForm
+from pd_cluster.model.layers.weight import LinearWeight, Part, Tensors, WeightForm
 from pd_cluster.model.loader import _probe_logits, layout_of, load_model
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint

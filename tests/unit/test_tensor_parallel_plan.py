@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from pd_cluster.checkpoints.weight_files import weight_files
 from pd_cluster.errors import ModelError
-from pd_cluster.model.layers.weight import FORMS, Part, PlainWeight, WeightForm
+from pd_cluster.model.known_forms import FORMS
+from pd_cluster.model.layers.weight import Part, PlainWeight, WeightForm
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import read_shard
 

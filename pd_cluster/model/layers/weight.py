@@ -1,19 +1,18 @@
 """The weight of a linear layer as a value: read in some form, cut to a rank's share, joined with others, computed with.
 
 A form is a set of named tensors. The parallel plan cuts the features of a layer; a form maps these features to
-dimensions of its tensors. So another form (packed words, scales, zeros) is a row in `FORMS` and a class with the
-methods of `LinearWeight`; plan, loader, fused layers and experts (expert_weight.py) know none of them.
+dimensions of its tensors. So another form (packed words, scales, zeros) is a row in known_forms.py and a class with
+the methods of `LinearWeight`; plan, loader, fused layers and experts (expert_weight.py) know none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
 
-from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.linear import Linear, make_linear
 
 Tensors = Mapping[str, torch.Tensor]  # by the names of their parts
@@ -117,21 +116,6 @@ PLAIN = WeightForm(
     {"weight": Part(outputs=0, inputs=1), "bias": Part(outputs=0, inputs=None, is_added=True)},
     PlainWeight,
 )
-FORMS: dict[str, WeightForm] = {"plain": PLAIN}
-
-
-def part_of(name: str) -> Part | None:
-    """Returns a part by its name in files; None if no form has it."""
-    return next((form.parts[name] for form in FORMS.values() if name in form.parts), None)
-
-
-def form_of(names: Collection[str], place: str) -> WeightForm:
-    """Returns the first form of a layer with these parts. Raises ModelError."""
-    for form in FORMS.values():
-        needed = {name for name, part in form.parts.items() if not part.is_added}
-        if needed <= set(names) <= form.parts.keys():
-            return form
-    raise ModelError(f"{place}: {', '.join(sorted(names))} are not the tensors of a known form ({', '.join(FORMS)})")
 
 
 class Parts(torch.nn.Module):
@@ -184,11 +168,12 @@ def weight_of(module: torch.nn.Module) -> LinearWeight:
 def joined(*modules: torch.nn.Module, rows: torch.Tensor | None = None) -> LinearWeight:
     """Returns the weight of a layer whose output is the concatenation of theirs; `rows`: its features in this order.
 
-    Raises ModelError if their forms differ, or cannot be reordered.
+    If their forms differ, they are joined as numbers. Raises ModelError if a form cannot be reordered.
     """
     first, *others = (weight_of(module) for module in modules)
     if any(type(other) is not type(first) for other in others):
-        names = sorted({type(each).__name__ for each in (first, *others)})
-        raise ModelError(f"layers that are fused to one have weights of several forms: {', '.join(names)}")
-    whole = first.join([first, *others])
+        numbers = [PlainWeight(each.matrix(), each.bias) for each in (first, *others)]
+        whole: LinearWeight = PlainWeight.join(numbers)
+    else:
+        whole = first.join([first, *others])
     return whole if rows is None else whole.reordered(rows)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pd_cluster.errors import ModelError, called
 from pd_cluster.kv.layout import KVLayout, can_split_heads, keys_and_values
-from pd_cluster.model.layers.weight import part_of
+from pd_cluster.model.known_forms import part_of
 
 Style = Literal["column", "row", "whole"]
 

@@ -1,0 +1,188 @@
+"""What a model folder says of its quantized weights: the method, and what the tensors alone do not tell.
+
+A method is a row in `METHODS`. How tensors become numbers is in model/quantized. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, QUANTIZERS_FILES, method_of, quantized
+from pd_cluster.errors import ModelError
+
+Settings = Mapping[str, Any]
+FP8_BLOCK = (128, 128)
+GPTQ_BITS = (2, 3, 4, 8)
+ASCEND_TYPES = ("FLOAT", "W8A8", "W8A8_DYNAMIC", "W8A16")
+CT_FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "dense"),
+)
+AUTO_ROUND, COMPRESSED = "auto-round", "compressed-tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """`place`: the file and field that say so. Everything else is what the shapes of the tensors leave open.
+
+    `zero_offset` is added to stored zero points. `is_by_rows`: words hold input features of one output row (AWQ's
+    gemv), and `group_size` of them share a scale; -1: all. `block`: outputs and inputs that share a scale, where scales
+    are blocks. `has_int8_activations`: the layers of int8 weights take activations in int8, too. `types`: of tensors,
+    by name (Ascend's description).
+    """
+
+    method: str
+    place: str
+    zero_offset: int = 0
+    is_by_rows: bool = False
+    group_size: int = -1
+    block: tuple[int, int] | None = None
+    has_int8_activations: bool = False
+    types: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def quantization_of(path: Path, config: Settings) -> Quantization | None:
+    """Returns what a model folder declares; None: plain weights. Raises ModelError that names field or file.
+
+    `config`: the folder's config.json, or the part of it that is served.
+    """
+    found = list(_declared(path, config))
+    if not found:
+        return None
+    place, method, settings = found[0]
+    if (read := METHODS.get(method)) is None:
+        raise quantized(place, method or "without a quant_method")
+    try:
+        return read(Quantization(method, place), settings)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise ModelError(f"{place}: not the settings of {method}: {error}") from None
+
+
+def _declared(path: Path, config: Settings) -> Iterator[tuple[str, str, Settings]]:
+    """Yields place, method and settings. A file counts only where config.json has no field."""
+    for name in QUANTIZERS_FIELDS:
+        if (value := config.get(name)) is not None:
+            settings = value if isinstance(value, dict) else {}
+            own = settings.get("quant_method") or (COMPRESSED if name == "compression_config" and settings else "")
+            yield f"{path / 'config.json'}: {name}", _method(own) or method_of(value), settings
+    for pattern, method in QUANTIZERS_FILES.items():
+        for file in sorted(path.glob(pattern)):
+            try:
+                settings = json.loads(file.read_bytes())
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{file}: cannot be read as JSON: {error}") from None
+            if not isinstance(settings, dict):
+                raise ModelError(f"{file}: expected a JSON object")
+            yield str(file), _method(settings.get("quant_method") or method) or method_of(settings), settings
+
+
+def _method(name: object) -> str:
+    """Returns a method of `METHODS` by one of its names; "" for another one."""
+    found = SPELLINGS.get(name, name) if isinstance(name, str) else ""
+    return found if found in METHODS else ""
+
+
+def _refused(found: Quantization, what: str, way_out: str) -> ModelError:
+    return ModelError(f"{found.place}: {what}; {way_out}")
+
+
+def _only(found: Quantization, settings: Settings, name: str, allowed: tuple[Any, ...]) -> None:
+    if (value := settings.get(name)) not in allowed:
+        known = ", ".join(str(each) for each in allowed if each is not None)
+        raise _refused(found, f"{name} {reprlib.repr(value)} is not supported", f"give a folder with {known}")
+
+
+def _awq(found: Quantization, settings: Settings) -> Quantization:
+    version = str(settings.get("version") or "gemm").lower()
+    _only(found, {"version": version}, "version", ("gemm", "gemv"))
+    _only(found, {"bits": settings.get("bits", settings.get("w_bit"))}, "bits", (4, None))
+    group_size = int(settings.get("group_size", settings.get("q_group_size", -1)))
+    return replace(found, is_by_rows=version == "gemv", group_size=group_size)
+
+
+def _gptq(found: Quantization, settings: Settings) -> Quantization:
+    _only(found, settings, "bits", GPTQ_BITS)
+    _only(found, settings, "checkpoint_format", (None, "gptq", "gptq_v2"))
+    _only(found, settings, "is_marlin_format", (None, False))
+    first = settings.get("checkpoint_format") != "gptq_v2"
+    return replace(found, zero_offset=1 if first else 0)
+
+
+def _auto_round(found: Quantization, settings: Settings) -> Quantization:
+    packing = str(settings.get("packing_format") or "auto_round:auto_gptq").removeprefix("auto_round:")
+    _only(found, {"packing_format": packing}, "packing_format", ("auto_gptq", "auto_awq", "llm_compressor"))
+    if packing == "auto_awq":
+        return _awq(replace(found, method="awq"), {"bits": settings.get("bits")})
+    if packing == "auto_gptq":
+        return _gptq(replace(found, method="gptq"), {"bits": settings.get("bits")})
+    return replace(found, method=COMPRESSED)
+
+
+def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization:
+    _only(found, settings, "format", (None, *CT_FORMATS))
+    has_int8: set[bool] = set()
+    for name, group in dict(settings.get("config_groups") or {}).items():
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        place = replace(found, place=f"{found.place}.config_groups.{name}")
+        _only(place, {"num_bits": weights.get("num_bits", 8)}, "num_bits", (2, 3, 4, 8))
+        if weights.get("type", "int") != "int" or weights.get("num_bits", 8) != 8:
+            continue
+        has_int8.add(bool(inputs))
+        if inputs:
+            _only(place, {"input_activations.num_bits": inputs.get("num_bits", 8)}, "input_activations.num_bits", (8,))
+            _only(place, {"input_activations.type": inputs.get("type", "int")}, "input_activations.type", ("int",))
+    if len(has_int8) > 1:
+        raise _refused(found, "groups of int8 weights with and without int8 activations", "give a folder with one kind")
+    return replace(found, has_int8_activations=has_int8 == {True}, block=FP8_BLOCK)
+
+
+def _fp8(found: Quantization, settings: Settings) -> Quantization:
+    _only(found, settings, "fmt", (None, "e4m3", "float8_e4m3fn"))
+    rows, columns = settings.get("weight_block_size") or FP8_BLOCK
+    if not all(isinstance(each, int) and each > 0 for each in (rows, columns)):
+        raise _refused(found, f"weight_block_size {[rows, columns]!r} is no size", "give two whole numbers")
+    return replace(found, block=(rows, columns))
+
+
+def _smooth_quant(found: Quantization, settings: Settings) -> Quantization:
+    _only(found, settings, "quant_dtype", (None, "int8", "float8_e4m3fn"))
+    return replace(found, has_int8_activations=True)
+
+
+def _modelopt(found: Quantization, settings: Settings) -> Quantization:
+    own = settings.get("quantization", settings)
+    _only(found, own, "quant_algo", ("FP8", "NVFP4"))
+    return replace(found, block=FP8_BLOCK)
+
+
+def _ascend(found: Quantization, settings: Settings) -> Quantization:
+    types = {name: value for name, value in settings.items() if name.endswith((".weight", ".bias")) and value}
+    for name, value in types.items():
+        if value not in ASCEND_TYPES:
+            known = ", ".join(ASCEND_TYPES)
+            raise _refused(found, f"{name} {reprlib.repr(value)} is not supported", f"give a folder with {known}")
+    return replace(found, has_int8_activations=True, types=types)
+
+
+def _as_it_is(found: Quantization, settings: Settings) -> Quantization:
+    return found
+
+
+METHODS: dict[str, Callable[[Quantization, Settings], Quantization]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    AUTO_ROUND: _auto_round,
+    COMPRESSED: _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "mxfp4": _as_it_is,
+    "modelopt": _modelopt,
+    "smooth_quant": _smooth_quant,
+    "msmodelslim": _ascend,
+}
+SPELLINGS = {"auto_round": AUTO_ROUND, "intel/auto-round": AUTO_ROUND, "ascend": "msmodelslim"}

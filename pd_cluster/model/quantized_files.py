@@ -1,0 +1,128 @@
+"""Reads a quantized model folder, layer by layer, straight from its safetensors files.
+
+A layer is decoded whole, and a rank keeps its share: a cut through a group of inputs only makes the groups smaller.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from pd_cluster.checkpoints.quantized import Quantization
+from pd_cluster.checkpoints.weight_files import QUANTIZERS_TENSORS, weight_files
+from pd_cluster.errors import ModelError
+from pd_cluster.model.layers.weight import Tensors
+from pd_cluster.model.parallel.plan import LAYER, ParallelPlan
+from pd_cluster.model.parallel.shard import take
+from pd_cluster.model.quantized.decode import WEIGHTS, Parts, decoded
+from pd_cluster.model.quantized.weight import CODED, INT8_STATIC
+
+log = logging.getLogger(__name__)
+
+FUSED = re.compile(r"(?P<path>.*\.experts\.(?:gate_up_proj|down_proj))_(?P<part>blocks|scales)")
+CODES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
+Weights = dict[str, torch.Tensor]
+Rename = Callable[[str], str]
+
+
+def read_quantized(
+    folder: Path, found: Quantization, name_of: Rename, dtype: torch.dtype, plan: ParallelPlan | None, rank: int
+) -> Weights:
+    """Maps names to this rank's weights: quantized layers as parts of a form, others as they are.
+
+    `name_of`: a tensor's name in the model; "" if it is not read. Embeddings and output layers become numbers of
+    `dtype`. Raises ModelError that names the layer, and the tensor or file.
+    """
+    weights: Weights = {}
+    num_quantized = 0
+    for path, tensors in _layers(folder):
+        if not name_of(f"{path}.weight"):
+            continue
+        if not _is_quantized(tensors):
+            for part, tensor in tensors.items():
+                _keep(weights, name_of(_key(path, part)), tensor, plan, rank)
+            continue
+        kind = found.types.get(f"{path}.weight", "FLOAT") if found.types else ""
+        if kind == "FLOAT":
+            raise ModelError(f"{folder}: {path} has codes, and {found.place} says nothing of them, or FLOAT")
+        num_quantized += 1
+        parts = decoded(path, tensors, found, kind)
+        if not LAYER.search(f"{name_of(f'{path}.weight')}"):
+            parts = numbers(parts, dtype)
+        elif plan is not None:
+            parts = _in_shares(parts, plan.size)
+        for part, tensor in parts.items():
+            _keep(weights, name_of(f"{path}{'_' if FUSED_PATH.search(path) else '.'}{part}"), tensor, plan, rank)
+    if not num_quantized:
+        raise ModelError(f"{found.place}: {found.method}, but no tensor is quantized; remove that")
+    log.info("%s: %d layers are quantized; products are computed with their numbers", found.method, num_quantized)
+    return weights
+
+
+FUSED_PATH = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
+
+
+def numbers(parts: Parts, dtype: torch.dtype) -> Parts:
+    """Returns the weight that the parts of a form stand for, and its bias."""
+    form = CODED if "codes" in parts else INT8_STATIC
+    weight = form.weight.of(parts, dtype)
+    return {"weight": weight.matrix()} | ({} if weight.bias is None else {"bias": weight.bias})
+
+
+def _in_shares(parts: Parts, size: int) -> Parts:
+    """Makes groups so small that no share of the input features ends within one."""
+    if "codes" not in parts or parts["codes"].shape[-1] % size:
+        return parts
+    num_inputs, num_groups = parts["codes"].shape[-1], parts["code_scales"].shape[-1]
+    group = math.gcd(num_inputs // num_groups, num_inputs // size)
+    times = num_inputs // group // num_groups
+    finer = {name: parts[name].repeat_interleave(times, dim=-1) for name in ("code_scales", "code_zeros")}
+    return {**parts, **finer}
+
+
+def _keep(weights: Weights, name: str, tensor: torch.Tensor, plan: ParallelPlan | None, rank: int) -> None:
+    if name:
+        weights[name] = tensor if plan is None else take(tensor, plan.cut(name, tuple(tensor.shape), rank))
+
+
+def _is_quantized(tensors: Tensors) -> bool:
+    return any(part in QUANTIZERS_TENSORS or part == "blocks" for part in tensors) or any(
+        tensor.dtype in CODES for part, tensor in tensors.items() if part in WEIGHTS
+    )
+
+
+def _key(path: str, part: str) -> str:
+    return f"{path}.{part}" if path else part
+
+
+def _layers(folder: Path) -> Iterator[tuple[str, Tensors]]:
+    """Yields the tensors of each module, by the last part of their names, wherever the files have them."""
+    with ExitStack() as stack:
+        places: dict[str, dict[str, tuple[Any, str]]] = defaultdict(dict)
+        for file in weight_files(folder):
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                keys = list(opened.keys())
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ModelError(f"{file}: cannot be read: {error}") from error
+            for key in keys:
+                if fused := FUSED.fullmatch(key):
+                    places[fused["path"]][fused["part"]] = (opened, key)
+                else:
+                    path, _, part = key.rpartition(".")
+                    places[path][part] = (opened, key)
+        for path, parts in places.items():
+            try:
+                tensors = {part: opened.get_tensor(key) for part, (opened, key) in parts.items()}
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ModelError(f"{folder}: {path}: cannot be read: {error}") from error
+            yield path, tensors

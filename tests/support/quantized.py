@@ -1,0 +1,256 @@
+"""Writes checkpoints in the formats of quantizers, bit by bit, and beside each the same numbers as plain weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+FILE = "model.safetensors"
+LINEAR = re.compile(r"model\.layers\.\d+\..*(?:_proj|\.w[123])\.weight")
+FP8 = torch.float8_e4m3fn
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the slots of a word
+
+
+def words_of(fields: Any, bits: int) -> torch.Tensor:
+    """Packs unsigned fields [rows, n] into int32 words, lowest bits first, as one stream for each row."""
+    rows = []
+    for row in np.asarray(fields, dtype=np.int64).tolist():
+        stream = sum(field << at * bits for at, field in enumerate(row))
+        num_words = -(-len(row) * bits // 32)
+        rows.append([(stream >> 32 * at) & 0xFFFFFFFF for at in range(num_words)])
+    return torch.from_numpy(np.array(rows, dtype=np.uint32).view(np.int32))
+
+
+def awq_words(fields: Any) -> torch.Tensor:
+    """Packs eight columns a word, in AWQ's order."""
+    rows, columns = np.asarray(fields).shape
+    slots = np.asarray(fields).reshape(rows, columns // 8, 8)[..., list(AWQ_COLUMNS)]
+    return words_of(slots.reshape(rows, columns), 4)
+
+
+def affine(weight: torch.Tensor, bits: int, group: int, is_symmetric: bool) -> tuple[Any, Any, Any]:
+    """Returns unsigned codes [N, K], scales [N, G] (of float16) and unsigned zeros [N, G]."""
+    groups = weight.reshape(len(weight), -1, group)
+    most = (1 << bits) - 1
+    if is_symmetric:
+        scales = (groups.abs().amax(-1) / (most / 2)).half().float().clamp(min=1e-4)
+        zeros = torch.full_like(scales, (most + 1) // 2)
+    else:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = ((high - low) / most).half().float().clamp(min=1e-4)
+        zeros = (-low / scales).round().clamp(0, most)
+    codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, most)
+    return codes.reshape(weight.shape).long(), scales, zeros.long()
+
+
+def numbers_of(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    groups = codes.double().reshape(*scales.shape, -1)
+    return ((groups - zeros[..., None]) * scales.double()[..., None]).reshape(codes.shape).float()
+
+
+Written = tuple[Tensors, torch.Tensor]  # the parts, by the ends of their names; the numbers that they stand for
+Write = Callable[[torch.Tensor, int], Written]  # a weight, and the size of its groups
+
+
+def awq(weight: torch.Tensor, group: int) -> Written:
+    codes, scales, zeros = affine(weight, 4, group, is_symmetric=False)
+    parts = {"qweight": awq_words(codes.T), "qzeros": awq_words(zeros.T), "scales": scales.T.half()}
+    return parts, numbers_of(codes, scales, zeros)
+
+
+def awq_gemv(weight: torch.Tensor, group: int) -> Written:
+    codes, scales, zeros = affine(weight, 4, group, is_symmetric=False)
+    padding = -zeros.shape[1] % 8
+    wide = torch.nn.functional.pad(zeros, (0, padding)), torch.nn.functional.pad(scales, (0, padding))
+    return {"qweight": words_of(codes, 4), "qzeros": words_of(wide[0], 4), "scales": wide[1].half()}, numbers_of(
+        codes, scales, zeros
+    )
+
+
+def gptq(bits: int, is_symmetric: bool = True, is_first: bool = True, has_order: bool = False) -> Write:
+    def write(weight: torch.Tensor, group: int) -> Written:
+        num_inputs = weight.shape[1]
+        order = torch.randperm(num_inputs) if has_order else torch.arange(num_inputs)
+        codes, scales, zeros = affine(weight[:, order], bits, group, is_symmetric)
+        of = torch.empty(num_inputs, dtype=torch.int32)
+        of[order] = (torch.arange(num_inputs) // group).int()
+        back = torch.argsort(order)
+        stored = (zeros - (1 if is_first else 0)) & ((1 << bits) - 1)
+        parts = {
+            "qweight": words_of(codes[:, back], bits).T.contiguous(),
+            "qzeros": words_of(stored.T, bits),
+            "scales": scales.T.half(),
+            "g_idx": of,
+        }
+        return parts, numbers_of(codes, scales, zeros)[:, back]
+
+    return write
+
+
+def packed(bits: int, is_symmetric: bool = True) -> Write:
+    """compressed-tensors' pack-quantized."""
+
+    def write(weight: torch.Tensor, group: int) -> Written:
+        codes, scales, zeros = affine(weight, bits, group, is_symmetric)
+        parts = {
+            "weight_packed": words_of(codes, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not is_symmetric:
+            parts["weight_zero_point"] = words_of(zeros.T, bits).T.contiguous()
+        return parts, numbers_of(codes, scales, zeros)
+
+    return write
+
+
+def int8(weight: torch.Tensor, group: int) -> Written:
+    scales = weight.abs().amax(-1, keepdim=True) / 127
+    codes = (weight / scales).round()
+    return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales
+
+
+def fp8_blocks(name: str = "weight_scale_inv") -> Write:
+    """Square blocks of `group`, the last ones short."""
+
+    def write(weight: torch.Tensor, group: int) -> Written:
+        rows, columns = (-(-size // group) for size in weight.shape)
+        codes, numbers = torch.empty(weight.shape, dtype=FP8), torch.empty_like(weight)
+        scales = torch.empty(rows, columns)
+        for i in range(rows):
+            for j in range(columns):
+                at = slice(i * group, (i + 1) * group), slice(j * group, (j + 1) * group)
+                scales[i, j] = weight[at].abs().max() / 448
+                codes[at] = (weight[at] / scales[i, j]).clamp(-448, 448).to(FP8)
+                numbers[at] = codes[at].float() * scales[i, j]
+        return {"weight": codes, name: scales}, numbers
+
+    return write
+
+
+def fp8_whole(weight: torch.Tensor, group: int) -> Written:
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).clamp(-448, 448).to(FP8)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.1)}, codes.float() * scale
+
+
+def _e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Returns four-bit codes of values up to 6."""
+    nearest = (values.abs()[..., None] - torch.tensor(E2M1)).abs().argmin(-1)
+    return (nearest + 8 * (values < 0)).to(torch.uint8)
+
+
+def _halves(codes: torch.Tensor) -> torch.Tensor:
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def _values(codes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([*E2M1, *(-each for each in E2M1)])[codes.long()]
+
+
+def mxfp4(weight: torch.Tensor, group: int = 32) -> Written:
+    groups = weight.reshape(len(weight), -1, 32)
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=1e-6) / 6)) + 1
+    codes = _e2m1(groups / torch.exp2(exponents)[..., None])
+    numbers = (_values(codes) * torch.exp2(exponents)[..., None]).reshape(weight.shape)
+    return {
+        "weight_packed": _halves(codes.reshape(weight.shape)),
+        "weight_scale": (exponents + 127).to(torch.uint8),
+    }, numbers
+
+
+def nvfp4(weight: torch.Tensor, group: int = 16) -> Written:
+    groups = weight.reshape(len(weight), -1, 16)
+    total = torch.tensor([448 * 6 / float(weight.abs().max())])
+    scales = (groups.abs().amax(-1) / 6 * total).to(FP8)
+    steps = scales.float() / total
+    codes = _e2m1(groups / steps[..., None].clamp(min=1e-9))
+    parts = {
+        "weight_packed": _halves(codes.reshape(weight.shape)),
+        "weight_scale": scales,
+        "weight_global_scale": total,
+    }
+    return parts, (_values(codes) * steps[..., None]).reshape(weight.shape)
+
+
+@dataclass(frozen=True)
+class Format:
+    """`config`: quantization_config; `file`: a description in a file of its own, by its name."""
+
+    write: Write
+    config: dict[str, Any] | None
+    group: int = 16
+    file: tuple[str, dict[str, Any]] | None = None
+
+
+def _gptq(bits: int, **changes: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 16, **changes}
+
+
+def _ct(name: str, num_bits: int, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": num_bits, **weights}, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}}
+
+
+FLOATS = {"num_bits": 8, "type": "float"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True}
+FORMATS: dict[str, Format] = {
+    "awq": Format(awq, {**AWQ, "version": "gemm"}),
+    "awq, file of its own": Format(awq, None, file=("quant_config.json", {"w_bit": 4, "q_group_size": 16})),
+    "awq gemv": Format(awq_gemv, {**AWQ, "version": "gemv"}),
+    "gptq 4": Format(gptq(4), _gptq(4, sym=True)),
+    "gptq 8": Format(gptq(8), _gptq(8, sym=True)),
+    "gptq 3": Format(gptq(3), _gptq(3, sym=True), group=32),
+    "gptq 2": Format(gptq(2), _gptq(2, sym=True)),
+    "gptq asymmetric": Format(gptq(4, is_symmetric=False), _gptq(4, sym=False)),
+    "gptq v2": Format(gptq(4, False, is_first=False), _gptq(4, sym=False, checkpoint_format="gptq_v2")),
+    "gptq desc_act": Format(gptq(4, has_order=True), _gptq(4, desc_act=True)),
+    "gptq, file of its own": Format(gptq(4), None, file=("quantize_config.json", {"bits": 4, "group_size": 16})),
+    "auto-round": Format(gptq(4), {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}),
+    "packed 4": Format(packed(4), _ct("pack-quantized", 4)),
+    "packed 8": Format(packed(8), _ct("pack-quantized", 8)),
+    "packed asymmetric": Format(packed(4, False), _ct("pack-quantized", 4, symmetric=False)),
+    "int8 weights": Format(int8, _ct("int-quantized", 8)),
+    "fp8 blocks": Format(fp8_blocks(), {"quant_method": "fp8", "weight_block_size": [40, 40]}, group=40),
+    "fp8 whole": Format(fp8_whole, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8 of compressed-tensors": Format(fp8_whole, _ct("float-quantized", 8, FLOATS, type="float")),
+    "mxfp4": Format(mxfp4, _ct("mxfp4-pack-quantized", 4, type="float"), group=32),
+    "nvfp4": Format(nvfp4, _ct("nvfp4-pack-quantized", 4, type="float")),
+}
+W8A8 = Format(int8, _ct("int-quantized", 8, {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}))
+
+
+def rewritten(folder: Path, to: Path, form: Format) -> tuple[Path, Path]:
+    """Copies a plain folder twice: in the format, and with the numbers that it stands for as plain weights."""
+    quantized, plain = (Path(shutil.copytree(folder, to / name)) for name in ("quantized", "plain"))
+    codes, numbers = {}, {}
+    torch.manual_seed(0)
+    for name, tensor in load_file(folder / FILE).items():
+        if not LINEAR.fullmatch(name):
+            codes[name] = numbers[name] = tensor
+            continue
+        parts, numbers[name] = form.write(tensor, form.group)
+        codes |= {name.removesuffix("weight") + part: each.contiguous() for part, each in parts.items()}
+    save_file(codes, quantized / FILE, {"format": "pt"})
+    save_file({name: each.contiguous() for name, each in numbers.items()}, plain / FILE, {"format": "pt"})
+    if form.config is not None:
+        change_config(quantized, quantization_config=form.config)
+    if form.file is not None:
+        (quantized / form.file[0]).write_text(json.dumps(form.file[1]))
+    return quantized, plain
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))

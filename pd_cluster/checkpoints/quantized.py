@@ -23,7 +23,7 @@ CT_FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "dense"),
 )
-AUTO_ROUND, COMPRESSED = "auto-round", "compressed-tensors"
+AUTO_ROUND, COMPRESSED, ASCEND = "auto-round", "compressed-tensors", "msmodelslim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,6 @@ METHODS: dict[str, Callable[[Quantization, Settings], Quantization]] = {
     "mxfp4": _as_it_is,
     "modelopt": _modelopt,
     "smooth_quant": _smooth_quant,
-    "msmodelslim": _ascend,
+    ASCEND: _ascend,
 }
-SPELLINGS = {"auto_round": AUTO_ROUND, "intel/auto-round": AUTO_ROUND, "ascend": "msmodelslim"}
+SPELLINGS = {"auto_round": AUTO_ROUND, "intel/auto-round": AUTO_ROUND, "ascend": ASCEND}

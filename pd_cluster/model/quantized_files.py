@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from pd_cluster.checkpoints.quantized import Quantization
+from pd_cluster.checkpoints.quantized import ASCEND, Quantization
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_TENSORS, weight_files
 from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.weight import Tensors
@@ -51,7 +51,7 @@ def read_quantized(
             for part, tensor in tensors.items():
                 _keep(weights, name_of(_key(path, part)), tensor, plan, rank)
             continue
-        kind = found.types.get(f"{path}.weight", "FLOAT") if found.types else ""
+        kind = found.types.get(f"{path}.weight", "FLOAT") if found.method == ASCEND else ""
         if kind == "FLOAT":
             raise ModelError(f"{folder}: {path} has codes, and {found.place} says nothing of them, or FLOAT")
         num_quantized += 1

@@ -254,3 +254,51 @@ def rewritten(folder: Path, to: Path, form: Format) -> tuple[Path, Path]:
 def change_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+# ---- int8 weights whose layers take their activations in int8, too
+
+
+def ascend_dynamic(weight: torch.Tensor, group: int) -> Written:
+    parts, numbers = int8(weight, group)
+    return {**parts, "weight_offset": torch.zeros_like(parts["weight_scale"])}, numbers
+
+
+def ascend_w8a16(weight: torch.Tensor, group: int) -> Written:
+    """Codes around an offset, which is added."""
+    scales = (weight.amax(-1, keepdim=True) - weight.amin(-1, keepdim=True)) / 255
+    offset = (weight.amin(-1, keepdim=True) / scales).round() + 128
+    codes = ((weight / scales).round() - offset).clamp(-128, 127)
+    return {"weight": codes.to(torch.int8), "weight_scale": scales, "weight_offset": offset}, (codes + offset) * scales
+
+
+def ascend_static(weight: torch.Tensor, group: int, dtype: torch.dtype = torch.float32) -> Written:
+    """One scale and zero point for all activations; the bias in units of the product's scale."""
+    parts, numbers = int8(weight, group)
+    step, zero = torch.tensor([0.04]), torch.tensor([3.0])
+    scales = step * parts["weight_scale"][:, 0]
+    stored = scales if dtype != torch.int64 else scales.view(torch.int32).to(torch.int64)
+    sums = parts["weight"].long().sum(-1)
+    described = {"deq_scale": stored, "quant_bias": (-sums * 3).int(), "input_scale": step, "input_offset": zero}
+    return {"weight": parts["weight"], **described}, numbers
+
+
+def smooth_quant(weight: torch.Tensor, group: int) -> Written:
+    parts, numbers = int8(weight, group)
+    return {"weight": parts["weight"], "scale": parts["weight_scale"]}, numbers
+
+
+def described(kind: str) -> tuple[str, dict[str, Any]]:
+    """Returns msmodelslim's description of a model of up to four layers."""
+    names = [f"self_attn.{each}_proj" for each in "qkvo"] + [f"mlp.{each}_proj" for each in ("gate", "up", "down")]
+    types = {f"model.layers.{index}.{name}.weight": kind for index in range(4) for name in names}
+    return "quant_model_description.json", {"model_quant_type": kind, "lm_head.weight": "FLOAT", **types}
+
+
+INT8_FORMATS: dict[str, Format] = {
+    "compressed-tensors": W8A8,
+    "smooth_quant": Format(smooth_quant, {"quant_method": "smooth_quant", "quant_dtype": "int8"}),
+    "msmodelslim": Format(ascend_dynamic, None, file=described("W8A8_DYNAMIC")),
+    "msmodelslim static": Format(ascend_static, None, file=described("W8A8")),
+}
+FORMATS["msmodelslim W8A16"] = Format(ascend_w8a16, None, file=described("W8A16"))

@@ -1,4 +1,4 @@
-"""What a model folder says of its quantized weights: the method, and what the tensors alone do not tell.
+"""The quantization that a model folder declares: the method, and what the tensors alone do not tell.
 
 A method is a row in `METHODS`. How tensors become numbers is in model/quantized. Imports no torch.
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, QUANTIZERS_FILES, method_of, quantized
-from pd_cluster.errors import ModelError
+from pd_cluster.errors import ModelError, called
+from pd_cluster.settings.engine import AT_LOAD
 
 Settings = Mapping[str, Any]
 FP8_BLOCK = (128, 128)
@@ -33,7 +34,7 @@ class Quantization:
     `zero_offset` is added to stored zero points. `is_by_rows`: words hold input features of one output row (AWQ's
     gemv), and `group_size` of them share a scale; -1: all. `block`: outputs and inputs that share a scale, where scales
     are blocks. `has_int8_activations`: the layers of int8 weights take activations in int8, too. `types`: of tensors,
-    by name (Ascend's description).
+    by name (Ascend's description). `at_load`: the scheme by which plain weights are quantized when they are read.
     """
 
     method: str
@@ -44,6 +45,7 @@ class Quantization:
     block: tuple[int, int] | None = None
     has_int8_activations: bool = False
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
+    at_load: str = ""
 
 
 def quantization_of(path: Path, config: Settings) -> Quantization | None:
@@ -186,3 +188,28 @@ METHODS: dict[str, Callable[[Quantization, Settings], Quantization]] = {
     ASCEND: _ascend,
 }
 SPELLINGS = {"auto_round": AUTO_ROUND, "intel/auto-round": AUTO_ROUND, "ascend": ASCEND}
+ALSO = {"wint8": "int8_wo", "wint4": "int4_wo"}  # FastDeploy's names
+# Names of --quantization for methods that have others
+CALLED = {
+    "fp8": ("fp8", "fbgemm_fp8", COMPRESSED, "modelopt"),
+    "smoothquant": ("smooth_quant", COMPRESSED, ASCEND),
+    "ascend": (ASCEND,),
+}
+
+
+def asked(path: Path, wanted: str | None, found: Quantization | None) -> Quantization | None:
+    """Holds --quantization against the folder, whose weights are quantized by it if they are plain.
+
+    Raises ModelError if it contradicts them.
+    """
+    if wanted is None:
+        return found
+    flag = f"{called('quantization')} {wanted}"
+    if found is not None:
+        if found.method not in CALLED.get(wanted, (wanted,)):
+            raise ModelError(f"{flag}: {found.place} says {found.method}; leave it out")
+        return found
+    if (scheme := ALSO.get(wanted, wanted)) not in AT_LOAD:
+        ways = ", ".join(AT_LOAD)
+        raise ModelError(f"{flag}: {path} has plain weights; give a folder that is quantized so, or one of {ways}")
+    return Quantization("", flag, at_load=scheme)

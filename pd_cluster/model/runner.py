@@ -73,6 +73,7 @@ class ModelRunner:
             dtype=dtype,
             attention_backend=self.model.attention if device.is_accelerator else config.attention_backend,
             deterministic=config.deterministic,
+            quantization=checkpoint.quantization.at_load if checkpoint.quantization is not None else "",
             hf_overrides=checkpoint.hf_overrides,
             rope=checkpoint.rope,
             key_order=self.model.key_order,

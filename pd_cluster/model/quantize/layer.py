@@ -30,7 +30,7 @@ LINEARS = (("mlp.up_proj", ("mlp.down_proj",)),)
 
 @dataclass(slots=True)
 class Inputs:
-    """What a linear layer's inputs were like. `rows`: a sample of them."""
+    """Statistics of a linear layer's inputs. `rows`: a sample of them."""
 
     largest: torch.Tensor | None = None  # [K], magnitudes
     rows: list[torch.Tensor] = field(default_factory=list)

@@ -109,8 +109,11 @@ class StepInput:
     rope_positions: Ints | None = None  # [1 or 3, num_tokens]; None: every token's index in its sequence
 
 
-def step_input(chunks: list[tuple[Request, int]], block_size: int) -> StepInput:
-    """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0."""
+def step_input(chunks: Sequence[tuple[Request, int]], block_size: int) -> StepInput:
+    """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0.
+
+    The input id of a token that only the device knows, one behind a request's last, is 0.
+    """
     rows: list[tuple[int, ...]] = []
     input_ids: list[int] = []
     blocks: list[int] = []
@@ -119,7 +122,7 @@ def step_input(chunks: list[tuple[Request, int]], block_size: int) -> StepInput:
         stop = start + num_tokens
         num_blocks = -(-stop // block_size)
         blocks += request.block_table[:num_blocks]
-        input_ids += request.token_ids(start, stop)
+        input_ids += request.token_ids(start, stop) if stop <= request.num_tokens else [0]
         num_logit_rows, num_hidden_rows = request.num_logit_rows(num_tokens), request.num_hidden_rows(num_tokens)
         rows.append((num_tokens, start, num_blocks, num_logit_rows, request.most_tokens, num_hidden_rows))
     return StepInput(
@@ -130,21 +133,9 @@ def step_input(chunks: list[tuple[Request, int]], block_size: int) -> StepInput:
     )
 
 
-def step_ahead(requests: Sequence[Request], block_size: int) -> StepInput:
-    """Takes one token each, after the one being computed; input ids are not known here, and 0."""
-    starts = [request.num_computed_tokens + 1 for request in requests]
-    nums_blocks = [start // block_size + 1 for start in starts]
-    blocks = [b for request, count in zip(requests, nums_blocks, strict=True) for b in request.block_table[:count]]
-    rows = [
-        (1, start, count, 1, request.most_tokens, 0)
-        for request, start, count in zip(requests, starts, nums_blocks, strict=True)
-    ]
-    return StepInput(
-        np.array(rows, dtype=np.int64),
-        np.zeros(len(rows), dtype=np.int64),
-        np.array(blocks, dtype=np.int64),
-        _rope_positions(requests, rows),
-    )
+def sample_rows_of(step: StepInput) -> Ints:
+    """Returns the rows of a step's tokens whose logits are wanted, ascending."""
+    return _last_rows(_starts(step.rows[:, 0]), step.rows[:, 3])
 
 
 def _rope_positions(requests: Sequence[Request], rows: Sequence[tuple[int, ...]]) -> Ints | None:

@@ -20,7 +20,15 @@ from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.attention_choice import check_backend, check_deterministic, default_block_size
-from pd_cluster.model.batch import NO_HIDDEN_STATES, RunnerOutput, StepInput, batch_of, step_ahead, step_input
+from pd_cluster.model.batch import (
+    NO_HIDDEN_STATES,
+    RunnerOutput,
+    StepInput,
+    batch_of,
+    on_device,
+    sample_rows_of,
+    step_input,
+)
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
@@ -162,7 +170,7 @@ class ModelRunner:
         """
         input_ids = None
         if is_ahead:
-            empty = torch.zeros(len(step.rows), dtype=torch.int64, device=self.device.torch_name)
+            empty = torch.zeros(len(step.input_ids), dtype=torch.int64, device=self.device.torch_name)
             input_ids = self.group.spread(empty)
         logits, hidden_states = self._compute(step, input_ids, on_layer)
         return RunnerOutput(logits.float(), hidden_states)
@@ -170,26 +178,37 @@ class ModelRunner:
     def can_launch(self, requests: Sequence[Request]) -> bool:
         return can_choose(requests, self.device)
 
-    def step_of(self, requests: Sequence[Request], after: After | None) -> StepInput:
-        """Returns a step of one token per request."""
-        block_size = self.pool.layout.block_size
-        if after is not None:
-            return step_ahead(requests, block_size)
-        return step_input([(request, 1) for request in requests], block_size)
+    def step_of(self, chunks: Sequence[tuple[Request, int]]) -> StepInput:
+        return step_input(chunks, self.pool.layout.block_size)
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens | None:
+    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> DeviceTokens:
         """See engine/step/ahead.py; for runners that go ahead."""
-        if not self.can_launch(requests):
-            return None
-        return self.launch_step(self.step_of(requests, after), requests, after)
+        return self.launch_step(self.step_of(chunks), chunks, after)
 
-    def launch_step(self, step: StepInput, requests: Sequence[Request], after: After | None) -> DeviceTokens:
+    def launch_step(self, step: StepInput, chunks: Sequence[tuple[Request, int]], after: After | None) -> DeviceTokens:
         """Launches a step on rank 0; the others `compute` it."""
         with torch.inference_mode():
-            input_ids = None if after is None else self.group.spread(after.tokens.rows(after.rows))
+            input_ids = None if after is None else self.group.spread(after.input_ids(step))
             logits, _ = self._compute(step, input_ids)
-            token_ids = choose(logits, requests, input_ids, self.eos_token_ids, self.device)
+            ready = [request for request, count in zip(chunks, step.rows[:, 3], strict=True) if count]
+            token_ids = self._choose(logits, ready, step, input_ids)
+            requests = [request for request, _ in ready]
             return DeviceTokens(token_ids, self.device, tell(logits, token_ids, requests, self.device))
+
+    def _choose(
+        self, logits: torch.Tensor, ready: list[tuple[Request, int]], step: StepInput, input_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns a token for each of the chunks that catch up, [num_ready] int64."""
+        if not ready:
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
+        requests, last_ids = [request for request, _ in ready], None
+        unknown = [num_tokens > request.num_behind for request, num_tokens in ready]
+        if input_ids is not None and any(unknown):
+            last_ids = input_ids
+            if len(ready) < len(input_ids):
+                rows = on_device({"rows": sample_rows_of(step)}, self.device)["rows"]
+                last_ids = input_ids.index_select(0, rows)
+        return choose(logits, requests, last_ids, self.eos_token_ids, self.device, unknown)
 
     def _compute(
         self, step: StepInput, input_ids: torch.Tensor | None, on_layer: OnLayer | None = None

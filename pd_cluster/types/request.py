@@ -115,12 +115,15 @@ class Request:
         return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def num_logit_rows(self, num_tokens: int) -> int:
-        """Returns how many of the next `num_tokens` tokens to compute, counted from their end, need logits."""
+        """Returns how many of the next `num_tokens` tokens to compute, counted from their end, need logits.
+
+        A token that only the device knows comes behind those that are known here.
+        """
         if self.pooling is not None:
             return 0
         if self.wants_prompt_logprobs:
             return num_tokens
-        return 1 if num_tokens == self.num_behind else 0
+        return 1 if num_tokens >= self.num_behind else 0
 
     def num_hidden_rows(self, num_tokens: int) -> int:
         """Returns how many of the next `num_tokens` tokens, counted from their end, need their final hidden states."""

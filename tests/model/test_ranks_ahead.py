@@ -62,7 +62,7 @@ def test_tokens_are_those_of_transformers(
     prompts = [random_prompt(rng, length) for length in LENS]
     with ranks(folder, size, **SETTINGS) as core:
         assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
-        assert core.ahead.num_ahead > 0
+        assert core.ahead.num_ahead >= core.num_steps - 1  # prompts in chunks beside sequences that decode among them
     assert len(runners) == size
     assert len(set(num_captured(runners))) == 1
     assert num_captured(runners)[0] > 0
@@ -108,7 +108,10 @@ def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
 
 
 def drive(core: EngineCore, on_layer_of: Callable[[int], Callable[[int], None] | None]) -> dict[str, list[int]]:
+    """The host plans every third step, which may be followed by layers."""
     found: dict[str, list[int]] = {}
+    at, plan_ahead = 0, core.scheduler.plan_ahead
+    core.scheduler.plan_ahead = lambda *given: plan_ahead(*given) if at % 3 else None  # type: ignore[method-assign]
     for at in range(200):
         if not core.scheduler.requests:
             return found

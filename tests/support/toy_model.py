@@ -77,19 +77,33 @@ class ToyRunner:
             torch.stack(states) if states else torch.empty(0, HIDDEN_SIZE),
         )
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> DeviceTokens:
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        return True
+
+    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> DeviceTokens:
         """Acts as a device that computes at once: it knows `after`, which the requests do not."""
-        rows = []
-        last = None if after is None else after.tokens.rows(after.rows)
-        for at, request in enumerate(requests):
-            tokens = request.token_ids(0, request.num_tokens)
-            if last is not None:
-                tokens.append(int(last[at]))
-            self._read(request, tuple(tokens[:-1]))
-            self.memory[request.block_table[(len(tokens) - 1) // self.block_size]] = tuple(tokens)
-            rows.append(logits_after(tokens))
-        logits = torch.stack(rows)
-        token_ids = choose(logits, requests, last, EOS, CPU)
+        known = [request.token_ids(0, request.num_tokens) for request, _ in chunks]
+        unknown = [False] * len(chunks)
+        if after is not None:
+            at = [i for i, row in enumerate(after.rows) if row is not None]
+            last = after.tokens.rows([row for row in after.rows if row is not None]).tolist()
+            for i, token_id in zip(at, last, strict=True):
+                known[i].append(token_id)
+                unknown[i] = True
+        for (request, _), tokens in zip(chunks, known, strict=True):
+            self._read(request, tuple(tokens[: request.num_computed_tokens]))
+        for (request, num_tokens), tokens in zip(chunks, known, strict=True):
+            start = request.num_computed_tokens
+            assert start + num_tokens <= len(tokens)
+            for position in range(start, start + num_tokens):
+                self.memory[request.block_table[position // self.block_size]] = tuple(tokens[: position + 1])
+        ready = [i for i, (r, n) in enumerate(chunks) if r.num_computed_tokens + n == len(known[i])]
+        if not ready:
+            return DeviceTokens(torch.empty(0, dtype=torch.int64), CPU)
+        logits = torch.stack([logits_after(known[i]) for i in ready])
+        requests, last_ids = [chunks[i][0] for i in ready], torch.tensor([known[i][-1] for i in ready])
+        is_ahead = [unknown[i] for i in ready]
+        token_ids = choose(logits, requests, last_ids if any(is_ahead) else None, EOS, CPU, is_ahead)
         return DeviceTokens(token_ids, CPU, tell(logits, token_ids, requests, CPU))
 
     def _read(self, request: Request, tokens: tuple[int, ...]) -> None:

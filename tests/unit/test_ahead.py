@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
-from pd_cluster.engine.step.ahead import can_go_ahead
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step.plan import needs_host
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.types import Guide, Order, Request, Sampling
+from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.numerics import Numerics
+from pd_cluster.types import Guide, Order, Pooling, Request, Sampling
 from tests.support.toy_model import ToyRunner, generate_alone, told_alone
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
+GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 EVERYTHING: dict[str, Any] = {
     "min_tokens": 6,
     "logit_bias": ((5, 3.0), (9, -2.0)),
@@ -54,9 +57,7 @@ def run(core: EngineCore, params: Sampling) -> None:
 def test_what_is_asked_of_the_logits_keeps_nobody_from_going_ahead(asked: dict[str, Any], temperature: float) -> None:
     core = core_that_goes_ahead()
     run(core, Sampling(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True, **asked))
-    assert (
-        core.ahead.num_ahead == 10
-    )  # of twelve tokens: the prompt gives the first, and the second is launched in time
+    assert core.ahead.num_ahead == 11  # of twelve steps: the first is the host's
 
 
 def crowd(core: EngineCore, num_requests: int, prompt: list[int], **asked: Any) -> list[Request]:
@@ -83,10 +84,10 @@ def waiting_at_early_launches(core: EngineCore) -> list[int]:
 
 
 def test_steps_go_ahead_while_all_places_are_taken() -> None:
-    """Four places, six requests of twelve tokens: the last two wait for all of the first ones' steps but the last."""
+    """Four places, six requests of twelve tokens: the last two enter the step behind the first ones' last."""
     core = core_that_goes_ahead()
     requests = crowd(core, 6, [1, 2, 4], max_tokens=12)
-    assert waiting_at_early_launches(core) == [2] * 10 + [0] * 10
+    assert waiting_at_early_launches(core) == [2] * 11 + [0] * 12
     for request in requests:
         assert [request.output_token_ids] == generate_alone([1, 2, 4], request.sampling)
 
@@ -104,13 +105,11 @@ def test_a_request_that_could_be_admitted_is_not_made_to_wait() -> None:
     crowd(core, 2, [1, 2, 4], max_tokens=12)
     for _ in range(3):
         core.step()
-    num_ahead = core.ahead.num_ahead
-    assert num_ahead > 0
     late = Request("late", Order([1, 2], Sampling(max_tokens=2, temperature=0.0)), arrival_s=9.0)
     core.scheduler.add(late)
-    core.step()
-    assert core.ahead.num_ahead == num_ahead
+    assert late not in core.step().plan.admitted
     assert late in core.step().plan.admitted
+    assert core.ahead.num_ahead == core.num_steps  # also this one was planned before the host had seen the last
 
 
 def test_beams_wait_for_the_host() -> None:
@@ -119,9 +118,87 @@ def test_beams_wait_for_the_host() -> None:
     assert core.ahead.num_ahead == 0
 
 
-@pytest.mark.parametrize("guide", [None, Guide("regex", "[abc]{9}")], ids=["free", "guided"])
-def test_guided_sequences_wait_for_the_host(guide: Guide | None) -> None:
+HOST: dict[str, tuple[Sampling, dict[str, Any]]] = {
+    "nothing": (Sampling(max_tokens=12), {}),
+    "a guide": (Sampling(max_tokens=12, guide=Guide("regex", "[abc]{9}")), {}),
+    "beams": (Sampling(max_tokens=12, temperature=0.0, beam_width=2), {}),
+    "several first tokens": (Sampling(max_tokens=12, n=2), {}),
+    "a prompt's logprobs": (Sampling(max_tokens=12, prompt_logprobs=1), {}),
+    "a handover": (Sampling(max_tokens=12), {"leg": "prefill"}),
+    "a vector": (Sampling(max_tokens=12), {"pooling": Pooling()}),
+}
+
+
+@pytest.mark.parametrize("why", HOST)
+def test_requests_that_need_the_host(why: str) -> None:
     """And only they do."""
-    request = Request("r", Order([1, 2, 4], Sampling(max_tokens=12, guide=guide)), output_token_ids=[5])
-    request.num_computed_tokens = 3
-    assert can_go_ahead(StepPlan([(request, 1)])) == (guide is None)
+    sampling, own = HOST[why]
+    pooling = own.pop("pooling", None)
+    request = Request("r", Order([1, 2, 4], sampling, pooling=pooling), **own)
+    assert needs_host(request) == (why != "nothing")
+
+
+def test_sequences_that_were_forked_go_ahead() -> None:
+    request = Request("r", Order([1, 2, 4], Sampling(max_tokens=12, n=2)), output_token_ids=[5])
+    assert not needs_host(request)
+
+
+def chunks_by_step(core: EngineCore) -> list[list[tuple[str, int]]]:
+    steps = []
+    for _ in range(400):
+        steps.append(sorted((request.key, num_tokens) for request, num_tokens in core.step().plan.chunks))
+        if not core.scheduler.requests:
+            return steps
+    raise AssertionError("somebody starves")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_steps_planned_early_are_those_planned_late(seed: int) -> None:
+    """If every end is foreseen, each step computes the same tokens of the same requests, prompts among them."""
+    found = []
+    for goes_ahead in (False, True):
+        rng = random.Random(seed)
+        block_size, num_blocks = rng.choice([1, 2, 4, 7]), rng.randrange(40, 90)
+        runner = ToyRunner(num_blocks, block_size)
+        runner.goes_ahead = goes_ahead
+        prefix = PrefixScope("model", Numerics()) if rng.random() < 0.7 else None
+        scheduler = StepScheduler(BlockPool(num_blocks), block_size, rng.randrange(2, 6), rng.randrange(3, 20), prefix)
+        core = EngineCore(runner, scheduler)
+        for at in range(12):
+            prompt = [1, 2, 4, 5] * rng.randrange(0, 5) + [rng.randrange(30) for _ in range(rng.randrange(1, 9))]
+            sampling = Sampling(max_tokens=rng.randrange(1, 9), temperature=0.0, ignore_eos=True)
+            scheduler.add(Request(f"r{at}", Order(prompt, sampling), arrival_s=float(rng.randrange(3))))
+        found.append(chunks_by_step(core))
+        assert (core.ahead.num_ahead > len(found[-1]) // 3) == goes_ahead
+    assert found[0] == found[1]
+
+
+def test_a_long_prompt_is_computed_ahead_of_the_host() -> None:
+    """Chunks of 32 tokens, none of which waits for the host, beside a sequence that decodes; then both decode."""
+    core = core_that_goes_ahead()
+    short, long = Order([1, 2, 4], GREEDY), Order(list(range(4, 36)) * 3, GREEDY)
+    requests = [Request("short", short, arrival_s=0.0), Request("long", long, arrival_s=1.0)]
+    for request in requests:
+        core.scheduler.add(request)
+    plans = []
+    while core.scheduler.requests:
+        plans.append([num_tokens for _, num_tokens in core.step().plan.chunks])
+    assert plans[:4] == [[3, 29], [1, 31], [1, 31], [1, 5]]
+    assert core.ahead.num_ahead == len(plans) - 1
+    for request in requests:
+        assert [request.output_token_ids] == generate_alone(request.prompt_token_ids, GREEDY)
+
+
+def test_a_prompt_that_is_aborted_while_its_chunk_is_under_way() -> None:
+    """Its blocks go to another request, whose tokens are those that it gives alone."""
+    core = core_that_goes_ahead()
+    requests = [Request(name, Order(list(range(4, 36)) * 3, GREEDY)) for name in ("aborted", "late")]
+    core.scheduler.add(requests[0])
+    core.step()
+    assert core.ahead.num_ahead == 1
+    core.scheduler.finish(requests[0])
+    core.scheduler.add(requests[1])
+    while core.scheduler.requests:
+        core.step()
+        core.scheduler.check()
+    assert [requests[1].output_token_ids] == generate_alone(requests[1].prompt_token_ids, GREEDY)

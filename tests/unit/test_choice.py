@@ -102,6 +102,23 @@ def test_the_device_chooses_what_the_host_chooses(vocab_size: int, is_ahead: boo
         assert DeviceTokens(chosen, CPU, told).wait() == expected, seed
 
 
+@pytest.mark.parametrize("vocab_size", [5, 300])
+def test_rows_whose_last_token_is_known_and_others_share_a_step(vocab_size: int) -> None:
+    """As where a prompt ends beside sequences that decode: position, counts and bans are each row's own."""
+    rng = random.Random(vocab_size)
+    sampler = Sampler(vocab_size, EOS)
+    for seed in range(40):
+        requests = sequences(rng, 12, vocab_size, share_changed=0.7)
+        logits = random_logits(rng, seed, vocab_size)
+        unknown = [rng.random() < 0.5 for _ in requests]
+        last_ids = torch.tensor(random_tokens(rng, 12, vocab_size))
+        chosen = choose(logits, requests, last_ids, EOS, CPU, unknown)
+        both = zip(knowing(requests, None), knowing(requests, last_ids), unknown, strict=True)
+        rows = [after if is_unknown else before for before, after, is_unknown in both]
+        expected = sampler.sample(logits.clone(), rows)
+        assert DeviceTokens(chosen, CPU, tell(logits, chosen, requests, CPU)).wait() == expected, seed
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_an_accelerator_gets_all_numbers_in_one_copy(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And chooses the same by them."""

@@ -219,7 +219,7 @@ def test_a_step_ahead_that_forgets_who_has_ended_is_noticed(monkeypatch: pytest.
 
 
 def test_a_step_ahead_into_a_block_of_somebody_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepScheduler, "grow_ahead", lambda self, requests: True)
+    monkeypatch.setattr(StepScheduler, "grow_ahead", lambda self, request, num_tokens: True)
     with pytest.raises((AssertionError, LookupError)):
         explore(range(300, 340), launches=True)
 

@@ -42,10 +42,10 @@ class Runner:
     def can_launch(self, requests: Any) -> bool:
         return self.may_launch
 
-    def step_of(self, requests: Any, after: Any) -> StepInput:
-        return StepInput(np.array([[1, 5, 2, 1]]), np.array([0 if after else 7]), np.array([3, 4]))
+    def step_of(self, chunks: Any) -> StepInput:
+        return StepInput(np.array([[1, 5, 2, 1]]), np.array([7]), np.array([3, 4]))
 
-    def launch_step(self, step: StepInput, requests: Any, after: Any) -> str:
+    def launch_step(self, step: StepInput, chunks: Any, after: Any) -> str:
         assert self.lead is not None
         self.progress_inside.append(self.lead.progress)
         return "tokens"
@@ -74,11 +74,12 @@ def test_followers_are_told_of_every_step_that_is_launched() -> None:
     assert np.frombuffer(told[1].rows, np.int64).tolist() == [1, 5, 2, 1]
 
 
-def test_nobody_is_told_of_a_step_that_needs_the_host() -> None:
+@pytest.mark.parametrize("may_launch", [False, True])
+def test_rank_0_launches_what_its_device_can_choose(may_launch: bool) -> None:
     runner = Runner()
-    runner.may_launch = False
+    runner.may_launch = may_launch
     lead, told = lead_of(runner)
-    assert lead.launch([]) is None
+    assert lead.can_launch([]) == may_launch
     assert not told
     assert lead.progress == to.Reached(0, ALL_LAYERS)
 

@@ -15,7 +15,7 @@ from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import batch as module
-from pd_cluster.model.batch import StepInput, batch_of, step_ahead, step_input
+from pd_cluster.model.batch import StepInput, batch_of, step_input
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.types import NO_SAMPLING, Order, Pooling, Request, RopePositions, Sampling
 
@@ -50,8 +50,8 @@ def test_positions_that_are_indices_cost_no_array_and_no_byte(monkeypatch: pytes
     monkeypatch.setattr(module, "on_device", lambda arrays, device: given.append(arrays) or plain(arrays, device))
     own = RopePositions((tuple(range(3, 9)),), 3)
     pool = KVPool(LAYOUT, 4)
-    for chunk, ahead in (((request(None), 5), False), ((request(None, 6, 6, 1), 1), False), ((request(None), 1), True)):
-        step = step_ahead([chunk[0]], BLOCK_SIZE) if ahead else step_input([chunk], BLOCK_SIZE)
+    for chunk in ((request(None), 5), (request(None, 6, 6, 1), 1), (request(None, 6, 7, 1), 1)):  # the last is ahead
+        step = step_input([chunk], BLOCK_SIZE)
         assert step.rope_positions is None
         assert b"rope_positions" not in encode(message_of(step))
         batch_of(step, pool)
@@ -80,9 +80,11 @@ def test_requests_with_one_row_three_rows_and_none_share_a_step() -> None:
     assert received.rope_positions is not None
     assert np.array_equal(received.rope_positions, step.rope_positions)
     assert _input_of(message_of(step_input([(request(None), 2)], BLOCK_SIZE))).rope_positions is None
-    ahead = step_ahead([request(None, 6, 6), request(spread, 6, 6)], BLOCK_SIZE)
+    ahead = step_input([(request(None, 6, 7, 1), 1), (request(spread, 6, 7, 1), 1)], BLOCK_SIZE)
     assert ahead.rope_positions is not None
     assert ahead.rope_positions.tolist() == [[7, 4]] * 3
+    assert ahead.input_ids.tolist() == [0, 0]  # nobody knows them here
+    assert ahead.rows[:, 3].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

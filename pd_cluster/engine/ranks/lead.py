@@ -86,13 +86,14 @@ class LeadRunner:
         self._tell(to.Moves(list(moves)))
         self._runner.move(moves)
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> Tokens | None:
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        return self._runner.can_launch(requests)
+
+    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> Tokens:
         """Sends the step from host to host, and tokens that the host does not know yet from device to device."""
-        if not self._runner.can_launch(requests):
-            return None
-        step = self._runner.step_of(requests, after)
+        step = self._runner.step_of(chunks)
         self._begin(step, is_ahead=after is not None, by_layers=False)
-        tokens = self._runner.launch_step(step, requests, after)
+        tokens = self._runner.launch_step(step, chunks, after)
         self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
         return tokens
 

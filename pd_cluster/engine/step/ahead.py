@@ -1,20 +1,21 @@
-"""Launches one decode step ahead of the host: it takes its tokens from the device, and is read a step later.
+"""Launches one step ahead of the host: it takes tokens from the device, and is read a step later.
 
-Only for steps in which every sequence decodes and neither a guide nor a beam search decides what may follow. Random
-numbers depend on seed and position, so the host knows them before the tokens; masks and penalties combine the last
-token, which the device adds, with the earlier ones that the host knows (`model/sampling/adjust`). A sequence that turns
-out to have ended, or is aborted, is computed once too often: that step writes to freed blocks, and their next holder
-writes later in the device's order. New requests wait for the step that is under way. While requests wait that could not
-be admitted anyway, for want of a place or of blocks, steps go on ahead of the host; if a sequence then ends unforeseen,
-its successor is admitted one step later.
+While the device computes a step, the host plans and launches the next one: sequences that decode, prompts that are in
+progress, and requests that can be admitted. Only steps in which no request needs the host (`plan.needs_host`) qualify.
+Random numbers depend on seed and position, so the host knows them before the tokens; masks and penalties combine the
+last token, which the device adds, with the earlier ones that the host knows (`model/sampling/adjust`).
+
+A step counts as computed (blocks full, prefix cached, window passed) when the next one is planned: whatever that one
+reads or overwrites, it does so later in the device's order. A sequence that turns out to have ended, or is aborted, is
+computed once too often: that step writes to freed blocks, and their next holder writes later in the device's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step.plan import StepPlan, needs_host
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.model.sampling.sampler import Sampled
 from pd_cluster.model.sampling.tokens import After, Tokens
@@ -24,10 +25,13 @@ from pd_cluster.types import Request, Status
 class Launcher(Protocol):
     goes_ahead: bool  # whether there is a device that computes alongside the host
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> Tokens | None:
-        """Launches a step of one token each; with `after`, of the token that follows the one being computed.
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        """Whether the device can choose the tokens of these requests without the host."""
 
-        Returns None, having done nothing, where the runner cannot proceed without the host.
+    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> Tokens:
+        """Launches a step; its tokens are those of the requests that catch up, in order.
+
+        `after` gives the tokens that chunks compute beyond those that the host knows.
         """
 
 
@@ -35,7 +39,7 @@ class LookAhead:
     def __init__(self, runner: Launcher, scheduler: StepScheduler) -> None:
         self._runner, self._scheduler = runner, scheduler
         self._plan: StepPlan | None = None  # of the step that is under way
-        self._rows: dict[str, int] = {}  # row of its tokens by sequence
+        self._rows: Mapping[Request, int] = {}  # row of its tokens by request
         self._tokens: Tokens | None = None
         self.num_ahead = 0  # steps that were launched early
 
@@ -44,63 +48,49 @@ class LookAhead:
         plan, self._plan = self._plan, None
         if plan is not None:
             plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
+            plan.admitted = [request for request in plan.admitted if request.status is Status.RUNNING]
         if plan is None or not plan.chunks:
             self._tokens = None
             return None
         self._plan = plan
         return plan
 
-    def sample(self, plan: StepPlan) -> list[Sampled] | None:
-        """Returns the tokens of the plan's chunks; before it waits, it launches the next step if possible.
+    def sample(self, plan: StepPlan) -> tuple[list[Request], list[Sampled]] | None:
+        """Returns the requests that caught up, and a token of each; launches the next step, if it can, before it waits.
 
-        Returns None, having done nothing, for a step that does not qualify.
+        The step is then recorded as computed. Returns None, having done nothing, for a step that does not qualify.
         """
         if not self._runner.goes_ahead:
             return None
-        requests = [request for request, _ in plan.chunks]
-        if plan is self._plan:
-            tokens, rows = self._tokens, [self._rows[request.key] for request in requests]
-        else:
-            tokens = self._runner.launch(requests) if can_go_ahead(plan) else None
-            rows = list(range(len(requests)))
+        tokens, rows = self._tokens, self._rows
+        if plan is not self._plan:
+            tokens = None
+            if all(self._may_go(request) for request, _ in plan.chunks):
+                tokens, rows = self._runner.launch(plan.chunks), _rows_of(plan)
         self._plan = self._tokens = None
         if tokens is None:
             return None
-        self._launch_next(requests, tokens, rows)
+        ready = self._scheduler.computed(plan)
+        self._launch_next(ready, tokens, rows)
         chosen = tokens.wait()
-        return [chosen[row] for row in rows]
+        return ready, [chosen[rows[request]] for request in ready]
 
-    def _launch_next(self, requests: list[Request], tokens: Tokens, rows: list[int]) -> None:
-        """Launches the next step, unless a request that waits for its turn could enter it: it would wait longer."""
-        scheduler = self._scheduler
-        if len(scheduler.running) != len(requests) or scheduler.could_admit():
+    def _launch_next(self, ready: Sequence[Request], tokens: Tokens, rows: Mapping[Request, int]) -> None:
+        leaving = [r for r in ready if len(r.output_token_ids) + 1 >= r.sampling.max_tokens]
+        plan = self._scheduler.plan_ahead(leaving, self._may_go)
+        if plan is None or not plan.chunks:
             return
-        going_on = [
-            (request, row)
-            for request, row in zip(requests, rows, strict=True)
-            if len(request.output_token_ids) + 1 < request.sampling.max_tokens
-        ]
-        if scheduler.waiting and len(going_on) < len(requests):
-            return  # the host knows that a place is about to be free
-        if not going_on or not scheduler.grow_ahead([request for request, _ in going_on]):
-            return
-        members = [request for request, _ in going_on]
-        launched = self._runner.launch(members, After(tokens, [row for _, row in going_on]))
-        if launched is None:
-            return
+        sources = [rows[request] if request.num_behind == 0 else None for request, _ in plan.chunks]
+        after = After(tokens, sources) if any(row is not None for row in sources) else None
         self.num_ahead += 1
-        self._plan, self._tokens = StepPlan([(request, 1) for request in members]), launched
-        self._rows = {request.key: row for row, request in enumerate(members)}
+        self._rows = _rows_of(plan)
+        self._plan, self._tokens = plan, self._runner.launch(plan.chunks, after)
+
+    def _may_go(self, request: Request) -> bool:
+        return not needs_host(request) and self._runner.can_launch([request])
 
 
-def can_go_ahead(plan: StepPlan) -> bool:
-    """Whether every sequence is decoded, and its next token follows from the logits, its tokens and a random number."""
-    return all(
-        num_tokens == 1
-        and bool(request.output_token_ids)
-        and request.num_behind == 1
-        and request.leg != "prefill"
-        and request.sampling.guide is None
-        and not request.sampling.beam_width
-        for request, num_tokens in plan.chunks
-    )
+def _rows_of(plan: StepPlan) -> dict[Request, int]:
+    """Returns the row of each request that catches up with this step."""
+    ready = [request for request, num_tokens in plan.chunks if num_tokens >= request.num_behind]
+    return {request: row for row, request in enumerate(ready)}

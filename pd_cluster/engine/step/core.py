@@ -39,7 +39,10 @@ class Runner(Protocol):
     def move(self, moves: Sequence[Move]) -> None:
         """Copies blocks in the given order."""
 
-    def launch(self, requests: Sequence[Request], after: After | None = None) -> Tokens | None:
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        """See ahead.Launcher."""
+
+    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> Tokens:
         """See ahead.Launcher."""
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
@@ -115,10 +118,10 @@ class EngineCore:
             self.runner.move(plan.moves)
         if not plan.chunks:
             return result
-        if on_layer is None and (sampled := self.ahead.sample(plan)) is not None:
+        if on_layer is None and (chosen := self.ahead.sample(plan)) is not None:
             sampled_s = self._clock()
             times.forward_s += sampled_s - start_s
-            ready = self.scheduler.computed(plan)
+            ready, sampled = chosen
             rows = [SamplingRow(request, request.index, len(request.output_token_ids)) for request in ready]
             self._commit(result, ready, _outputs(rows, sampled), {})
             times.commit_s += self._clock() - sampled_s

@@ -22,6 +22,23 @@ def service_order(request: Request) -> tuple[int, float, str, int]:
     return request.priority, request.arrival_s, request.request_id, request.index
 
 
+def needs_host(request: Request) -> bool:
+    """Whether the host must see a step of this request before it can plan the next one.
+
+    A guide's mask and a beam search need the tokens; the first token of several sequences forks them; a prompt that is
+    handed over is shipped layer by layer; a pooled prompt and logprobs of a prompt are computed from the step's rows.
+    """
+    sampling = request.sampling
+    return (
+        request.leg == "prefill"
+        or request.pooling is not None
+        or request.wants_prompt_logprobs
+        or sampling.guide is not None
+        or bool(sampling.beam_width)
+        or (sampling.n > 1 and not request.output_token_ids)
+    )
+
+
 class Move(NamedTuple):
     """A block's content to copy before the step computes: within the pool, or between it and host memory."""
 

@@ -8,7 +8,7 @@ arithmetic: `num_computed_tokens` starts higher.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pd_cluster.engine.step.holdings import Holdings
 from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, pooling_chunk_of, service_order
@@ -167,22 +167,47 @@ class StepScheduler:
             self._admit(plan, budget)
         return plan
 
-    def grow_ahead(self, requests: Sequence[Request]) -> bool:
-        """Makes room for the token after the one that each computes now; all requests get it or none."""
-        missing = [r for r in requests if self.num_blocks_for(r.num_computed_tokens + 2) > len(r.block_table)]
-        if len(missing) > self.blocks.num_available:
+    def plan_ahead(self, leaving: Sequence[Request], may_go: Callable[[Request], bool]) -> StepPlan | None:
+        """Plans the step behind one that is recorded as computed, but whose tokens are not known yet.
+
+        Follows the rules of `plan`. A sequence whose next token is being chosen computes that token; those in `leaving`
+        end with it, so their places are free, but not yet their blocks. Returns None where the host must plan: a
+        sequence that is due may not go ahead, a block must be copied or swapped, there are too few blocks, or the first
+        that waits could enter only with blocks that are about to be free.
+        """
+        plan, budget, gone = StepPlan(), self.max_num_batched_tokens, {request.key for request in leaving}
+        for request in sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r))):
+            if request.key in gone:
+                continue
+            if not budget:
+                break
+            num_tokens = min(max(1, request.num_behind), budget)
+            if not may_go(request) or not self.grow_ahead(request, num_tokens):
+                return None
+            plan.add(request, num_tokens)
+            budget -= num_tokens
+        if self.waiting and budget and self.num_seqs - len(gone) < self.max_num_seqs:
+            first = self.waiting[0]
+            cached = self._holdings.cached(first, first.num_tokens - 1)
+            if self._num_missing(first, cached) is None:
+                return None if gone or self._parked(first) else plan
+            if not self._enters_ahead(first, may_go):
+                return None
+            self._admit(plan, budget, len(gone), lambda request: self._enters_ahead(request, may_go))
+        return plan
+
+    def grow_ahead(self, request: Request, num_tokens: int) -> bool:
+        """Takes blocks for its next `num_tokens` tokens; False if some are missing or one must be copied."""
+        missing, is_shared = self._lacks(request, request.num_computed_tokens + num_tokens)
+        if is_shared or missing > self.blocks.num_available:
             return False
-        for request in missing:
-            request.block_table += self.blocks.take(1)
+        if missing:
+            request.block_table += self.blocks.take(missing)
         return True
 
-    def could_admit(self) -> bool:
-        """Whether a request that waits could enter the next step if no sequence ended in this one."""
-        if not self.waiting or self.num_seqs >= self.max_num_seqs:
-            return False
-        request = self.waiting[0]
-        cached = self._holdings.cached(request, request.num_tokens - 1)
-        return self._num_missing(request, cached) is not None or bool(self._parked(request))
+    def _enters_ahead(self, request: Request, may_go: Callable[[Request], bool]) -> bool:
+        """Whether it needs neither the host nor its swapped blocks nor those of a parked beam."""
+        return may_go(request) and not request.swap_table and not self._parked(request)
 
     def computed(self, plan: StepPlan) -> list[Request]:
         """Records a computed step; returns the requests that caught up and sample now, in the plan's order."""
@@ -245,9 +270,16 @@ class StepScheduler:
         """Returns the blocks kept free for running requests' growth, so that admission does not preempt at once."""
         return len(self.running)
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        num_seqs = self.num_seqs if self.waiting else 0
-        while self.waiting and budget:
+    def _admit(
+        self,
+        plan: StepPlan,
+        budget: int,
+        num_leaving: int = 0,
+        may_enter: Callable[[Request], bool] = lambda request: True,
+    ) -> None:
+        """Admits those that wait, in order, up to the first that may not enter or finds no room."""
+        num_seqs = self.num_seqs - num_leaving if self.waiting else 0
+        while self.waiting and budget and may_enter(self.waiting[0]):
             request = self.waiting[0]
             num_seqs += 1
             if num_seqs > self.max_num_seqs or not self._chunk(request, budget, plan):
@@ -298,9 +330,7 @@ class StepScheduler:
         A block that others hold too is replaced by a copy before it is written.
         """
         while True:
-            first = request.num_computed_tokens // self.block_size
-            is_shared = first < len(request.block_table) and self.blocks.is_shared(request.block_table[first])
-            missing = max(0, self.num_blocks_for(num_tokens) - len(request.block_table))
+            missing, is_shared = self._lacks(request, num_tokens)
             if missing + is_shared <= self.blocks.num_available:
                 break
             victims = [r for r in self.running if r.leg != "prefill" and service_order(r) > service_order(request)]
@@ -309,6 +339,7 @@ class StepScheduler:
                 return False
             self._preempt(max(victims, key=service_order), plan)
         if is_shared:
+            first = request.num_computed_tokens // self.block_size
             (own,) = self.blocks.take(1)
             plan.moves.append(Move("copy", request.block_table[first], own))
             self.blocks.release([request.block_table[first]])
@@ -316,6 +347,12 @@ class StepScheduler:
         if missing:
             request.block_table += self.blocks.take(missing)
         return True
+
+    def _lacks(self, request: Request, num_tokens: int) -> tuple[int, bool]:
+        """Returns how many blocks its first `num_tokens` tokens lack, and whether the first to be written is shared."""
+        first = request.num_computed_tokens // self.block_size
+        is_shared = first < len(request.block_table) and self.blocks.is_shared(request.block_table[first])
+        return max(0, self.num_blocks_for(num_tokens) - len(request.block_table)), is_shared
 
     def _parked(self, request: Request) -> list[Request]:
         """Returns the beams that give their blocks to a request: those of its own search and of younger requests."""

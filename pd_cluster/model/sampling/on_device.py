@@ -41,24 +41,29 @@ def choose(
     last_ids: Tensor | None,
     eos_token_ids: frozenset[int],
     device: Device,
+    unknown: Sequence[bool] | None = None,
 ) -> Tensor:
     """Returns token ids [num_rows] int64, on the device, for rows of logits [num_rows, vocab_size], one per request.
 
     `last_ids` [num_rows] int64, on the device: the last token of each request's output, if the host has not seen it
-    yet; None if the host has seen them all.
+    yet; None if the host has seen them all. `unknown` says of each row whether that is so; None: of all rows alike.
     """
-    num_unknown = 0 if last_ids is None else 1
+    if last_ids is None or unknown is None:
+        unknown = [last_ids is not None] * len(requests)
+    positions = [len(r.output_token_ids) + n for r, n in zip(requests, unknown, strict=True)]
     token_ids, best = best_there(logits)
-    adjusted = [i for i, r in enumerate(requests) if adjusts(r.sampling, len(r.output_token_ids) + num_unknown)]
+    adjusted = [i for i, r in enumerate(requests) if adjusts(r.sampling, positions[i])]
     apart = frozenset(adjusted)
     as_they_are = [i for i in range(len(requests)) if i not in apart] if apart else range(len(requests))
-    token_ids = _drawn(logits, token_ids, best, requests, as_they_are, num_unknown, device)
-    for at in few_at_once(adjusted, logits.shape[1]):
-        own = [requests[i] for i in at]
-        there = on_device(_changes(own, at, num_unknown, logits.shape[1], eos_token_ids), device)
-        table, chosen, best = _adjusted(logits, token_ids, last_ids, there)
-        chosen = _drawn(table, chosen, best, own, range(len(own)), num_unknown, device)
-        token_ids = token_ids.index_copy(0, there["at"], chosen)
+    token_ids = _drawn(logits, token_ids, best, requests, positions, as_they_are, device)
+    for is_unknown in (False, True):
+        alike = [i for i in adjusted if unknown[i] == is_unknown]
+        for at in few_at_once(alike, logits.shape[1]):
+            own = [requests[i] for i in at]
+            there = on_device(_changes(own, at, is_unknown, logits.shape[1], eos_token_ids), device)
+            table, chosen, best = _adjusted(logits, token_ids, last_ids if is_unknown else None, there)
+            chosen = _drawn(table, chosen, best, own, [positions[i] for i in at], range(len(own)), device)
+            token_ids = token_ids.index_copy(0, there["at"], chosen)
     return token_ids
 
 
@@ -86,15 +91,15 @@ def few_at_once(at: list[int], vocab_size: int, most_numbers: int = MAX_AT_ONCE)
 
 
 def _changes(
-    requests: Sequence[Request], at: list[int], num_unknown: int, vocab_size: int, eos_token_ids: frozenset[int]
+    requests: Sequence[Request], at: list[int], is_unknown: bool, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> dict[str, NDArray[Any]]:
     """Returns `numbers_of` the requests' edits, their rows among all logits, and a fallback id for each.
 
-    The fallback is the first of the allowed_token_ids, or -1 if there are none.
+    The fallback is the first of the allowed_token_ids, or -1 if there are none. `is_unknown`: the last tokens are.
     """
     edits = []
     for row, request in enumerate(requests):
-        if num_unknown:
+        if is_unknown:
             edits.append(edit_ahead(row, request, vocab_size, eos_token_ids))
         else:
             adjustment = adjustment_of(request, vocab_size, eos_token_ids)
@@ -139,11 +144,14 @@ def _drawn(
     token_ids: Tensor,
     best: Tensor,
     requests: Sequence[Request],
+    positions: Sequence[int],
     among: Collection[int],
-    num_unknown: int,
     device: Device,
 ) -> Tensor:
-    """Returns `token_ids`, the most likely ones, with drawn ones for those rows `among` them that are not greedy."""
+    """Returns `token_ids`, the most likely ones, with drawn ones for those rows `among` them that are not greedy.
+
+    `positions` [num_rows]: of the tokens in the outputs.
+    """
     drawn = [i for i in among if not requests[i].sampling.greedy]
     plain = [i for i in drawn if _is_plain(requests[i])]
     shaped = [i for i in drawn if not _is_plain(requests[i])]
@@ -152,7 +160,7 @@ def _drawn(
     for at in [plain, *few_at_once(shaped, vocab_size, MAX_FOR_KERNEL if by_kernel else MAX_AT_ONCE)]:
         if not at:
             continue
-        rows, knobs = _knobs([requests[i] for i in at], at, num_unknown, vocab_size, device)
+        rows, knobs = _knobs([requests[i] for i in at], at, [positions[i] for i in at], vocab_size, device)
         if at is plain:
             found = draw_plain(logits[rows], best[rows], token_ids[rows], knobs)
         elif by_kernel:
@@ -171,11 +179,10 @@ def _is_plain(request: Request) -> bool:
 
 
 def _knobs(
-    requests: list[Request], at: list[int], num_unknown: int, vocab_size: int, device: Device
+    requests: list[Request], at: list[int], positions: list[int], vocab_size: int, device: Device
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the rows, and each field of `Knobs` for them, on the device."""
     params = [request.sampling for request in requests]
-    positions = [len(request.output_token_ids) + num_unknown for request in requests]
     draws = uniforms([p.seed for p in params], [request.index for request in requests], positions)
     knobs = Knobs.of(params, draws, vocab_size)
     names = ("inverse_temperature", "top_k", "top_p", "log_min_p", "uniform")

@@ -10,7 +10,7 @@ import torch
 
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import mark
-from pd_cluster.model.batch import on_device
+from pd_cluster.model.batch import StepInput, on_device
 from pd_cluster.model.sampling.logprobs import Telling, logprobs_from
 from pd_cluster.model.sampling.sampler import Sampled
 
@@ -23,10 +23,21 @@ class Tokens(Protocol):
 
 
 class After(NamedTuple):
-    """A step's input ids, before the host knows them: rows of the previous step's tokens."""
+    """Input ids of a step before the host knows them: rows of the previous step's tokens."""
 
     tokens: Any  # the runner's own `Tokens`
-    rows: Sequence[int]
+    rows: Sequence[int | None]  # by chunk, which is then of one token; None: the host knows the chunk's tokens
+
+    def input_ids(self, step: StepInput) -> torch.Tensor:
+        """Returns the step's input ids, [num_tokens] int64, on the device that chose the tokens."""
+        rows = [row for row in self.rows if row is not None]
+        chosen: torch.Tensor = self.tokens.rows(rows)
+        if len(rows) == len(step.input_ids):
+            return chosen
+        starts = np.cumsum(step.rows[:, 0]) - step.rows[:, 0]
+        at = starts[[row is not None for row in self.rows]]
+        there = on_device({"input_ids": step.input_ids, "at": at}, self.tokens.device)
+        return there["input_ids"].index_copy(0, there["at"], chosen)
 
 
 class DeviceTokens:
@@ -34,13 +45,13 @@ class DeviceTokens:
 
     def __init__(self, ids: torch.Tensor, device: Device, telling: Telling | None = None) -> None:
         """`ids` [num_rows] int64, on the device; `telling`: logprobs of some of them."""
-        self._ids, self._device, self._telling = ids, device, telling
+        self._ids, self.device, self._telling = ids, device, telling
         self._host = self._on_the_way(ids)
         self._numbers = None if telling is None else self._on_the_way(telling.numbers)
         self._copied = mark(device)
 
     def _on_the_way(self, there: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(there.shape, dtype=there.dtype, pin_memory=self._device.is_accelerator)
+        host = torch.empty(there.shape, dtype=there.dtype, pin_memory=self.device.is_accelerator)
         return host.copy_(there, non_blocking=True)
 
     def wait(self) -> list[Sampled]:
@@ -56,4 +67,4 @@ class DeviceTokens:
         """Returns the tokens of some rows, [len(rows)] int64, on the device."""
         if list(rows) == list(range(len(self._ids))):
             return self._ids
-        return self._ids.index_select(0, on_device({"rows": np.array(rows, dtype=np.int64)}, self._device)["rows"])
+        return self._ids.index_select(0, on_device({"rows": np.array(rows, dtype=np.int64)}, self.device)["rows"])

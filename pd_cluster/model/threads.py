@@ -6,11 +6,14 @@ Numbers never depend on the number of threads: tests/model/test_threads.py verif
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import torch
 
 from pd_cluster.devices.cores import CoreLedger
+
+log = logging.getLogger(__name__)
 
 
 class StepThreads:
@@ -44,6 +47,7 @@ class StepThreads:
         """Takes cores that are free by now, and gives back those whose ranks compute again; called between layers."""
         if self._ledger is not None and (num_threads := self._ledger.num_threads()) != torch.get_num_threads():
             torch.set_num_threads(num_threads)
+            log.debug("a step continues with %d threads", num_threads)
 
     def rest(self) -> None:
         """Lends this rank's cores until its next step."""

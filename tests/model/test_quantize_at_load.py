@@ -85,6 +85,8 @@ def test_codes_and_zeros_of_extremes() -> None:
     [
         ("gptq", "awq", r"--quantization gptq: .*config\.json: quantization_config says awq; leave it out"),
         ("int8", "awq", "--quantization int8: .* says awq"),
+        ("fp8", "packed 4", r"--quantization fp8: .* says compressed-tensors \(int4\)"),
+        ("smoothquant", "packed 8", r"--quantization smoothquant: .* says compressed-tensors \(int8\)"),
         ("awq", None, "--quantization awq: .* has plain weights; give a folder that is quantized so, or one of fp8"),
         ("smoothquant", None, "--quantization smoothquant: .* has plain weights"),
     ],
@@ -99,7 +101,14 @@ def test_what_does_not_fit_the_folder_is_refused(tmp_path: Path, wanted: str, fo
 
 @pytest.mark.parametrize(
     ("wanted", "form"),
-    [("awq", "awq"), ("gptq", "gptq 4"), ("fp8", "fp8 whole"), ("compressed-tensors", "packed 4")],
+    [
+        ("awq", "awq"),
+        ("gptq", "gptq 4"),
+        ("fp8", "fp8 whole"),
+        ("compressed-tensors", "packed 4"),
+        ("auto-round", "auto-round"),
+        ("fp8", "fp8 of compressed-tensors"),
+    ],
 )
 def test_what_fits_the_folder_changes_nothing(tmp_path: Path, wanted: str, form: str) -> None:
     found: Format = FORMATS[form]

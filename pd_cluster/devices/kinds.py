@@ -22,7 +22,8 @@ class Kind:
     Attention: `runs_triton`, and FlashInfer with it.
     Graphs: `most_graph_streams`, 0 without graphs; `graphs_take_any_context` when one serves every length;
     `captures_at_start_only` when a capture is too long or too risky for a step that clients wait for;
-    `captures_sums` of several ranks; `spreads_tokens` from rank 0 to the others without the host.
+    `captures_sums` of several ranks; `captures_modules` of transformers; `spreads_tokens` from rank 0 to the others
+    without the host.
     """
 
     name: DeviceKind
@@ -40,6 +41,7 @@ class Kind:
     graphs_take_any_context: bool = False
     captures_at_start_only: bool = False
     captures_sums: bool = True
+    captures_modules: bool = True
     spreads_tokens: bool = True
     handles_say_their_kind: bool = False  # the handle that maps its memory into another process is in torch's own form
     is_slow_to_name_streams: bool = False
@@ -61,6 +63,7 @@ NPU_KIND = Kind(
     most_graph_streams=1800,  # 2,048 exist, according to others who capture on NPUs
     graphs_take_any_context=True,
     captures_at_start_only=True,  # what a capture costs there is unknown; the step under way would pay it
+    captures_modules=False,  # torch-npu's graphs of operators that are not ours are untested
     captures_sums=False,  # the number of streams that HCCL's sums take in a graph is unknown
     spreads_tokens=False,  # HCCL's broadcast of tokens is untested
     is_slow_to_name_streams=True,

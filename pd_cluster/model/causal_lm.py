@@ -23,6 +23,8 @@ from pd_cluster.model.rope_limit import RopeLimit
 
 FORGETFUL = ("StableLmAttention", "NemotronAttention")  # the layers around these do not pass the batch on
 
+ASKS_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models; no batch here is padded
+
 NO_POSITIONS = RopeLimit(why_not="nothing proves that this model takes them")
 
 
@@ -73,6 +75,8 @@ class PlainCausalLM:
         for module in model.modules():
             if type(module).__name__ in FORGETFUL:
                 module.register_forward_pre_hook(self._remind, with_kwargs=True)
+            if hasattr(module, ASKS_FOR_PADDING):  # in each step it would wait for the device
+                setattr(module, ASKS_FOR_PADDING, lambda *_: None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         batch.write_and_attend = self._attend

@@ -95,18 +95,20 @@ class DecodeGraphs:
         sizes: Sequence[int] = (),
         is_alone: bool = True,
         only_at_start: bool = False,
+        may_fail: bool = False,
     ) -> None:
         """`longest`: the longest context, in tokens. `max_graphs`: the limit of the device. `sizes`: see `sizes_of`.
 
         `is_for_any_context`: the work of a graph is not divided by its context's length. `is_alone`: no other rank
         captures the same graphs, so this one may do without. `only_at_start`: only `prepare` captures, and if there
         are more sizes than the device holds graphs, only some of them, evenly spread; a step takes the next larger one.
+        `may_fail`: if a capture fails for another reason than memory, no more is tried.
         """
         self._model, self._pool, self._capture = model, pool, capture
         self._sizes, self._longest, self._only_at_start = sizes_of(sizes, max_num_seqs), longest, only_at_start
         max_num_seqs = self._sizes[-1]
-        self._max_graphs, self._is_alone = max_graphs, is_alone
-        self._is_memory_full = False
+        self._max_graphs, self._is_alone, self._may_fail = max_graphs, is_alone, may_fail
+        self._is_over = False  # nothing more is captured
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         self._least_bucket = bucket_of(longest) if is_for_any_context else LEAST_BUCKET
         if only_at_start and max_graphs is not None:
@@ -129,7 +131,7 @@ class DecodeGraphs:
 
     @property
     def _is_full(self) -> bool:
-        return self._is_memory_full or (self._max_graphs is not None and len(self._graphs) >= self._max_graphs)
+        return self._is_over or (self._max_graphs is not None and len(self._graphs) >= self._max_graphs)
 
     @property
     def _buckets(self) -> list[int]:
@@ -200,9 +202,13 @@ class DecodeGraphs:
         try:
             replay = self._capture(lambda: self._kept(self._model(batch)))
         except RuntimeError as error:
-            if not self._is_alone or not is_out_of_memory(error):
+            is_full = is_out_of_memory(error)
+            if not self._is_alone or not (is_full or self._may_fail):
                 raise
-            self._is_memory_full = True
+            self._is_over = True
+            if not is_full:
+                log.warning("decode steps run eagerly: their capture failed: %s", str(error).splitlines()[0])
+                return None
             log.warning(
                 "decode steps of further sizes run eagerly: no memory is left after %d graphs; a lower %s or fewer %s "
                 "leave some",

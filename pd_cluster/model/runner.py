@@ -19,7 +19,7 @@ from pd_cluster.devices.streams import capture
 from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
-from pd_cluster.model.attention_choice import check_backend, check_deterministic, default_block_size
+from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
 from pd_cluster.model.batch import (
     NO_HIDDEN_STATES,
     RunnerOutput,
@@ -29,6 +29,7 @@ from pd_cluster.model.batch import (
     sample_rows_of,
     step_input,
 )
+from pd_cluster.model.capturable import obstacle
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
@@ -111,6 +112,8 @@ class ModelRunner:
         layout = layout_of(self.model.config, block_size, dtype)
         if self.group.size > 1:
             layout = plan_of(checkpoint, self.group.size).layout_of_rank(layout, self.group.rank)
+        is_plain = isinstance(self.model, PlainCausalLM)
+        self._obstacle = obstacle(self.model, layout, device) if is_plain and device.is_accelerator else ""
         num_tokens, num_seqs = self.max_num_batched_tokens, config.max_num_seqs
         peak = peak_of_a_step(self.model, layout, num_tokens, num_seqs, self.max_model_len, device)
         if device.is_accelerator and not self._why_eager(config):
@@ -143,21 +146,20 @@ class ModelRunner:
         return graphs
 
     def _why_eager(self, config: EngineConfig) -> str:
-        """Returns why an accelerator captures no graphs, or "".
-
-        Only fused layers repeat the same launches and never read from the device.
-        """
+        """Returns why an accelerator captures no graphs, or ""."""
         if config.enforce_eager:
             return "--enforce-eager"
-        if not isinstance(self.model, FusedCausalLM):
-            return "its layers are not fused"
         if (rope := rope_type(self.model.config)) in ASKING_ROPES:
             return f"rope_type {rope} asks the device for positions"
         if self.group.size > 1 and not self.device.traits.captures_sums:
             return "how many streams HCCL's sums take in a graph is not known here"
-        if not self.model.ops.is_capturable:
+        if isinstance(self.model, FusedCausalLM):
+            return "" if self.model.ops.is_capturable else "SDPA asks the device for lengths"
+        if self.model.attention == SDPA.name:
             return "SDPA asks the device for lengths"
-        return ""
+        if not self.device.traits.captures_modules:
+            return f"its layers are not fused, and graphs of others are untested on {self.device.kind.upper()}"
+        return f"in its layers {self._obstacle}" if self._obstacle else ""
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
         """See `compute`."""
@@ -264,4 +266,5 @@ def make_graphs(
         sizes=config.graph_sizes,
         is_alone=is_alone,
         only_at_start=traits.captures_at_start_only,
+        may_fail=isinstance(model, PlainCausalLM),
     )

@@ -1,0 +1,123 @@
+"""Decode steps of transformers' modules as graphs: recorded once and made again, without any Python of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.model import loader
+from pd_cluster.model.attention_choice import SDPA
+from pd_cluster.model.capturable import Watch, obstacle
+from pd_cluster.model.causal_lm import PlainCausalLM
+from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.settings.engine import EngineConfig
+from tests.support.checkpoints import NOT_FUSED
+from tests.support.graph_world import BLOCK_SIZE, MAX_LEN, MOST, World
+from tests.support.recorded import attend_without_lengths, recorded
+
+Checkpoints = Callable[..., Path]
+
+
+def plain(folder: Path) -> PlainCausalLM:
+    model = loader.load_model(Checkpoint.open(str(folder)), "float32", CPU)
+    assert isinstance(model, PlainCausalLM)
+    model._attend = attend_without_lengths
+    return model
+
+
+@pytest.mark.parametrize("architecture", [*NOT_FUSED, "phi", "olmo", "cohere", "gpt_bigcode"])
+def test_replayed_steps_are_the_steps(checkpoint: Checkpoints, architecture: str) -> None:
+    model = plain(checkpoint(architecture))
+    assert obstacle(model, loader.layout_of(model.config, BLOCK_SIZE, "float32"), CPU) == ""
+    with torch.inference_mode():
+        world = World(model, 3)
+        world.graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, recorded)
+        world.start(5)
+        for _ in range(8):
+            world.decode()
+        assert 0 < world.graphs.num_captured < 8
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        (lambda x: x.argmax().item(), "aten::_local_scalar_dense waits for the device"),
+        (lambda x: bool(x.any()), "aten::_local_scalar_dense waits for the device"),
+        (lambda x: x.nonzero(), "aten::nonzero waits for the device"),
+        (lambda x: x[x > 0], "aten::index with a mask waits for the device"),
+        (lambda x: x.repeat_interleave(torch.ones(len(x), dtype=torch.int64), 0), "aten::repeat_interleave"),
+        (lambda x: x.to("meta"), "aten::_to_copy copies between host and device"),
+        (lambda x: x[torch.tensor([0, 0])] + x.sum(), ""),
+    ],
+)
+def test_what_no_graph_can_hold_is_named(does: Callable[[torch.Tensor], object], why: str) -> None:
+    with torch.no_grad(), Watch() as watch:
+        does(torch.ones(3, 3))
+    assert watch.obstacle.startswith(why) if why else not watch.obstacle
+
+
+def test_experts_that_ask_for_their_rows_are_found(checkpoint: Checkpoints) -> None:
+    model = plain(checkpoint("opt"))
+    layer = model.model.model.decoder.layers[1]
+
+    def rows_of(module: torch.nn.Module, args: Any) -> None:
+        args[0].sum(-1).nonzero()
+
+    layer.fc1.register_forward_pre_hook(rows_of)
+    layout = loader.layout_of(model.config, BLOCK_SIZE, "float32")
+    assert obstacle(model, layout, CPU) == "aten::nonzero waits for the device"
+
+
+def test_steps_whose_launches_differ_are_found(checkpoint: Checkpoints) -> None:
+    model = plain(checkpoint("opt"))
+    steps: list[int] = []
+
+    def every_other(module: torch.nn.Module, args: Any) -> None:
+        steps.append(len(steps))
+        if len(steps) % 2:
+            args[0].sum()
+
+    model.model.register_forward_pre_hook(lambda module, args: every_other(module, [torch.ones(1)]))
+    layout = loader.layout_of(model.config, BLOCK_SIZE, "float32")
+    assert obstacle(model, layout, CPU) == "its launches differ from step to step"
+
+
+def test_the_runner_says_why_steps_run_eagerly(checkpoint: Checkpoints) -> None:
+    config = EngineConfig(model=str(checkpoint("opt")), device="cpu", max_model_len=64, num_blocks=40)
+    served = ModelRunner(config)
+    served.device = Device("cuda")
+    assert served._why_eager(config) == "SDPA asks the device for lengths"
+    served.model.attention = "Triton"
+    assert served._why_eager(config) == ""
+    served._obstacle = "aten::nonzero waits for the device"
+    assert served._why_eager(config) == "in its layers aten::nonzero waits for the device"
+    served.device = Device("npu")
+    assert served._why_eager(config).startswith("its layers are not fused")
+    assert SDPA.name == "SDPA"
+
+
+def test_a_capture_that_fails_leaves_steps_eager(checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    """For modules that nobody here wrote; every later step goes the same way, without another try."""
+    model, tries = plain(checkpoint("opt")), []
+
+    def failing(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        tries.append(run())
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    with torch.inference_mode():
+        world = World(model, 4)
+        world.graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, failing, may_fail=True)
+        world.start(3)
+        for _ in range(2):
+            with pytest.raises(AssertionError):  # there is no result of a graph
+                world.decode()
+    assert len(tries) == 1
+    assert "run eagerly: their capture failed: operation not permitted when stream is capturing" in caplog.text
+    assert "and more" not in caplog.text

@@ -69,24 +69,27 @@ static int must_decode(const Packed *w) {
     return form != FLOATS && w->p->num_rows > FEW_ROWS;
 }
 
+// Computes results of some rows and panels. Decoded weights of a span are written while those of the one before are
+// multiplied: tiles cannot be loaded before they have left the processor's store buffer.
 static void multiply_block(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels) {
     const Product *p = w->p;
     float ALIGNED sums[MOST_ROWS * MOST_PANELS * PANEL];
-    int32_t ALIGNED decoded[DECODED_NBYTES / 4];
+    int32_t ALIGNED decoded[2][DECODED_NBYTES / 4];
     int64_t panel_stride = w->num_spans * w->span_words * PANEL, decodes = must_decode(w), form = p->form;
-    int64_t span_nbytes = w->row_nbytes / w->num_spans, num_words = w->span_words;
+    int64_t span_nbytes = w->row_nbytes / w->num_spans, num_words = w->span_words, x_words = w->row_nbytes / 4;
+    if (decodes) {
+        num_words = w->by == BY_FLOATS ? p->span_padded : span_nbytes / 4;
+        panel_stride = num_words * PANEL;
+        form = decode_span(w, panel, num_panels, 0, decoded[0], panel_stride);
+    }
+    int64_t step = tile_step(num_words);
     for (int64_t span = 0; span < w->num_spans; span++) {
-        const int32_t *words = words_at(w, panel, span);
-        if (decodes) {
-            num_words = w->by == BY_FLOATS ? p->span_padded : span_nbytes / 4;
-            panel_stride = num_words * PANEL;
-            form = decode_span(w, panel, num_panels, span, decoded, panel_stride);
-            words = decoded;
-        }
+        const int32_t *words = decodes ? decoded[span % 2] : words_at(w, panel, span);
+        if (decodes && span + 1 < w->num_spans)
+            decode_span(w, panel, num_panels, span + 1, decoded[(span + 1) % 2], panel_stride);
         for (int64_t row = first; row < first + num_rows; row += MOST_ROWS) {
             int64_t m = MIN(MOST_ROWS, first + num_rows - row);
             const uint8_t *x = w->x + row * w->row_nbytes + span * span_nbytes;
-            int64_t x_words = w->row_nbytes / 4, step = tile_step(num_words);
             if (w->by == BY_TILES)
                 multiply_tiles(p->activations == AS_CODES, m, num_panels, x, w->row_nbytes, words, panel_stride,
                                num_words, step, sums);
@@ -103,7 +106,7 @@ static void product_work(void *data) {
     Packed *w = data;
     const Product *p = w->p;
     int64_t in_block = w->by == BY_FLOATS ? FLOAT_BLOCK : TILE_BLOCK;
-    int64_t at_once = p->num_rows > TILE_ROWS || must_decode(w) ? DECODED_PANELS : MOST_PANELS;
+    int64_t at_once = p->num_rows > TILE_ROWS || (must_decode(w) && w->by != BY_TILES) ? DECODED_PANELS : MOST_PANELS;
     while (at_once > 1 && w->num_panels < 4 * at_once * p->num_threads) at_once /= 2;
     int64_t groups = (w->num_panels + at_once - 1) / at_once, blocks = (p->num_rows + in_block - 1) / in_block;
     for (int64_t row; (row = next_items(&w->next_row, 4)) < w->ready_rows;)

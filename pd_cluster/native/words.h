@@ -10,10 +10,11 @@
 
 #define PANEL 16
 #define PARTS (PANEL / VL)
+#define AHEAD (32 * PANEL) // words that are fetched before they are needed: 2 KiB
 #define MOST_PANELS 4 // of a block of results
-#define MOST_ROWS 32
+#define MOST_ROWS 48
 #define FEW_ROWS 8     // up to here weights are decoded in registers; from there on once for many rows
-#define DECODED_NBYTES 32768
+#define DECODED_NBYTES 16384
 #define DECODED_PANELS 2 // of floats; other forms are half as wide
 
 enum { FLOATS, BF16S, CODES8, CODES4, E4M3S };     // a word's inputs: 1, 2, 4, 8 and 4
@@ -35,9 +36,10 @@ typedef struct {
 
 typedef struct {
     const Product *p;
-    int64_t num_spans, num_panels, word_inputs, span_words, by;
-    int64_t ready_rows, row_nbytes; // activations, padded; one row of them
-    uint8_t *x;                     // [ready_rows][row_nbytes]
+    int64_t num_spans, num_panels, span_words, by, decodes; // decodes: weights of a span are decoded for many rows
+    int64_t width, span_nbytes, row_nbytes;                 // of an activation, of a span of a row, of a row
+    int64_t ready_rows, together;                           // rows with padding; a block of so many is [input][row]
+    uint8_t *x;                                             // [ready_rows / together][row_nbytes]
     float *row_scales;              // [ready_rows], if x is codes
     int32_t *sums;                  // [ready_rows][num_spans]: x of each span, in its own type
     int64_t next_row, next_item;

@@ -57,45 +57,53 @@ static float sum_in_order(const float *x, int64_t n) {
     return sum;
 }
 
+// Writes numbers of x as they are, or rounded to bfloat16, `step` apart.
+static void to_floats_apart(const float *x, int64_t n, int rounds, float *to, int64_t step) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = round_to_bf16(x[i]);
+        float rounded;
+        memcpy(&rounded, &bits, 4);
+        to[i * step] = rounds ? rounded : x[i];
+    }
+}
+
+static float sum_of_rounded(const float *x, int64_t n) {
+    float total = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = round_to_bf16(x[i]);
+        float number;
+        memcpy(&number, &bits, 4);
+        total += number;
+    }
+    return total;
+}
+
 static void prepare_row(const Packed *w, int64_t row) {
     const Product *p = w->p;
-    const float *from = p->x + row * p->inputs;
-    uint8_t *to = w->x + row * w->row_nbytes;
-    int64_t width = w->row_nbytes / (w->num_spans * p->span_padded); // bytes of a number
+    const float *from = p->x + MIN(row, p->num_rows - 1) * p->inputs;
+    uint8_t *to = w->x + row / w->together * w->row_nbytes + row % w->together * w->width;
+    int64_t step = w->together, is_row = row < p->num_rows;
     float inverse = 0;
-    if (row >= p->num_rows) {
-        memset(to, 0, (size_t)w->row_nbytes);
-        return;
-    }
     if (p->activations == AS_CODES) w->row_scales[row] = set_scale(from, p->inputs, &inverse);
-    for (int64_t span = 0; span < w->num_spans; span++, to += p->span_padded * width) {
+    for (int64_t span = 0; span < w->num_spans; span++, to += w->span_nbytes) {
         int64_t in_group = span % p->spans_of_group * p->span_inputs;
         int64_t first = span / p->spans_of_group * p->group + in_group;
-        int64_t n = MAX(0, MIN(MIN(p->span_inputs, p->group - in_group), p->inputs - first));
+        int64_t n = MAX(0, MIN(MIN(p->span_inputs, p->group - in_group), p->inputs - first)) * is_row;
         const float *x = from + first;
         int32_t *sum = w->sums + row * w->num_spans + span;
-        if (p->activations == AS_CODES) {
+        if (p->activations == AS_CODES)
             *sum = to_codes(x, n, inverse, (int8_t *)to);
-        } else if (width == 2) {
+        else if (w->width == 2)
             for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[i] = (uint16_t)(round_to_bf16(x[i]) >> 16);
-        } else if (p->activations == AS_BF16S) {
-            for (int64_t i = 0; i < n; i++) ((uint32_t *)to)[i] = round_to_bf16(x[i]);
-        } else {
-            memcpy(to, x, (size_t)n * 4);
+        else
+            to_floats_apart(x, n, p->activations == AS_BF16S, (float *)to, step);
+        if (step == 1)
+            memset(to + n * w->width, 0, (size_t)((p->span_padded - n) * w->width));
+        else
+            for (int64_t i = n; i < p->span_padded; i++) ((float *)to)[i * step] = 0;
+        if (p->zeros && p->activations != AS_CODES) {
+            float total = p->activations == AS_FLOATS ? sum_in_order(x, n) : sum_of_rounded(x, n);
+            memcpy(sum, &total, 4);
         }
-        memset(to + n * width, 0, (size_t)((p->span_padded - n) * width));
-        if (!p->zeros || p->activations == AS_CODES) continue;
-        float total = 0;
-        if (p->activations == AS_FLOATS) {
-            total = sum_in_order(x, n);
-        } else {
-            for (int64_t i = 0; i < n; i++) {
-                uint32_t bits = round_to_bf16(x[i]);
-                float number;
-                memcpy(&number, &bits, 4);
-                total += number;
-            }
-        }
-        memcpy(sum, &total, 4);
     }
 }

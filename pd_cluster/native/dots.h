@@ -75,7 +75,7 @@ INLINE void dot_block(int form, int m, int v, const int32_t *x, int64_t x_stride
         UNROLL for (int q = 0; q < v * PARTS; q++) {
             const int32_t *at = words + q / PARTS * panel_stride + k * PANEL + q % PARTS * VL;
             word[q] = load_words(at);
-            if (m == 1 && q % PARTS == 0) __builtin_prefetch(at + 32 * PANEL);
+            if (m == 1 && q % PARTS == 0) __builtin_prefetch(at + AHEAD);
         }
         UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++) {
             const int32_t *y = x + r * x_stride + k * (form == CODES4 ? 2 : 1);

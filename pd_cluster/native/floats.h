@@ -4,15 +4,16 @@
 #include "words.h"
 
 #if VL == 16
-#define FLOAT_ROWS 8
-#define FEW_PANELS 2
+#define FLOAT_ROWS 12 // of a tile in registers; many rows are stored in blocks of as many
+#define FLOAT_PANELS 2
 #else
-#define FLOAT_ROWS 4
-#define FEW_PANELS 1
+#define FLOAT_ROWS 6
+#define FLOAT_PANELS 1
 #endif
 
-// Computes c[r][panel] = sum over the span of x[r] * words, for m rows and v panels, both constants.
-INLINE void float_block(int form, int m, int v, const float *x, int64_t x_stride, const int32_t *words,
+// Computes c[r][panel] = sum over the span of x[r] * words, for m rows and v panels, both constants. Inputs of a row are
+// `apart`, rows x_stride.
+INLINE void float_block(int form, int m, int v, const float *x, int64_t x_stride, int64_t apart, const int32_t *words,
                         int64_t panel_stride, int64_t num_words, float *c) {
     vf acc[FLOAT_ROWS][MOST_PANELS * PARTS];
     UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++) acc[r][q] = (vf){0};
@@ -21,13 +22,13 @@ INLINE void float_block(int form, int m, int v, const float *x, int64_t x_stride
         UNROLL for (int q = 0; q < v * PARTS; q++) {
             const int32_t *at = words + q / PARTS * panel_stride + k * PANEL + q % PARTS * VL;
             word[q] = load_words(at);
-            if (m == 1 && q % PARTS == 0) __builtin_prefetch(at + 32 * PANEL);
+            if (m == 1 && q % PARTS == 0) __builtin_prefetch(at + AHEAD);
         }
         UNROLL for (int i = 0; i < inputs_of_word(form); i++) {
             vf y[MOST_PANELS * PARTS];
             UNROLL for (int q = 0; q < v * PARTS; q++) y[q] = number(form, word[q], i);
             UNROLL for (int r = 0; r < m; r++) {
-                vf value = splat(x[r * x_stride + k * inputs_of_word(form) + i]);
+                vf value = splat(x[r * x_stride + (k * inputs_of_word(form) + i) * apart]);
                 UNROLL for (int q = 0; q < v * PARTS; q++) acc[r][q] += value * y[q];
             }
         }
@@ -36,23 +37,41 @@ INLINE void float_block(int form, int m, int v, const float *x, int64_t x_stride
         store(c + r * MOST_PANELS * PANEL + q * VL, acc[r][q]);
 }
 
-// The same for any number of rows up to MOST_ROWS and of panels; x has FLOAT_ROWS whole rows if it has several.
-INLINE void float_blocks(int form, int64_t num_rows, int64_t num_panels, const float *x, int64_t x_stride,
-                         const int32_t *words, int64_t panel_stride, int64_t num_words, float *c) {
+// The same for at most FEW_ROWS rows; x has whole blocks of four if it has several.
+INLINE void few_floats(int form, int64_t num_rows, int64_t num_panels, const float *x, int64_t x_stride,
+                       const int32_t *words, int64_t panel_stride, int64_t num_words, float *c) {
     for (int64_t q = 0, v; q < num_panels; q += v) {
         const int32_t *at = words + q * panel_stride;
-        v = num_rows == 1 && num_panels - q >= 4 ? 4 : num_rows > 1 && num_panels - q >= FEW_PANELS ? FEW_PANELS : 1;
-        for (int64_t r = 0, m; r < num_rows; r += m) {
-            m = num_rows == 1 ? 1 : form == FLOATS && num_rows - r > 4 ? FLOAT_ROWS : 4;
+        int64_t most = num_rows == 1 ? 4 : FLOAT_PANELS;
+        v = num_panels - q >= most ? most : 1;
+        for (int64_t r = 0; r < num_rows; r += 4) {
             const float *rows = x + r * x_stride;
             float *to = c + r * MOST_PANELS * PANEL + q * PANEL;
-#define BLOCK(m, v) float_block(form, m, v, rows, x_stride, at, panel_stride, num_words, to)
-            if (m == 1 && v == 4) BLOCK(1, 4);
-            else if (m == 1) BLOCK(1, 1);
-            else if (form == FLOATS && m == FLOAT_ROWS && v == FEW_PANELS) BLOCK(FLOAT_ROWS, FEW_PANELS);
-            else if (form == FLOATS && m == FLOAT_ROWS) BLOCK(FLOAT_ROWS, 1);
-            else if (v == FEW_PANELS) BLOCK(4, FEW_PANELS);
+#define BLOCK(m, v) float_block(form, m, v, rows, x_stride, 1, at, panel_stride, num_words, to)
+            if (num_rows == 1 && v == 4) BLOCK(1, 4);
+            else if (num_rows == 1) BLOCK(1, 1);
+            else if (v == FLOAT_PANELS) BLOCK(4, FLOAT_PANELS);
             else BLOCK(4, 1);
+#undef BLOCK
+        }
+    }
+}
+
+// The same for many rows, whose x is in blocks of FLOAT_ROWS, x_stride apart, and decoded weights.
+static void many_floats(int64_t num_rows, int64_t num_panels, const float *x, int64_t x_stride, const int32_t *words,
+                        int64_t panel_stride, int64_t num_words, float *c) {
+    for (int64_t q = 0, v; q < num_panels; q += v) {
+        const int32_t *at = words + q * panel_stride;
+        v = num_panels - q >= FLOAT_PANELS ? FLOAT_PANELS : 1;
+        for (int64_t r = 0; r < num_rows; r += FLOAT_ROWS) {
+            const float *rows = x + r / FLOAT_ROWS * x_stride;
+            float *to = c + r * MOST_PANELS * PANEL + q * PANEL;
+            int is_half = num_rows - r <= FLOAT_ROWS / 2;
+#define BLOCK(m, v) float_block(FLOATS, m, v, rows, 1, FLOAT_ROWS, at, panel_stride, num_words, to)
+            if (is_half && v == FLOAT_PANELS) BLOCK(FLOAT_ROWS / 2, FLOAT_PANELS);
+            else if (is_half) BLOCK(FLOAT_ROWS / 2, 1);
+            else if (v == FLOAT_PANELS) BLOCK(FLOAT_ROWS, FLOAT_PANELS);
+            else BLOCK(FLOAT_ROWS, 1);
 #undef BLOCK
         }
     }
@@ -78,13 +97,13 @@ static void decode_to_floats(int64_t form, const int32_t *words, int64_t num_wor
 
 static void multiply_floats(int64_t form, int64_t num_rows, int64_t num_panels, const float *x, int64_t x_stride,
                             const int32_t *words, int64_t panel_stride, int64_t num_words, float *c) {
-#define BLOCKS(form) float_blocks(form, num_rows, num_panels, x, x_stride, words, panel_stride, num_words, c)
+#define FEW(form) few_floats(form, num_rows, num_panels, x, x_stride, words, panel_stride, num_words, c)
     switch (form) {
-    case FLOATS: BLOCKS(FLOATS); break;
-    case BF16S: BLOCKS(BF16S); break;
-    case CODES8: BLOCKS(CODES8); break;
-    case CODES4: BLOCKS(CODES4); break;
-    default: BLOCKS(E4M3S);
+    case FLOATS: many_floats(num_rows, num_panels, x, x_stride, words, panel_stride, num_words, c); break;
+    case BF16S: FEW(BF16S); break;
+    case CODES8: FEW(CODES8); break;
+    case CODES4: FEW(CODES4); break;
+    default: FEW(E4M3S);
     }
-#undef BLOCKS
+#undef FEW
 }

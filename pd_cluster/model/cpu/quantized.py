@@ -22,7 +22,7 @@ Activations = Literal["float32", "bfloat16", "int8"]  # the form in which they a
 Way = Literal["float32", "dot products", "tiles"]
 
 PANEL = 16  # words.h
-MOST_DECODED = 256  # inputs of a span whose weights are decoded for many rows
+MOST_DECODED = 128  # inputs of a span whose weights are decoded for many rows
 MOST_EXACT_INPUTS = 65_536  # sums of products of codes stay below 2^31
 LEAST_MAGNITUDE = 2.0**-100  # codes of smaller rows are zeros
 
@@ -155,7 +155,7 @@ def int4_linear(
 ) -> Linear | None:
     """Makes a layer of (codes - zeros) x scales: int8 codes [N, K] from -8 to 7, or 0 to 15 with zeros [N, G].
 
-    Activations stay float32 unless `activations` says otherwise; sums over parts of a group of more than 256 inputs
+    Activations stay float32 unless `activations` says otherwise; sums over parts of a group of more than 128 inputs
     are added in float32. `group` as in `int8_linear`. Raises ModelError if a code has more than four bits.
     """
     least, most = (int(code) for code in codes.aminmax()) if codes.numel() else (0, 0)

@@ -16,7 +16,7 @@ import msgspec
 from pd_cluster.errors import ModelError, called
 
 # Apart from `rope` and `key_order`, which follow from others. `deterministic` changes the attention, so it comes first.
-SETTINGS = ("dtype", "deterministic", "attention_backend", "hf_overrides")
+SETTINGS = ("dtype", "quantization", "deterministic", "attention_backend", "hf_overrides")
 KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
@@ -73,7 +73,8 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend elsewhere.
 
-    `deterministic` is the setting, on every device. `hf_overrides` is canonical JSON. `key_order`: that of a head's
+    `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
+    those of a folder are part of its identity. `hf_overrides` is canonical JSON. `key_order`: that of a head's
     features in the KV cache (model/layers/rope_tables).
     """
 
@@ -81,6 +82,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     attention_backend: str = "auto"
     deterministic: bool = False
+    quantization: str = ""
     hf_overrides: str = "{}"
     rope: RopeScaling = RopeScaling()
     key_order: str = "model"
@@ -101,7 +103,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _written(value: str | bool) -> str:
-    return ("off", "on")[value] if isinstance(value, bool) else value
+    return ("off", "on")[value] if isinstance(value, bool) else value or "none"
 
 
 def canonical(overrides: Mapping[str, Any]) -> str:

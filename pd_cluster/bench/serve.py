@@ -56,13 +56,20 @@ class ServeBench:
     concurrency: int = 4
     input_len: int = 128
     output_len: int = 64
-    routing_policy: str = ""  # of the started cluster
+    routing_policy: str = ""  # this and the next: of the started cluster
+    lend_cores: str = ""
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of the started cluster."""
+        given = {"--routing-policy": self.routing_policy, "--lend-cores": self.lend_cores}
+        return [f"{flag}={value}" for flag, value in given.items() if value]
 
     @property
     def command(self) -> str:
         where = f"--url {self.url}" if self.url else f"--prefill {self.prefill} --decode {self.decode}"
         model = f" --model {self.model}" if self.model and not self.url else ""
-        model += f" --routing-policy {self.routing_policy}" if self.routing_policy and not self.url else ""
+        model += "".join(f" {flag}" for flag in self.flags if not self.url)
         return (
             f"pd-cluster bench serve {where}{model} --num-requests {self.num_requests} "
             f"--concurrency {self.concurrency} --input-len {self.input_len} --output-len {self.output_len}"
@@ -108,7 +115,7 @@ async def started_cluster(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
         num_prefill=bench.prefill,
         num_decode=bench.decode,
         port=free_port_pair(),
-        arguments=[f"--routing-policy={bench.routing_policy}"] if bench.routing_policy else [],
+        arguments=bench.flags,
         restart="no",  # a cluster that lost an instance would give wrong figures
     )
     lines: deque[str] = deque(maxlen=50)

@@ -13,7 +13,7 @@ from typing import Any
 from pd_cluster.checkpoints import internlm
 from pd_cluster.checkpoints.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
 from pd_cluster.checkpoints.hub import resolve_model
-from pd_cluster.checkpoints.quantized import Quantization, quantization_of
+from pd_cluster.checkpoints.quantized import Quantization, asked, quantization_of
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, quantized, text_name, weight_files, weights_digest
 from pd_cluster.errors import ModelError, called
 from pd_cluster.numerics import RopeScaling, canonical, overridden
@@ -88,13 +88,14 @@ class Checkpoint:
         if is_unproven:
             config = _unlisted(file, config, whole, engine.try_unlisted, part_of)
         quantization = quantization_of(path, whole) or quantization_of(path, config)
-        if quantization is not None and is_translated:
-            raise quantized(quantization.place, f"{quantization.method} of an InternLM")
+        if is_translated and (quantization is not None or engine.quantization is not None):
+            raise quantized(str(path), "InternLM's")
         config = {name: value for name, value in config.items() if name not in QUANTIZERS_FIELDS}
         _check_numbers(file, config)
         own, folder = _generation_config(path, engine.generation_config)
         names_of = _names_of(part_of, is_translated)
         is_plain = (lambda key: bool(names_of(key))) if quantization is None else (lambda key: False)
+        quantization = asked(path, engine.quantization, quantization)
         identity = _identity(path, tokenizer_path, part_of, is_plain)
         return cls(
             path,

@@ -1,4 +1,4 @@
-"""What a model folder says of its quantized weights: the method, and what the tensors alone do not tell.
+"""The quantization that a model folder declares: the method, and what the tensors alone do not tell.
 
 A method is a row in `METHODS`. How tensors become numbers is in model/quantized. Imports no torch.
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, QUANTIZERS_FILES, method_of, quantized
-from pd_cluster.errors import ModelError
+from pd_cluster.errors import ModelError, called
+from pd_cluster.settings.engine import AT_LOAD
 
 Settings = Mapping[str, Any]
 FP8_BLOCK = (128, 128)
@@ -33,7 +34,8 @@ class Quantization:
     `zero_offset` is added to stored zero points. `is_by_rows`: words hold input features of one output row (AWQ's
     gemv), and `group_size` of them share a scale; -1: all. `block`: outputs and inputs that share a scale, where scales
     are blocks. `has_int8_activations`: the layers of int8 weights take activations in int8, too. `types`: of tensors,
-    by name (Ascend's description).
+    by name (Ascend's description). `at_load`: the scheme by which plain weights are quantized when they are read.
+    `kinds`: of weights, such as int4, where a method has several.
     """
 
     method: str
@@ -44,6 +46,8 @@ class Quantization:
     block: tuple[int, int] | None = None
     has_int8_activations: bool = False
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
+    at_load: str = ""
+    kinds: tuple[str, ...] = ()
 
 
 def quantization_of(path: Path, config: Settings) -> Quantization | None:
@@ -68,7 +72,9 @@ def _declared(path: Path, config: Settings) -> Iterator[tuple[str, str, Settings
     for name in QUANTIZERS_FIELDS:
         if (value := config.get(name)) is not None:
             settings = value if isinstance(value, dict) else {}
-            own = settings.get("quant_method") or (COMPRESSED if name == "compression_config" and settings else "")
+            own = settings.get("quant_method")
+            if own is None and name == "compression_config" and "config_groups" in settings:
+                own = COMPRESSED  # which once named itself by this field
             yield f"{path / 'config.json'}: {name}", _method(own) or method_of(value), settings
     for pattern, method in QUANTIZERS_FILES.items():
         for file in sorted(path.glob(pattern)):
@@ -126,10 +132,12 @@ def _auto_round(found: Quantization, settings: Settings) -> Quantization:
 def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization:
     _only(found, settings, "format", (None, *CT_FORMATS))
     has_int8: set[bool] = set()
+    kinds = set()
     for name, group in dict(settings.get("config_groups") or {}).items():
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
         place = replace(found, place=f"{found.place}.config_groups.{name}")
         _only(place, {"num_bits": weights.get("num_bits", 8)}, "num_bits", (2, 3, 4, 8))
+        kinds.add(f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}")
         if weights.get("type", "int") != "int" or weights.get("num_bits", 8) != 8:
             continue
         has_int8.add(bool(inputs))
@@ -138,7 +146,7 @@ def _compressed_tensors(found: Quantization, settings: Settings) -> Quantization
             _only(place, {"input_activations.type": inputs.get("type", "int")}, "input_activations.type", ("int",))
     if len(has_int8) > 1:
         raise _refused(found, "groups of int8 weights with and without int8 activations", "give a folder with one kind")
-    return replace(found, has_int8_activations=has_int8 == {True}, block=FP8_BLOCK)
+    return replace(found, has_int8_activations=has_int8 == {True}, block=FP8_BLOCK, kinds=tuple(sorted(kinds)))
 
 
 def _fp8(found: Quantization, settings: Settings) -> Quantization:
@@ -157,7 +165,7 @@ def _smooth_quant(found: Quantization, settings: Settings) -> Quantization:
 def _modelopt(found: Quantization, settings: Settings) -> Quantization:
     own = settings.get("quantization", settings)
     _only(found, own, "quant_algo", ("FP8", "NVFP4"))
-    return replace(found, block=FP8_BLOCK)
+    return replace(found, block=FP8_BLOCK, kinds=("float8" if own["quant_algo"] == "FP8" else "float4",))
 
 
 def _ascend(found: Quantization, settings: Settings) -> Quantization:
@@ -186,3 +194,34 @@ METHODS: dict[str, Callable[[Quantization, Settings], Quantization]] = {
     ASCEND: _ascend,
 }
 SPELLINGS = {"auto_round": AUTO_ROUND, "intel/auto-round": AUTO_ROUND, "ascend": ASCEND}
+ALSO = {"wint8": "int8_wo", "wint4": "int4_wo"}  # FastDeploy's names
+# Names of --quantization for methods that have others
+CALLED = {
+    "fp8": ("fp8", "fbgemm_fp8", COMPRESSED, "modelopt"),
+    "smoothquant": ("smooth_quant", COMPRESSED, ASCEND),
+    "ascend": (ASCEND,),
+    "mxfp4": ("mxfp4", COMPRESSED),
+    AUTO_ROUND: ("gptq", "awq", COMPRESSED),
+}
+KINDS = {"fp8": "float8", "mxfp4": "float4"}  # of weights, by these names
+
+
+def asked(path: Path, wanted: str | None, found: Quantization | None) -> Quantization | None:
+    """Holds --quantization against the folder, whose weights are quantized by it if they are plain.
+
+    Raises ModelError if it contradicts them.
+    """
+    if wanted is None:
+        return found
+    flag = f"{called('quantization')} {wanted}"
+    if found is not None:
+        is_kind = not found.kinds or KINDS.get(wanted, found.kinds[0]) in found.kinds
+        takes_int8 = wanted != "smoothquant" or found.has_int8_activations
+        if found.method not in CALLED.get(wanted, (wanted,)) or not is_kind or not takes_int8:
+            kinds = f" ({', '.join(found.kinds)})" if found.kinds else ""
+            raise ModelError(f"{flag}: {found.place} says {found.method}{kinds}; leave it out")
+        return found
+    if (scheme := ALSO.get(wanted, wanted)) not in AT_LOAD:
+        ways = ", ".join(AT_LOAD)
+        raise ModelError(f"{flag}: {path} has plain weights; give a folder that is quantized so, or one of {ways}")
+    return Quantization("", flag, at_load=scheme)

@@ -123,7 +123,12 @@ def stored_dtypes(file: Path) -> dict[str, str]:
 
 def num_weights(folder: Path) -> int:
     """Estimates the number of weights in a folder's safetensors files: their bytes divided by two."""
-    return sum(os.path.getsize(file) for file in folder.glob("*.safetensors")) // 2
+    return weights_nbytes(folder) // 2
+
+
+def weights_nbytes(folder: Path) -> int:
+    """Returns the size of a folder's safetensors files."""
+    return sum(os.path.getsize(file) for file in folder.glob("*.safetensors"))
 
 
 def _read_header(file: Path) -> tuple[bytes, bytes, dict[str, str], int]:

@@ -43,19 +43,14 @@ def serve(
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each request.")] = 128,
     output_len: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     routing_policy: Annotated[str, typer.Option(help="Of a cluster that is started; default: its own.")] = "",
+    lend_cores: Annotated[str, typer.Option(help="Of a cluster that is started: auto, on or off.")] = "",
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """TTFT, TPOT and tokens/s of a running cluster, or of one that is started for it."""
     from pd_cluster.bench.serve import ServeBench, run
 
-    asyncio.run(
-        run(
-            ServeBench(
-                url, admin, model, prefill, decode, num_requests, concurrency, input_len, output_len, routing_policy
-            ),
-            json,
-        )
-    )
+    shape = (num_requests, concurrency, input_len, output_len)
+    asyncio.run(run(ServeBench(url, admin, model, prefill, decode, *shape, routing_policy, lend_cores), json))
 
 
 @app.command("routing")

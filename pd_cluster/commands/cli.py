@@ -21,6 +21,7 @@ from pd_cluster.commands.bench import app as bench_app
 from pd_cluster.commands.instances import DEFAULT_ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
+from pd_cluster.commands.quantize import quantize
 from pd_cluster.commands.signature import takes
 from pd_cluster.errors import KEEPS_MARKS, PdClusterError
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
@@ -39,6 +40,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(instances_app, name="instances")
 app.add_typer(keys_app, name="keys")
 app.command("run-batch")(run_batch)
+app.command()(quantize)
 *FIRST_POLICIES, LAST_POLICY = POLICIES
 OPEN_CHOICES = {
     "routing_policy": f"{', '.join(FIRST_POLICIES)} or {LAST_POLICY}",

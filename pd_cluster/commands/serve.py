@@ -32,11 +32,12 @@ from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.cluster.processes.rank_process import environment_of
 from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.devices import hccl
-from pd_cluster.devices.device import check_name, num_threads_for
-from pd_cluster.engine.start.preloader import Preloader, forks_are_safe
+from pd_cluster.devices.cores import ledger_name
+from pd_cluster.devices.device import check_name, num_cores_here, num_threads_for
+from pd_cluster.engine.start.preloader import Preloader, forks_are_safe, has_no_driver
 from pd_cluster.engine.start.process import die_with_parent
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.settings.config import ApiConfig, Credentials, RankPlace, WorkerConfig
+from pd_cluster.settings.config import ApiConfig, Credentials, RankPlace, SharedCores, WorkerConfig
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions
 from pd_cluster.settings.processes import (
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from pd_cluster.api.worker_app import Registering
 
 log = logging.getLogger(__name__)
+
+LEAST_LENDING_NBYTES = 64_000_000  # steps of smaller models are mostly the host's work, which more threads delay
 
 
 def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> None:
@@ -224,6 +227,7 @@ def _run_worker(start: _Start, credentials: Credentials) -> None:
     from pd_cluster.api.worker_app import run_worker
     from pd_cluster.service.helpers.interpreter import tune
 
+    num_threads = int(os.environ.get("OMP_NUM_THREADS", 0))
     config = WorkerConfig(
         name=place.name,
         role="prefill" if place.role == "prefill" else "decode",
@@ -232,7 +236,8 @@ def _run_worker(start: _Start, credentials: Credentials) -> None:
         device_ids=[device.device_id for device in place.server.device],
         epoch=secrets.randbits(62),
         credentials=credentials,
-        num_threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or num_threads_for(place.num_local_ranks),
+        num_threads=num_threads or num_threads_for(place.num_local_ranks),
+        cores=None if num_threads else _shared_cores(start),
         **msgspec.structs.asdict(handover),
         kv=start.kv,
         engine=msgspec.structs.replace(engine, tensor_parallel_size=num_devices, num_local_ranks=place.num_local_ranks),
@@ -251,6 +256,23 @@ def _run_worker(start: _Start, credentials: Credentials) -> None:
         listener = bind(start.process.host, start.process.port)
         limits = start.options.read(ConnectionLimits)
         asyncio.run(run_worker(config, listener, limits, preloader, _registering(start, config)))
+
+
+def _shared_cores(start: _Start) -> SharedCores | None:
+    """Returns the ledger of this host's cores; None: each rank keeps its share of them."""
+    place, lending = start.place, start.process.lend_cores
+    is_alone = start.join.role is not None or place.num_local_ranks < 2
+    if is_alone or lending == "off" or not has_no_driver(start.engine.device):
+        return None
+    if (num_cores := num_cores_here()) < 2:
+        return None
+    return SharedCores(
+        ledger=str(place.folder / ledger_name()),
+        first=place.first_local_rank,
+        num_ranks=place.num_local_ranks,
+        num_cores=num_cores,
+        least_nbytes=LEAST_LENDING_NBYTES if lending == "auto" else 0,
+    )
 
 
 def _registering(start: _Start, config: WorkerConfig) -> Callable[[], Registering] | None:

@@ -307,4 +307,9 @@ def available_nbytes(device: Device) -> int:
 
 def num_threads_for(num_local_ranks: int) -> int:
     """Returns the compute threads of one rank process when that many share this host's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, num_local_ranks))
+    return max(1, num_cores_here() // max(1, num_local_ranks))
+
+
+def num_cores_here() -> int:
+    """Returns the cores that this process may run on."""
+    return len(os.sched_getaffinity(0))

@@ -6,7 +6,11 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.weight_files import weights_nbytes
+from pd_cluster.devices.cores import CoreLedger
 from pd_cluster.devices.device import Device, bind, use
 from pd_cluster.engine.handover.events import Event, StopEngine
 from pd_cluster.engine.handover.links import LaneEnds, LocalLanes, Side
@@ -85,6 +89,23 @@ def device_of(config: WorkerConfig) -> Device:
     return device
 
 
+def share_cores(config: WorkerConfig, runner: ModelRunner) -> None:
+    """Lets the runner's steps use the cores of ranks that rest, where this instance lends its own."""
+    if config.cores is None or runner.device.is_accelerator:
+        return
+    shared = config.cores
+    if weights_nbytes(Checkpoint.of(config.engine).path) < shared.least_nbytes:
+        return
+    ledger = CoreLedger(Path(shared.ledger), shared.first + config.ranks.rank, shared.num_ranks, shared.num_cores)
+    try:
+        ledger.open()
+    except OSError as error:
+        log.info("this rank keeps its own cores: the ledger %s cannot be used: %s", shared.ledger, error.strerror)
+        return
+    runner.threads.share(ledger)
+    log.info("%d ranks of this host lend each other its %d cores", shared.num_ranks, shared.num_cores)
+
+
 def meet(config: WorkerConfig, device: Device) -> Group:
     """Waits until all ranks of this instance have joined and returns their group. Raises InstanceLost."""
     ranks = config.ranks
@@ -96,6 +117,7 @@ def build_follower(config: WorkerConfig) -> Follower:
     """Loads a rank other than 0; the caller starts and runs it."""
     device = device_of(config)
     runner = ModelRunner(config.engine, meet(config, device), device)
+    share_cores(config, runner)
     channel = Channel(config.ranks.fds[0], to.ToFollower, config.timeouts.collective_timeout_s)
     transports = Transports(config, runner.pool)
     return Follower(runner, channel, LocalLanes(side_of(config, runner), transports, send_to_rank_0(channel)))
@@ -112,6 +134,7 @@ def build_worker(
     followers = [Channel(fd, to.FromFollower, wait_s) for fd in config.ranks.fds]
     device = device_of(config)
     core, runner = build_core(config.engine, meet(config, device), followers, device)
+    share_cores(config, runner)
     mailbox = Mailbox(config.name, config.epoch, "worker", config.credentials, config.timeouts)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
     layout, side = runner.pool.layout, side_of(config, runner)
@@ -120,7 +143,8 @@ def build_worker(
     if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox, tell_lost)
     limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit)
-    worker = Worker(config, core, side, limits, mailbox, lanes, inbox, shares_cores=not runner.device.is_accelerator)
+    shares = not runner.device.is_accelerator
+    worker = Worker(config, core, side, limits, mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest)
     mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)
     report = RankReport(
         state="ready",

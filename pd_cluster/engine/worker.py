@@ -46,8 +46,12 @@ class Worker:
         inbox: queue.SimpleQueue[Event],
         clock: Callable[[], float] = time.monotonic,
         shares_cores: bool = True,
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
-        """`shares_cores`: prefill instances compute on the same cores as this one."""
+        """`shares_cores`: prefill instances compute on the same cores as this one.
+
+        `rest` is called when nothing is left to compute.
+        """
         self.core = core
         self.inbox = inbox
         self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
@@ -57,6 +61,7 @@ class Worker:
         self._next_tick_s = self._next_load_s = 0.0
         self._is_draining = False
         self._shares_cores = shares_cores
+        self._rest = rest
         self.tracer = Tracer(clock)
         self._outbox = Outbox(post, self.tracer, clock)
         self._cache_news = CacheNews(post, core.scheduler.blocks)
@@ -84,6 +89,8 @@ class Worker:
             came_round()
             self._tick()
             was_busy, busy = busy, self._step()
+            if was_busy and not busy:
+                self._rest()
             self._publish_load(at_once=was_busy and not busy)
             self._outbox.flush()
             if self._is_draining and self.legs.are_over:

@@ -69,6 +69,7 @@ class ForwardBatch:
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     layers_written: list[int] = field(default_factory=list)
     windows: set[int | None] = field(default_factory=set)  # the windows that its layers attended through
+    after_layer: Callable[[], None] | None = None  # called on a CPU between layers: the number of threads may change
     on_layer: Callable[[int], None] | None = None  # receives how many layers' keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
     kernel_state: object = None  # kept by the kernels from layer to layer
@@ -86,6 +87,8 @@ class ForwardBatch:
         """Notes that this layer's keys and values are in the pool, seen through `window`; loading proves the order."""
         self.layers_written.append(layer_idx)
         self.windows.add(window)
+        if self.after_layer is not None:
+            self.after_layer()
         if self.on_layer is not None:
             self.on_layer(len(self.layers_written))
 

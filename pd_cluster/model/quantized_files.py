@@ -24,11 +24,14 @@ from pd_cluster.model.layers.weight import Tensors
 from pd_cluster.model.parallel.plan import LAYER, ParallelPlan
 from pd_cluster.model.parallel.shard import take
 from pd_cluster.model.quantized.decode import WEIGHTS, Parts, decoded
+from pd_cluster.model.quantized.encode import encoded
 from pd_cluster.model.quantized.weight import CODED, INT8_STATIC
 
 log = logging.getLogger(__name__)
 
 FUSED = re.compile(r"(?P<path>.*\.experts\.(?:gate_up_proj|down_proj))_(?P<part>blocks|scales)")
+FUSED_PATH = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
+LINEAR = re.compile(r"\.layers\.\d+\..*(?:_proj|\.w[123])$")  # what is quantized at load: no routers, no head
 CODES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
 Weights = dict[str, torch.Tensor]
 Rename = Callable[[str], str]
@@ -47,6 +50,13 @@ def read_quantized(
     for path, tensors in _layers(folder):
         if not name_of(f"{path}.weight"):
             continue
+        if found.at_load and LINEAR.search(path) and tensors["weight"].dim() == 2:
+            num_quantized += 1
+            parts = encoded(tensors["weight"], found.at_load)
+            if "bias" in tensors:
+                parts["bias"] = tensors["bias"]
+            _keep_parts(weights, path, parts, name_of, plan, rank)
+            continue
         if not _is_quantized(tensors):
             for part, tensor in tensors.items():
                 _keep(weights, name_of(_key(path, part)), tensor, plan, rank)
@@ -56,19 +66,24 @@ def read_quantized(
             raise ModelError(f"{folder}: {path} has codes, and {found.place} says nothing of them, or FLOAT")
         num_quantized += 1
         parts = decoded(path, tensors, found, kind)
-        if not LAYER.search(f"{name_of(f'{path}.weight')}"):
+        if not LAYER.search(name_of(f"{path}.weight")):
             parts = numbers(parts, dtype)
-        elif plan is not None:
-            parts = _in_shares(parts, plan.size)
-        for part, tensor in parts.items():
-            _keep(weights, name_of(f"{path}{'_' if FUSED_PATH.search(path) else '.'}{part}"), tensor, plan, rank)
+        _keep_parts(weights, path, parts, name_of, plan, rank)
+    if not num_quantized and found.at_load:
+        raise ModelError(f"{found.place}: {folder} has no linear layer that could be quantized; leave it out")
     if not num_quantized:
         raise ModelError(f"{found.place}: {found.method}, but no tensor is quantized; remove that")
-    log.info("%s: %d layers are quantized; products are computed with their numbers", found.method, num_quantized)
+    log.info("%d linear layers are quantized (%s)", num_quantized, found.at_load or found.method)
     return weights
 
 
-FUSED_PATH = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
+def _keep_parts(
+    weights: Weights, path: str, parts: Parts, name_of: Rename, plan: ParallelPlan | None, rank: int
+) -> None:
+    if plan is not None:
+        parts = _in_shares(parts, plan.size)
+    for part, tensor in parts.items():
+        _keep(weights, name_of(f"{path}{'_' if FUSED_PATH.search(path) else '.'}{part}"), tensor, plan, rank)
 
 
 def numbers(parts: Parts, dtype: torch.dtype) -> Parts:

@@ -39,6 +39,7 @@ from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
 from pd_cluster.model.sizing import num_pool_blocks, num_step_tokens, num_swap_blocks
+from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
 from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.numerics import Numerics
@@ -82,6 +83,7 @@ class ModelRunner:
             dtype=dtype,
             attention_backend=self.model.attention if device.is_accelerator else config.attention_backend,
             deterministic=config.deterministic,
+            quantization=checkpoint.quantization.at_load if checkpoint.quantization is not None else "",
             hf_overrides=checkpoint.hf_overrides,
             rope=checkpoint.rope,
             key_order=self.model.key_order,
@@ -89,6 +91,7 @@ class ModelRunner:
         self._graphs = self._make_graphs(config)
         # Where the device is the host, nothing is gained.
         self.goes_ahead = device.is_accelerator and (self.group.size == 1 or device.traits.spreads_tokens)
+        self.threads = StepThreads()
         self.group.loaded()
 
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, dtype: str, block_size: int) -> None:
@@ -173,7 +176,8 @@ class ModelRunner:
         if is_ahead:
             empty = torch.zeros(len(step.input_ids), dtype=torch.int64, device=self.device.torch_name)
             input_ids = self.group.spread(empty)
-        logits, hidden_states = self._compute(step, input_ids, on_layer)
+        with self.threads.step():
+            logits, hidden_states = self._compute(step, input_ids, on_layer)
         return RunnerOutput(logits.float(), hidden_states)
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
@@ -224,6 +228,7 @@ class ModelRunner:
             if input_ids is not None:
                 batch.input_ids = input_ids[None]
             batch.on_layer = on_layer
+            batch.after_layer = self.threads.adjust if self.threads.may_change else None
             logits = self.model(batch)
             states = batch.hidden.states if batch.hidden is not None else None
             # Ranks other than 0 drop them, but a copy to the host is small beside a step that computed prompts.

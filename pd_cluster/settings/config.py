@@ -31,6 +31,19 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     fds: tuple[int, ...] = ()
 
 
+class SharedCores(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger through which the ranks of one host lend each other cores; `first`: this instance's first rank.
+
+    `least_nbytes`: of a model's files; ranks of a smaller one neither lend nor borrow.
+    """
+
+    ledger: str
+    first: int
+    num_ranks: int
+    num_cores: int
+    least_nbytes: int = 0
+
+
 class Credentials(msgspec.Struct, frozen=True):
     """The credentials of a process in its cluster. `schedulers`: the public keys that it accepts as a scheduler's.
 
@@ -58,6 +71,7 @@ class WorkerConfig(HandoverSettings, frozen=True, kw_only=True):
     epoch: int
     credentials: Credentials
     num_threads: int
+    cores: SharedCores | None = None  # None: `num_threads` in every step
     kv: KVOptions = KVOptions()
     engine: EngineConfig
     timeouts: Timeouts

@@ -33,11 +33,15 @@ MAX_TP_SIZE = 256
 PREEMPTION_MODES = ("recompute", "swap")
 NPU_HEAD_DIMS = ("strict", "wide")
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "sdpa")
+FORMATS = ("awq", "gptq", "auto-round", "compressed-tensors", "smoothquant", "fp8", "mxfp4", "modelopt", "ascend")
+AT_LOAD = ("fp8", "int8", "int8_wo", "int4_wo")
+QUANTIZATIONS = (*dict.fromkeys((*FORMATS, *AT_LOAD)), "wint8", "wint4")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
 
 ENGINE = partial(Setting, panel=Panel.ENGINE, scope=Scope.ENGINE)
 ONE = (at_least(1),)
 GIB = (finite("must be a number of GiB"),)
+NAME = Form(str, lambda name, written: None if written in ("None", "none") else written, lambda value: value)
 MODEL = Form(str, lambda name, written: written or str(SHIPPED_MODEL), str)
 
 
@@ -90,6 +94,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "auto, float32, float16 or bfloat16. auto: the model's own; float32 on a CPU.", checks=(one_of(DTYPES),)
         ),
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        ENGINE(
+            f"The method of a quantized model folder, which is found without it: {', '.join(FORMATS)}. With plain "
+            "weights, quantizes them at load: fp8, int8 (with int8 activations), int8_wo or wint8, int4_wo or wint4.",
+            checks=(one_of(QUANTIZATIONS),),
+            form=NAME,
+        ),
+    ] = None
     device: Annotated[
         str, ENGINE("auto, cpu, cuda or npu. auto: the machine's accelerator if it has one, otherwise cpu.")
     ] = "auto"

@@ -80,8 +80,7 @@ REFUSED: dict[str, str] = {
     "--otlp-traces-endpoint": "traces are not exported yet",
     "--prompt-adapters": "prompt adapters are not supported",
     "--qlora-adapter-name-or-path": "LoRA adapters are not supported",
-    "--quantization": "quantized weights are not supported yet",
-    "--quantization-param-path": "quantized weights are not supported yet",
+    "--quantization-param-path": "the KV cache has the model's dtype, and needs no scales",
     "--ray-workers-use-nsight": "processes are placed by rank tables, not by Ray",
     "--spec-decoding-acceptance-method": "speculative decoding is not supported",
     "--speculative-config": "speculative decoding is not supported",
@@ -97,7 +96,6 @@ REFUSED: dict[str, str] = {
     "--typical-acceptance-sampler-posterior-alpha": "speculative decoding is not supported",
     "--typical-acceptance-sampler-posterior-threshold": "speculative decoding is not supported",
 }
-REFUSED_UNLESS: dict[str, tuple[str, ...]] = {"--quantization": ("None", "none")}
 SWITCHES = tuple(each.flag for each in settings().values() if each.default is True)  # accept an explicit True or False
 # these accept `--served-model-name a b`, as argparse does with nargs="+"
 MANY_VALUES = tuple(flag_of(name) for each in settings().values() if each.setting.is_several for name in each.names)
@@ -179,8 +177,7 @@ def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:
         elif flag in REFUSED:
             if not equals and rest and not rest[0].startswith("-"):
                 value = rest.pop(0)
-            if value not in REFUSED_UNLESS.get(flag, ()):
-                raise ConfigError(f"{flag}{f' {value}' if value else ''}: {REFUSED[flag]}")
+            raise ConfigError(f"{flag}{f' {value}' if value else ''}: {REFUSED[flag]}")
         else:
             raise ConfigError(_unknown(argument, [*honoured, *NO_EFFECT, *REFUSED]))
     return warnings

@@ -18,6 +18,7 @@ from ranktable_tools.hosts import bracketed, is_host
 BASIC = partial(Setting, panel=Panel.BASIC, scope=Scope.SERVER)
 KV = partial(Setting, panel=Panel.KV, scope=Scope.WORKERS)
 SCHEDULER = partial(Setting, panel=Panel.SCHEDULER, scope=Scope.SERVER)
+CoreLending = Literal["auto", "on", "off"]
 ServeRole = Literal["scheduler", "prefill", "decode"]
 SERVE_ROLES: tuple[ServeRole, ...] = get_args(ServeRole)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -85,6 +86,16 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
             after="graph_sizes",
         ),
     ] = False
+    lend_cores: Annotated[
+        CoreLending,
+        Setting(
+            "On a CPU, let steps use the cores of the host's other instances while these compute nothing: always on, "
+            "off (each rank keeps its share, as with OMP_NUM_THREADS), or auto: on for models of 64 MB or more.",
+            Panel.ENGINE,
+            Scope.WORKERS,
+            after="spawn",
+        ),
+    ] = "auto"
     fast_collectives: Annotated[
         bool,
         Setting(

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from pd_cluster import AsyncEngine, pipeline, pytorch, turbomind
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response, TurbomindEngineConfig
 from tests.support.checkpoints import make_tokenizer, reference_greedy
+from tests.support.quantized import FORMATS, rewritten
 from tests.support.watched import Watched, watching
 
 NAMES: dict[Any, str] = {  # `pytorch.EngineConfig` and PytorchEngineConfig may be one class
@@ -186,6 +187,22 @@ def test_hugging_face_weights_are_read(opened: Open, reference: list[list[int]],
         assert [each.token_ids for each in ask(pipe, TEXTS)] == reference
 
 
+@of(*TURBOMIND)
+def test_awq_weights_are_read(tmp_path: Path, path: Path, kind: Any) -> None:
+    folder, plain = rewritten(path, tmp_path, FORMATS["awq"])
+    found = []
+    for model, model_format in ((folder, "awq"), (plain, "hf")):
+        with pipeline(str(model), backend_config=small(kind, model_format=model_format)) as pipe:
+            found.append([each.token_ids for each in ask(pipe, TEXTS)])
+    assert found[0] == found[1]
+
+
+@of(*TURBOMIND)
+def test_plain_weights_are_not_awq_s(path: Path, kind: Any) -> None:
+    with pytest.raises(ModelError, match=r"^model_format awq: .* has plain weights"):
+        pipeline(str(path), backend_config=small(kind, model_format="awq"))
+
+
 # ---- what chat template a name asks for
 
 VICUNA = "USER: hi ASSISTANT: "
@@ -247,7 +264,7 @@ def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixtur
         (turbomind.EngineConfig(quant_policy=4), "quant_policy 4: the KV cache keeps the model's dtype"),
         (TurbomindEngineConfig(quant_policy=4), "quant_policy 4: the KV cache keeps the model's dtype"),
         (turbomind.EngineConfig(kv_bits=4), "kv_bits 4: the KV cache is not quantised"),
-        *((kind(model_format=each), f"model_format '{each}': ") for kind in TURBOMIND for each in ("llama", "awq")),
+        *((kind(model_format=each), f"model_format '{each}': ") for kind in TURBOMIND for each in ("llama", "int4")),
         (PytorchEngineConfig(adapters={"a": "/a"}), "adapters {'a': '/a'}: LoRA adapters are not served"),
     ],
 )

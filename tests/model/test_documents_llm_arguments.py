@@ -15,6 +15,7 @@ from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.fastdeploy.engine.request import CompletionOutput
 from tests.support.checkpoints import reference_greedy
 from tests.support.copies import copy_of
+from tests.support.quantized import FORMATS, rewritten
 from tests.support.watched import watching
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -173,9 +174,7 @@ def test_a_float32_checkpoint_stays_float32_and_this_is_said(
 
 ENGINE_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer_mode": "fastest"}, "tokenizer_mode 'fastest': not supported"),
-    ({"quantization": "awq"}, "quantization 'awq': quantized weights are not supported"),
-    ({"quantization": "gptq"}, "quantization 'gptq': quantized weights are not supported"),
-    ({"quantization": "fp8"}, "quantization 'fp8': quantized weights are not supported"),
+    ({"quantization": "int3"}, "quantization 'int3': expected one of awq, gptq"),
     ({"cpu_offload_gb": 2}, "cpu_offload_gb 2: weights are not offloaded"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: must be in 0 to 1"),
     ({"gpu_memory_utilization": -0.1}, "gpu_memory_utilization -0.1: must be in 0 to 1"),
@@ -193,11 +192,31 @@ def test_a_real_model_is_refused_what_it_cannot_have(path: Path, arguments: dict
     assert str(caught.value).startswith(error)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8"])
-def test_a_quantised_checkpoint_is_refused(path: Path, tmp_path: Path, method: str) -> None:
-    folder = copy_of(path, tmp_path, {"config.json": {"quantization_config": {"quant_method": method, "bits": 4}}})
-    with pytest.raises(ModelError, match=r"quantization_config: quantized weights are not supported"):
-        LLM(str(folder), max_model_len=64, num_blocks=16)
+QUANTIZED = [("awq", "awq"), ("gptq", "gptq 4"), ("fp8", "fp8 whole"), (None, "awq"), (None, "gptq desc_act")]
+
+
+@pytest.mark.parametrize(("quantization", "form"), QUANTIZED)
+def test_a_quantized_checkpoint_has_its_numbers(
+    path: Path, tmp_path: Path, quantization: str | None, form: str
+) -> None:
+    """The argument says what the folder says, or nothing."""
+    folder, plain = rewritten(path, tmp_path, FORMATS[form])
+    prompt = [5, 6, 7]
+    with LLM(str(folder), quantization=quantization, max_model_len=64, num_blocks=16) as llm:
+        (output,) = llm.generate(prompt_token_ids=[prompt], sampling_params=GREEDY)
+    assert list(output.outputs[0].token_ids) == reference_greedy(plain, prompt, 6)
+
+
+@pytest.mark.parametrize("quantization", ["awq", "gptq"])
+def test_plain_weights_are_not_awq_s(path: Path, quantization: str) -> None:
+    with pytest.raises(ModelError, match=rf"^quantization {quantization}: .* has plain weights"):
+        LLM(str(path), quantization=quantization, max_model_len=64, num_blocks=16)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_plain_weights_are_quantized_at_load(path: Path, scheme: str) -> None:
+    with LLM(str(path), quantization=scheme, max_model_len=64, num_blocks=16) as llm:
+        assert len(llm.generate(prompt_token_ids=[[5, 6, 7]])[0].outputs[0].token_ids) > 0
 
 
 def test_remote_code_is_refused_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -256,9 +256,9 @@ def test_no_code_of_a_model_folder_is_run(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_config_says_whether_weights_are_quantised(path: Path, tmp_path: Path) -> None:
-    """Nothing has to be said for that; such weights are refused before anything is loaded."""
+    """Nothing has to be said for that: where it says so, plain weights are a contradiction."""
     folder = copied(path, tmp_path, quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(ModelError, match=r"config\.json: quantization_config: quantized weights are not supported"):
+    with pytest.raises(ModelError, match=r"config\.json: quantization_config: awq, but no tensor is quantized"):
         LLM(str(folder), max_model_len=64, num_blocks=16)
 
 

@@ -19,7 +19,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.known_forms import FORMS
 from pd_cluster.model.layers.expert_weight import ExpertStack
-from pd_cluster.model.layers.linear import Linear, make_linear
+from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear
 from pd_cluster.model.layers.weight import LinearWeight, Part, Tensors, WeightForm
 from pd_cluster.model.loader import _probe_logits, layout_of, load_model
 from pd_cluster.types import Sampling
@@ -62,6 +62,9 @@ class GroupedInt8:
 
     def linear(self) -> Linear:
         return make_linear(self.matrix(), self.bias)
+
+    def reference(self) -> Linear:
+        return PlainLinear(self.matrix(), self.bias)
 
     def matrix(self) -> torch.Tensor:
         groups = self.codes.unflatten(-1, (-1, self.codes.shape[-1] // self.steps.shape[-1])).to(self.steps.dtype)

@@ -181,9 +181,7 @@ def test_what_asks_for_nothing_goes_without_a_word(
     ("arguments", "error"),
     [
         ({"tokenizer_mode": "fast"}, "tokenizer_mode 'fast': not supported (fast and slow tokenizers give the same"),
-        ({"quantization": "awq"}, "quantization 'awq': quantized weights are not supported yet; leave it out"),
-        ({"quantization": "gptq"}, "quantization 'gptq': quantized weights are not supported yet; leave it out"),
-        ({"quantization": "fp8"}, "quantization 'fp8': quantized weights are not supported yet; leave it out"),
+        ({"quantization": "int3"}, "quantization 'int3': expected one of awq, gptq, auto-round,"),
         ({"hf_overrides": "{"}, "hf_overrides '{': expected a JSON object"),
         ({"hf_overrides": {"a": len}}, "hf_overrides {'a': <built-in function len>}: expected a mapping as JSON has"),
         ({"rope_theta": -1.0}, "rope_theta -1: must be above 0 and finite"),

@@ -175,7 +175,6 @@ def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
         (TurbomindEngineConfig(rope_scaling_factor=0.5), "rope_scaling_factor 0.5: must be a number of at least 1"),
         (turbomind.EngineConfig(use_dynamic_ntk=3), "use_dynamic_ntk 3: must be True or False"),  # type: ignore[arg-type]
         (TurbomindEngineConfig(use_logn_attn=None), "use_logn_attn None: must be True or False"),  # type: ignore[arg-type]
-        (TurbomindEngineConfig(model_format="awq"), "model_format 'awq': weights are read as Hugging Face"),
         (turbomind.EngineConfig(model_format="llama"), "model_format 'llama': weights are read as Hugging Face"),
         (turbomind.EngineConfig(model_format="what"), "model_format 'what'"),
         (PytorchEngineConfig(adapters={"a": "/a"}), "PytorchEngineConfig.adapters .*: LoRA adapters are not served"),

@@ -67,6 +67,13 @@ class Place:
         return sum(len(server.device) for server in self.table.instances if host_key(server.server_ip) == here)
 
     @property
+    def first_local_rank(self) -> int:
+        """The number of devices of the instances before this one, on this host."""
+        here = host_key(self.server.server_ip)
+        before = self.table.instances[: self.names.index(self.name)]
+        return sum(len(server.device) for server in before if host_key(server.server_ip) == here)
+
+    @property
     def spans_hosts(self) -> bool:
         return spans_hosts(self.table)
 

@@ -26,8 +26,15 @@ log = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 # Torch's stores resolve every address's name for their logs, and would wait for a silent name server.
 LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
+# A thread that waits for others gives its core up: ranks, and the processes of the host, often want the same cores.
+PARKED = {"OMP_WAIT_POLICY": "passive"}
 # Prevents `import torch` from importing torch_npu, which fails without its driver.
-DEFAULTS = {**LOOKUPS, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OPENBLAS_NUM_THREADS": "1"}  # numpy's threads idle here
+DEFAULTS = {
+    **LOOKUPS,
+    **PARKED,
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's threads idle here
+}
 
 
 def environment_of(config: WorkerConfig, inherited: Mapping[str, str]) -> dict[str, str]:

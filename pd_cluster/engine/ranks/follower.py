@@ -232,6 +232,7 @@ class Follower:
         self._num_steps += 1
         on_layer = self._advance if step.by_layers else None
         self._runner.compute(_input_of(step), on_layer, step.is_ahead)
+        self._runner.threads.rest()  # this rank does not see whether another step follows
         self._advance(ALL_LAYERS)
 
     def _advance(self, num_layers: int) -> None:

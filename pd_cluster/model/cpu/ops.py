@@ -152,6 +152,7 @@ class CpuOps:
         pool, _, layer = self._layers.get(heads) or self._bind(heads, batch.pool)
         if pool is not batch.pool:
             _, _, layer = self._bind(heads, batch.pool)
+        state.step.num_threads = torch.get_num_threads()  # which may change between layers
         out = torch.empty(num_tokens, heads.num_heads * heads.head_dim)
         self._attend(state.address, layer, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
         batch.layer_written(heads.layer_idx, heads.sliding_window)

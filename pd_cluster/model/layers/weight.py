@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from pd_cluster.model.layers.linear import Linear, make_linear
+from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear
 
 Tensors = Mapping[str, torch.Tensor]  # by the names of their parts
 
@@ -59,6 +59,9 @@ class LinearWeight(Protocol):
     def linear(self) -> Linear:
         """Returns the layer. The caller drops its own reference to the weight."""
 
+    def reference(self) -> Linear:
+        """Returns a slower layer by other products, for the proof at load."""
+
     def matrix(self) -> torch.Tensor:
         """Returns the weight as numbers, [..., out_features, in_features]; without a copy where it is stored so."""
 
@@ -96,6 +99,9 @@ class PlainWeight:
 
     def linear(self) -> Linear:
         return make_linear(self.weight, self.bias)
+
+    def reference(self) -> Linear:
+        return PlainLinear(self.weight, self.bias)
 
     def matrix(self) -> torch.Tensor:
         return self.weight
@@ -146,7 +152,7 @@ class HeldLinear(torch.nn.Module):
         self.weight = no_weight(shape, parts.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parts.value.linear()(x)  # only for the proof at load: layers are packed before they serve
+        return self.parts.value.reference()(x)  # only for the proof at load: layers are packed before they serve
 
 
 def no_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import torch
 
+from pd_cluster.model.cpu.quantized import quantize_rows
+
 MOST = 127
 
 
 class Int8Linear:
     """Computes quantized(x) @ codes.T * scales + bias: codes [N, K] int8, scales [N] float32, bias [N] or None.
 
-    Each row has its own scale, its largest magnitude / 127, and rounds half to even. With `inputs`, scale and zero
+    Each row has its own scale, as `quantize_rows` says. With `inputs`, scale and zero
     point of the file, all rows have those. |sums| stay below 2^31 up to 131,072 input features.
     """
 
@@ -38,9 +40,8 @@ class Int8Linear:
             products = torch._int_mm(codes.to(torch.int8), self._codes) - self._sums * int(zero)
             out = products.to(torch.float32).mul_(self._scales * scale)
         else:
-            steps = rows.abs().amax(-1, keepdim=True) / MOST
-            codes = (rows / torch.where(steps > 0, steps, 1.0)).round_()
-            out = torch._int_mm(codes.to(torch.int8), self._codes).to(torch.float32).mul_(steps).mul_(self._scales)
+            taken, steps = quantize_rows(rows)
+            out = torch._int_mm(taken, self._codes).to(torch.float32).mul_(steps).mul_(self._scales)
         if self._bias is not None:
             out.add_(self._bias)
         return out.to(x.dtype).reshape(*x.shape[:-1], -1)

@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.layers.linear import Linear, make_linear
+from pd_cluster.model.cpu.quantized import fp8_weight_only_linear, int4_linear, int8_linear, int8_weight_only_linear
+from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear
 from pd_cluster.model.layers.weight import Part, Tensors, WeightForm
 from pd_cluster.model.quantized.int8 import Int8Linear
+
+LEAST_IN_GROUP = 16  # inputs, for products of codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,24 @@ class CodedWeight:
         )
 
     def linear(self) -> Linear:
+        """Returns products of the codes where a CPU has kernels for them; elsewhere of the numbers."""
+        if self.codes.device.type == "cpu" and self.dtype == torch.float32:
+            return self._of_codes() or make_linear(self.matrix(), self.bias)
         return make_linear(self.matrix(), self.bias)
+
+    def _of_codes(self) -> Linear | None:
+        if self.codes.shape[-1] < LEAST_IN_GROUP * self.scales.shape[-1]:  # the scales would outweigh the codes
+            return None
+        if self.codes.dtype.is_floating_point:
+            return fp8_weight_only_linear(self.codes, self.scales, self.bias)
+        zeros = self.zeros if self.zeros.any() else None
+        least, most = (int(each) for each in self.codes.aminmax())
+        if (least >= -8 and most <= 7) or (zeros is not None and least >= 0 and most <= 15):
+            return int4_linear(self.codes, self.scales, zeros, self.bias)
+        return int8_weight_only_linear(self.codes, self.scales, zeros, self.bias)
+
+    def reference(self) -> Linear:
+        return PlainLinear(self.matrix(), self.bias)
 
     def matrix(self) -> torch.Tensor:
         groups = self.codes.to(torch.float32).reshape(*self.scales.shape, -1)
@@ -122,6 +142,14 @@ class Int8Weight:
     def linear(self) -> Linear:
         if self.codes.device.type != "cpu":  # not tried on hardware: the weight alone is quantized there
             return make_linear(self.matrix(), self.bias)
+        found = None
+        if self.inputs is None and self.dtype == torch.float32:
+            found = int8_linear(self.codes, self.scales.unsqueeze(1), self.bias)
+        return found or Int8Linear(self.codes, self.scales, self.bias, self.inputs)
+
+    def reference(self) -> Linear:
+        if self.codes.device.type != "cpu":
+            return PlainLinear(self.matrix(), self.bias)
         return Int8Linear(self.codes, self.scales, self.bias, self.inputs)
 
     def matrix(self) -> torch.Tensor:

@@ -22,13 +22,14 @@ DTYPE_NBYTES = {"float32": 4, "float": 4}
 EVICTIONS = {"recompute": "recompute", "copy": "swap"}
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu", "npu": "npu", "auto": "auto"}
 
+AWQ = "awq"  # of model_format
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "quant_policy": ((0,), "the KV cache keeps the model's dtype, it is not quantised; give 0"),
     "kv_bits": ((8,), "the KV cache is not quantised; leave it out"),
     "adapters": ((None, {}), "LoRA adapters are not served; merge them into the weights"),
     "model_format": (
-        (None, "", "hf"),
-        "weights are read as Hugging Face safetensors (hf); converted and quantised ones are not loaded",
+        (None, "", "hf", AWQ),
+        "weights are read as Hugging Face safetensors (hf, awq); converted ones are not loaded",
     ),
     "custom_module_map": ((None, {}), "foreign modules are not loaded"),
 }
@@ -37,7 +38,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_chunk_size": ((-1,), "the KV pool is allocated once"),
     "max_prefill_iters": ((1,), "prompts are computed in chunks, as many as they need"),
     "use_context_fmha": ((1,), "the attention kernel follows the device"),
-    "group_size": ((128,), "it belongs to 4-bit weights"),
+    "group_size": ((128,), "the folder of 4-bit weights has its own"),
     "communicator": (("nccl",), "the device decides"),
     "thread_safe": ((False, True), "it always is"),
     "eager_mode": ((False, True), "the device decides"),
@@ -143,6 +144,7 @@ NAMES = {
     "swap_space": "num_cpu_blocks",
     "max_num_batched_tokens": "max_prefill_token_num",
     "tensor_parallel_size": "tp",
+    "quantization": "model_format",
     "revision": "revision",
     "download_dir": "download_dir",
     "model": "model_path",
@@ -181,6 +183,7 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
         "max_num_seqs": count(owner, "max_batch_size", config.max_batch_size, 1),
         "enable_prefix_caching": _switch(owner, "enable_prefix_caching", given.get("enable_prefix_caching", True)),
         "dtype": given.get("dtype", "auto"),
+        "quantization": AWQ if given.get("model_format") == AWQ else None,
         "device": _one_of(owner, "device_type", given.get("device_type", "auto"), DEVICES),
     }
     if config.session_len is not None:

@@ -1,0 +1,1 @@
+"""Makes quantized model folders out of plain ones."""

@@ -1,0 +1,179 @@
+"""Quantizes a model folder layer by layer into another one, as compressed-tensors. An interrupted job is resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint, read_json
+from pd_cluster.checkpoints.quantized import COMPRESSED, Quantization
+from pd_cluster.checkpoints.weight_files import INDEX
+from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.model.quantize.layer import quantize_layer
+from pd_cluster.model.quantize.layerwise import Files, Hidden, Layerwise, through
+from pd_cluster.model.quantize.methods import round_to_nearest
+from pd_cluster.model.quantize.schemes import Scheme, Tensors
+from pd_cluster.model.quantized.decode import FP8, decoded
+from pd_cluster.model.quantized.weight import CODED, INT8
+from pd_cluster.model.quantized_files import LINEAR
+
+PARTIAL = ".partial"  # the folder of an unfinished job, in the output folder
+STATE = "job.json"
+LAYER = re.compile(r"(?P<layer>(?:.*\.)?layers\.(?P<index>\d+))\.(?P<name>.+)\.(?P<part>\w+)$")
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", INDEX)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeJob:
+    """`samples`: token ids to calibrate with; none are needed by rounding to nearest ("rtn")."""
+
+    model: Path
+    out: Path
+    scheme: Scheme
+    method: str
+    samples: list[list[int]]
+
+    @property
+    def digest(self) -> str:
+        """Identifies the model, what is done with it, and the data."""
+        what = [Checkpoint.open(str(self.model)).identity, self.scheme.name, self.method, self.samples]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+    @torch.no_grad()
+    def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """Returns the number of quantized layers. `progress`: layers of the model that are done, and all.
+
+        Raises ConfigError for an output folder with other contents, ModelError for a model that cannot be quantized.
+        """
+        checkpoint = Checkpoint.open(str(self.model))
+        if checkpoint.quantization is not None:
+            raise ModelError(f"{checkpoint.quantization.place}: the model is quantized already; give its plain folder")
+        partial = self._partial()
+        with Files(self.model) as files:
+            layers: dict[int, list[str]] = defaultdict(list)
+            rest: list[str] = []
+            for name in files:
+                found = LAYER.match(name)
+                (rest if found is None else layers[int(found["index"])]).append(name)
+            num_quantized = sum(_is_quantized(name, files) for names in layers.values() for name in names)
+            if not num_quantized:
+                raise ModelError(f"{self.model}: no linear layer has a known name (…_proj)")
+            walk = None if self.method == "rtn" else _Walk(checkpoint, files, self.samples)
+            for index in sorted(layers):
+                file = partial / f"layer-{index:05}.safetensors"
+                if not file.exists():
+                    tensors = self._layer(index, layers[index], files, walk)
+                    save_file(tensors, file.with_suffix(".new"), {"format": "pt"})
+                    file.with_suffix(".new").rename(file)
+                elif walk is not None:
+                    walk.pass_by(index, load_file(file))
+                progress(index + 1, len(layers))
+            if rest:
+                save_file({name: files[name] for name in rest}, partial / "rest.safetensors", {"format": "pt"})
+        self._finish(partial)
+        return num_quantized
+
+    def _partial(self) -> Path:
+        partial = self.out / PARTIAL
+        if self.out.exists() and any(self.out.iterdir()):
+            state = partial / STATE
+            if not state.exists() or state.read_text("utf-8") != self.digest:
+                raise ConfigError(f"{self.out}: not empty, and no unfinished job like this one; give another folder")
+        partial.mkdir(parents=True, exist_ok=True)
+        (partial / STATE).write_text(self.digest, "utf-8")
+        return partial
+
+    def _layer(self, index: int, names: list[str], files: Files, walk: _Walk | None) -> Tensors:
+        if walk is not None:
+            return walk.quantize(index, names, self.scheme, self.method)
+        found: Tensors = {}
+        for name in names:
+            tensor = files[name]
+            if not _is_quantized(name, files):
+                found[name] = tensor
+                continue
+            stored = self.scheme.stored(*round_to_nearest(tensor, self.scheme))
+            found |= {f"{name.removesuffix('weight')}{part}": each.contiguous() for part, each in stored.items()}
+        return found
+
+    def _finish(self, partial: Path) -> None:
+        parts = sorted(partial.glob("*.safetensors"))
+        places: dict[str, str] = {}
+        for number, part in enumerate(parts, 1):
+            name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+            places |= dict.fromkeys(load_file(part), name)
+            shutil.copyfile(part, self.out / name)
+        size = sum(part.stat().st_size for part in parts)
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (self.out / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
+        for file in self.model.iterdir():
+            if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != "config.json":
+                shutil.copyfile(file, self.out / file.name)
+        config = read_json(self.model / "config.json")
+        config["quantization_config"] = self.scheme.config(["lm_head"])
+        (self.out / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+        shutil.rmtree(partial)
+
+
+def _is_quantized(name: str, files: Files) -> bool:
+    return name.endswith(".weight") and bool(LINEAR.search(name.removesuffix(".weight"))) and files.num_dims(name) == 2
+
+
+class _Walk:
+    """The samples on their way through the layers."""
+
+    def __init__(self, checkpoint: Checkpoint, files: Files, samples: list[list[int]]) -> None:
+        if not samples:
+            raise ConfigError("no text to calibrate with; give --calibration, or --method rtn")
+        self._model, self._files = Layerwise(checkpoint, files), files
+        self._hidden: Hidden
+        self._hidden, self._called = self._model.start(samples)
+
+    def quantize(self, index: int, names: list[str], scheme: Scheme, method: str) -> Tensors:
+        prefix = f"model.layers.{index}."
+        chosen = [name for name in names if _is_quantized(name, self._files)]
+        linears = [name.removeprefix(prefix).removesuffix(".weight") for name in chosen]
+        with self._model.layer(index) as layer:
+            stored = quantize_layer(layer, linears, scheme, method, self._hidden, self._called[index])
+            self._hidden = through(layer, self._hidden, self._called[index])
+            left = dict(layer.named_parameters())
+            found = {f"{prefix}{name}.{part}": each for name, parts in stored.items() for part, each in parts.items()}
+            for name in names:
+                path = name.removeprefix(prefix)
+                if path.removesuffix(".weight") not in stored:
+                    found[name] = left[path].detach().to(self._files[name].dtype).clone()
+        return {name: each.contiguous() for name, each in found.items()}
+
+    def pass_by(self, index: int, tensors: Tensors) -> None:
+        """Takes the samples through a layer that an earlier run has quantized."""
+        prefix = f"model.layers.{index}."
+        modules: dict[str, Tensors] = defaultdict(dict)
+        for name, tensor in tensors.items():
+            path, _, part = name.removeprefix(prefix).rpartition(".")
+            modules[path][part] = tensor
+        with self._model.layer(index) as layer:
+            for path, parts in modules.items():
+                module: Any = layer.get_submodule(path)
+                for part, tensor in _numbers(path, parts).items():
+                    getattr(module, part).data.copy_(tensor)
+            self._hidden = through(layer, self._hidden, self._called[index])
+
+
+def _numbers(path: str, parts: Tensors) -> Tensors:
+    """Returns a module's parameters as numbers."""
+    if "weight_packed" not in parts and parts["weight"].dtype not in (torch.int8, FP8):
+        return parts
+    read = decoded(path, parts, Quantization(COMPRESSED, path))
+    form = CODED if "codes" in read else INT8
+    weight = form.weight.of(read, torch.float32)
+    return {"weight": weight.matrix()} | ({} if weight.bias is None else {"bias": weight.bias})

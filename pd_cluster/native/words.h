@@ -1,0 +1,127 @@
+// Weights of packed products, and what their kernels share.
+//
+// A word is 32 bits: consecutive inputs of one output. A panel is 16 outputs, [span][word][output]: a line of the cache
+// holds one word of each. Inputs are cut into spans: a scale belongs to whole spans, sums start anew with each, and
+// each span is filled up with zeros to whole words. Spans depend on the weight alone, so a row's bits depend on nothing
+// else.
+#pragma once
+#include "team.h"
+#include "vector.h"
+
+#define PANEL 16
+#define PARTS (PANEL / VL)
+#define MOST_PANELS 4 // of a block of results
+#define MOST_ROWS 32
+#define FEW_ROWS 8     // up to here weights are decoded in registers; from there on once for many rows
+#define DECODED_NBYTES 65536
+#define DECODED_PANELS 2
+
+enum { FLOATS, BF16S, CODES8, CODES4, E4M3S };     // a word's inputs: 1, 2, 4, 8 and 4
+enum { AS_FLOATS, AS_BF16S, AS_CODES };            // the form in which activations are multiplied
+enum { BY_FLOATS, BY_DOTS, BY_TILES };             // floats.h, dots.h, tiles.h
+
+typedef struct {
+    int64_t num_rows, inputs, outputs, num_threads;
+    int64_t form, activations;               // of the words; of x
+    int64_t group, span_inputs, span_padded; // inputs of a scale, of a span, and of a span with its zeros
+    int64_t spans_of_group, num_groups;
+    const float *x; // [num_rows, inputs]
+    const int32_t *words;
+    const float *scales, *zeros; // [panel][group][PANEL], or none
+    const float *bias;           // [panel][PANEL], or none
+    float *out;                  // [num_rows, outputs]
+    uint8_t *scratch;            // pd_scratch_nbytes, at a multiple of 64
+} Product;
+
+typedef struct {
+    const Product *p;
+    int64_t num_spans, num_panels, word_inputs, span_words, by;
+    int64_t ready_rows, row_nbytes; // activations, padded; one row of them
+    uint8_t *x;                     // [ready_rows][row_nbytes]
+    float *row_scales;              // [ready_rows], if x is codes
+    int32_t *sums;                  // [ready_rows][num_spans]: x of each span, in its own type
+    int64_t next_row, next_item;
+} Packed;
+
+INLINE int inputs_of_word(int form) { return form == FLOATS ? 1 : form == BF16S ? 2 : form == CODES4 ? 8 : 4; }
+
+// Returns the shift of input i's code in a word of eight: low halves of the four bytes come first, then high halves.
+INLINE int shift4(int i) { return i < 4 ? 8 * i : 8 * i - 28; }
+
+INLINE vi load_words(const int32_t *p) { return (vi)load((const float *)p); }
+INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
+
+// Returns e4m3 codes as numbers, times 2^-8: as half precision, which has the same subnormals.
+INLINE vf e4m3_number(vi word, int i) {
+    vi half = (word >> (8 * i) & 0x7f) << 7 | (word >> (8 * i) & 0x80) << 8;
+#if VL == 16
+    return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)half));
+#elif VL == 8 && defined(__F16C__)
+    __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)half, (__m256i)half), 0x08);
+    return (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(pairs));
+#else
+    vi magnitude = half & 0x7fff, sign = (half & 0x8000) << 16;
+    vf normal = (vf)((magnitude << 13) + (112 << 23)), subnormal = to_floats(magnitude) * 5.9604644775390625e-8f;
+    return (vf)((vi)pick(magnitude < 1024, subnormal, normal) | sign);
+#endif
+}
+
+// Returns input i of each word as a number, without scale.
+INLINE vf number(int form, vi word, int i) {
+    switch (form) {
+    case FLOATS: return (vf)word;
+    case BF16S: return (vf)(i ? word & (int32_t)0xffff0000 : word << 16);
+    case CODES8: return to_floats((word << (24 - 8 * i)) >> 24);
+    case E4M3S: return e4m3_number(word, i);
+    default:
+#if VL == 16
+        return (vf)_mm512_permutexvar_ps((__m512i)(word >> shift4(i)), // the lowest four bits choose
+                                         (__m512){0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1});
+#else
+        return to_floats((word << (28 - shift4(i))) >> 28);
+#endif
+    }
+}
+
+// Codes are stored as integers with a sign for products with numbers, and plus 8 or 128 for products with codes.
+// KEEPS_OFFSET: instructions multiply codes plus 128 as they are; otherwise dots.h takes 128 off first.
+#if defined(__AVX512VNNI__) || (VL == 8 && defined(__AVXVNNI__))
+#define KEEPS_OFFSET 1
+#else
+#define KEEPS_OFFSET 0
+#endif
+
+// Returns how much every code is too large in sums of products.
+INLINE int32_t code_offset(int64_t form) { return form == CODES4 ? 8 : KEEPS_OFFSET ? 128 : 0; }
+
+INLINE const int32_t *words_at(const Packed *w, int64_t panel, int64_t span) {
+    return w->p->words + (panel * w->num_spans + span) * w->span_words * PANEL;
+}
+
+// Adds a span's sums c [MOST_ROWS][MOST_PANELS * PANEL] to results; scales each row and adds the bias after the last.
+static __attribute__((noinline)) void fold(const Packed *w, const float *c, int64_t row, int64_t num_rows,
+                                           int64_t panel, int64_t num_panels, int64_t span) {
+    const Product *p = w->p;
+    int64_t group = span / p->spans_of_group;
+    int last = span == w->num_spans - 1, codes = p->activations == AS_CODES;
+    for (int64_t r = 0; r < num_rows; r++, c += MOST_PANELS * PANEL) for (int64_t q = 0; q < num_panels; q++) {
+        int64_t first = (panel + q) * PANEL, n = MIN(PANEL, p->outputs - first);
+        const float *scales = p->scales + ((panel + q) * p->num_groups + group) * PANEL;
+        const float *zeros = p->zeros + ((panel + q) * p->num_groups + group) * PANEL;
+        float *out = p->out + (row + r) * p->outputs + first, part[PANEL];
+        int32_t sum = w->sums[(row + r) * w->num_spans + span];
+        if (n < PANEL && span) memcpy(part, out, (size_t)n * 4), memset(part + n, 0, (size_t)(PANEL - n) * 4);
+        for (int h = 0; h < PARTS; h++) {
+            vf value = load(c + q * PANEL + h * VL), total, x_sum;
+            if (codes) value = to_floats((vi)value - sum * code_offset(p->form)), x_sum = splat((float)sum);
+            else { float number; memcpy(&number, &sum, 4); x_sum = splat(number); }
+            if (p->zeros) value -= load(zeros + h * VL) * x_sum;
+            if (p->scales) value *= load(scales + h * VL);
+            total = span ? load((n < PANEL ? part : out) + h * VL) + value : value;
+            if (last && codes) total *= splat(w->row_scales[row + r]);
+            if (last && p->bias) total += load(p->bias + first + h * VL);
+            store((n < PANEL ? part : out) + h * VL, total);
+        }
+        if (n < PANEL) memcpy(out, part, (size_t)n * 4);
+    }
+}

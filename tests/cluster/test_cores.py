@@ -1,0 +1,93 @@
+"""Instances that lend each other cores: answers stay exact, and no fault of a lender or borrower holds anything up."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_death import PROMPT, Streaming
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import assert_all_same, random_prompt
+
+NUM_TOKENS = 1000
+FLAGS = ["--lend-cores=on", "--log-level=debug", "--dead-after=1", "--heartbeat-interval=0.2", "--num-blocks=2048"]
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: there is nothing to lend")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        with LiveCluster(tmp_path_factory.mktemp("cores"), model, num_decode=2, arguments=FLAGS) as running:
+            yield running
+
+
+def num_changes(cluster: LiveCluster, name: str) -> int:
+    """How often the threads of its steps have changed."""
+    return cluster.log_file(name).read_text().count("a step continues with")
+
+
+def complete_all(cluster: LiveCluster, model: Path, seed: int, num_requests: int = 24) -> None:
+    """Random prompts and lengths, each against transformers' own output."""
+    rng = random.Random(seed)
+    prompts = [random_prompt(rng, rng.randrange(1, 300)) for _ in range(num_requests)]
+    lengths = [rng.randrange(2, 40) for _ in prompts]
+    outputs: dict[int, list[int]] = {}
+
+    def job(at: int) -> Callable[[], None]:
+        return lambda: outputs.update({at: cluster.complete(prompts[at], lengths[at], ignore_eos=True)})
+
+    errors = in_parallel([job(at) for at in range(num_requests)], concurrency=8)
+    assert not errors, errors[0]
+    assert_all_same(model, prompts, [outputs[at] for at in range(num_requests)], lengths)
+
+
+def test_random_traffic_is_exact_while_cores_change_hands(cluster: LiveCluster, model: Path) -> None:
+    before = {name: num_changes(cluster, name) for name in ("prefill-0", "decode-0", "decode-1")}
+    complete_all(cluster, model, seed=1)
+    assert any(num_changes(cluster, name) > before[name] for name in before), "no step had borrowed cores"
+    cluster.assert_home()
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_a_killed_rank_leaves_nothing_taken(cluster: LiveCluster, model: Path, name: str) -> None:
+    """Kill -9 of one that computes, or rests, while others compute on its cores and it on theirs."""
+    expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
+    streams = [Streaming(cluster.url, NUM_TOKENS) for _ in range(2)]
+    tokens = [stream.some() for stream in streams]
+    cluster.kill_rank(name)
+    cluster.await_exit(name)
+    for own, stream in zip(tokens, streams, strict=True):
+        assert own + stream.to_the_end()[0] == expected
+    cluster.start_member(name)
+    cluster.await_ready()
+    complete_all(cluster, model, seed=2, num_requests=8)
+    cluster.assert_home()
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_a_rank_that_stands_still_holds_nobody_up(cluster: LiveCluster, model: Path, name: str) -> None:
+    """Stopped in a step or between steps: the others' streams end, and it takes part again after it continues."""
+    expected = cluster.complete(PROMPT, NUM_TOKENS, ignore_eos=True)
+    streams = [Streaming(cluster.url, NUM_TOKENS) for _ in range(2)]
+    tokens = [stream.some() for stream in streams]
+    cluster.kill_rank(name, signal.SIGSTOP)
+    try:
+        for own, stream in zip(tokens, streams, strict=True):
+            assert own + stream.to_the_end()[0] == expected
+    finally:
+        cluster.kill_rank(name, signal.SIGCONT)
+    cluster.wait_until("the cluster is whole again", cluster.is_whole)
+    complete_all(cluster, model, seed=3, num_requests=8)
+    cluster.assert_home()

@@ -1,0 +1,36 @@
+"""Quantized weights over real processes: a prefill and a decode instance compute what one process does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from pd_cluster import LLM, SamplingParams
+from tests.support.checkpoints import make_checkpoint, reference_greedy
+from tests.support.engines import random_prompt
+from tests.support.quantized import FORMATS, W8A8, rewritten
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
+
+
+def tokens_of(folder: Path, **settings: object) -> list[list[int]]:
+    with LLM(str(folder), max_model_len=128, num_blocks=64, **settings) as llm:
+        outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_four_bits_across_the_split_are_transformers_tokens(tmp_path: Path) -> None:
+    folder, plain = rewritten(make_checkpoint(tmp_path / "model", "qwen2"), tmp_path, FORMATS["awq"])
+    assert tokens_of(folder, prefill=1, decode=1) == [reference_greedy(plain, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("scheme", ["int8", None])
+def test_int8_products_across_the_split_are_those_of_one_process(tmp_path: Path, scheme: str | None) -> None:
+    """Quantized at load, and by a folder."""
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    if scheme is None:
+        folder, _ = rewritten(folder, tmp_path, W8A8)
+    assert tokens_of(folder, quantization=scheme, prefill=1, decode=1) == tokens_of(folder, quantization=scheme)

@@ -1,0 +1,197 @@
+"""`pd-cluster quantize`: methods, folders that the engine reads back to the bit, interruption, refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU
+from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.model.loader import _probe_logits, layout_of, load_model
+from pd_cluster.model.quantize.job import PARTIAL, QuantizeJob
+from pd_cluster.model.quantize.methods import awq_scales, gptq, numbers, round_to_nearest, smooth_scales
+from pd_cluster.model.quantize.schemes import SCHEMES, packed
+from pd_cluster.offline.quality import Quality, samples_of, texts_of
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import random_prompt
+from tests.support.quantized import FORMATS, rewritten, words_of
+
+SAMPLES = [random_prompt(random.Random(seed), 40) for seed in range(8)]
+W4 = SCHEMES["w4a16"]
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
+    return _probe_logits(model, layout_of(model.config, 16, "float32"), CPU)
+
+
+def error_of(folder: Path, original: Path) -> float:
+    expected = logits_of(original)
+    return float((logits_of(folder) - expected).abs().max() / expected.abs().max())
+
+
+def correlated(num_rows: int, num_inputs: int) -> torch.Tensor:
+    """Inputs of which some are much larger, and all share a few directions."""
+    torch.manual_seed(0)
+    x = torch.randn(num_rows, 8) @ torch.randn(8, num_inputs) + 0.1 * torch.randn(num_rows, num_inputs)
+    x[:, ::32] *= 20
+    return x
+
+
+def error_in(x: torch.Tensor, weight: torch.Tensor, found: torch.Tensor) -> float:
+    return float((x @ (found - weight).T).square().mean())
+
+
+def test_gptq_and_awq_lose_less_than_rounding() -> None:
+    x, weight = correlated(256, 256), torch.randn(64, 256)
+    nearest = error_in(x, weight, numbers(*round_to_nearest(weight, W4)))
+    corrected = error_in(x, weight, numbers(*gptq(weight, x.T @ x, W4)))
+    assert corrected < 0.5 * nearest
+    scales = awq_scales(x, [weight], W4)
+    assert error_in(x, weight, numbers(*round_to_nearest(weight * scales, W4)) / scales) < nearest
+
+
+def test_gptq_without_inputs_rounds_to_nearest() -> None:
+    weight, nothing = torch.randn(8, 128), torch.full((128, 128), float("nan"))
+    found, nearest = gptq(weight, nothing, W4), round_to_nearest(weight, W4)
+    assert all(torch.equal(one, other) for one, other in zip(found, nearest, strict=True))
+
+
+def test_gptq_sets_the_weights_of_inputs_that_are_never_there_to_zero() -> None:
+    x = correlated(256, 128)
+    x[:, 5] = 0
+    assert not gptq(torch.randn(8, 128), x.T @ x, W4)[0][:, 5].any()
+
+
+def test_scales_move_outliers_into_the_weights() -> None:
+    inputs, weight = torch.tensor([1.0, 100.0]), torch.ones(4, 2)
+    assert smooth_scales(inputs, [weight], 0.5).tolist() == [1.0, 10.0]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_are_those_of_the_format(bits: int) -> None:
+    torch.manual_seed(0)
+    fields = torch.randint(0, 1 << bits, (3, 21))
+    assert torch.equal(packed(fields, bits), words_of(fields, bits))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    ("scheme", "method", "most"),
+    [
+        ("w4a16", "gptq", 0.9),
+        ("w4a16", "awq", 0.9),
+        ("w8a8", "smoothquant", 0.1),
+        ("w8a16", "rtn", 0.06),
+        ("fp8", "rtn", 0.3),
+    ],
+)
+def test_the_folder_is_near_its_original(
+    tmp_path: Path, architecture: str, scheme: str, method: str, most: float
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", architecture)
+    out = tmp_path / "out"
+    job = QuantizeJob(folder, out, SCHEMES[scheme], method, SAMPLES)
+    seen: list[int] = []
+    num_layers = job.run(lambda done, total: seen.append(done))
+    assert num_layers == 7 * len(seen)
+    assert not (out / PARTIAL).exists()
+    assert (out / "tokenizer.json").exists()
+    assert 0 < error_of(out, folder) < most
+
+
+def test_experts_are_rounded(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "mixtral")
+    assert QuantizeJob(folder, tmp_path / "out", SCHEMES["w8a16"], "rtn", []).run() > 20
+    assert error_of(tmp_path / "out", folder) < 0.15
+
+
+def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path) -> None:
+    """After the first layer, with a method whose later layers depend on the earlier ones."""
+    folder = make_checkpoint(tmp_path / "model", "llama")
+
+    class Interrupted(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        raise Interrupted
+
+    def job(out: str) -> QuantizeJob:
+        return QuantizeJob(folder, tmp_path / out, W4, "gptq", SAMPLES)
+
+    with pytest.raises(Interrupted):
+        job("resumed").run(stop)
+    (first,) = (tmp_path / "resumed" / PARTIAL).glob("layer-*.safetensors")
+    made_ns = first.stat().st_mtime_ns
+    kept = first.read_bytes()
+    with pytest.raises(ConfigError, match="not empty, and no unfinished job like this one"):
+        QuantizeJob(folder, tmp_path / "resumed", W4, "rtn", []).run()
+    job("resumed").run()
+    job("whole").run()
+    files = {out: sorted((tmp_path / out).glob("*.safetensors")) for out in ("resumed", "whole")}
+    assert files["resumed"][0].read_bytes() == kept
+    assert made_ns
+    for one, other in zip(files["resumed"], files["whole"], strict=True):
+        for name, tensor in load_file(one).items():
+            assert torch.equal(tensor, load_file(other)[name]), name
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    quantized, _ = rewritten(folder, tmp_path, FORMATS["awq"])
+    with pytest.raises(ModelError, match="the model is quantized already"):
+        QuantizeJob(quantized, tmp_path / "a", W4, "rtn", []).run()
+    with pytest.raises(ModelError, match="no linear layer has a known name"):
+        QuantizeJob(make_checkpoint(tmp_path / "neox", "gpt_neox"), tmp_path / "b", W4, "rtn", []).run()
+    with pytest.raises(ConfigError, match="no text to calibrate with"):
+        QuantizeJob(folder, tmp_path / "c", W4, "gptq", []).run()
+    with pytest.raises(ModelError, match="--method rtn"):
+        QuantizeJob(make_checkpoint(tmp_path / "moe", "mixtral"), tmp_path / "d", W4, "gptq", SAMPLES).run()
+
+
+def test_calibration_files(tmp_path: Path) -> None:
+    plain, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    plain.write_text("one two three", "utf-8")
+    conversation = {"messages": [{"role": "user", "content": "hi"}]}
+    lines.write_text("\n".join(json.dumps(each) for each in ("a text", {"text": "b"}, conversation)) + "\n\n", "utf-8")
+    assert texts_of(plain, None) == ["one two three"]
+    assert texts_of(lines, lambda messages: messages[0]["content"]) == ["a text", "b", "hi"]
+    lines.write_text('{"neither": 1}', "utf-8")
+    with pytest.raises(ConfigError, match="line 1: expected a text"):
+        texts_of(lines, None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        texts_of(tmp_path / "missing", None)
+    assert samples_of(["abcdefg", "h"], list, 9, 3) == [["a", "b", "c"], ["d", "e", "f"]]
+    with pytest.raises(ConfigError, match="no text of two tokens"):
+        samples_of(["a"], list, 9, 3)
+
+
+def test_quality_is_perplexity_and_the_share_of_equal_tokens() -> None:
+    one, other = Quality([-1.0, -3.0], [5, 6]), Quality([-1.0, -1.0], [5, 7])
+    assert one.perplexity == pytest.approx(7.389, abs=1e-3)
+    assert one.agreement(other) == 0.5
+
+
+def test_the_command_on_the_shipped_model(tmp_path: Path) -> None:
+    """It calibrates with the model's own texts, and compares."""
+    command = [sys.executable, "-m", "pd_cluster", "quantize", str(SHIPPED_MODEL), str(tmp_path / "out")]
+    flags = ["--scheme", "w8a8", "--num-samples", "16", "--num-tokens", "32"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "28 linear layers" in done.stdout
+    share = float(done.stdout.partition("the same next token in ")[2].partition("%")[0])
+    assert share > 95
+    wrong = subprocess.run([*command, "--scheme", "w1"], capture_output=True, text=True, check=False, timeout=100)
+    assert (wrong.returncode, wrong.stderr) == (
+        1,
+        "pd-cluster: --scheme 'w1': expected one of w8a8, w8a16, w4a16, fp8\n",
+    )

@@ -1,0 +1,122 @@
+"""--quantization: it must fit the folder; plain weights are quantized when they are read."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pd_cluster.errors import ModelError, called
+from pd_cluster.model.quantized.encode import encoded
+from pd_cluster.model.quantized.weight import CODED, INT8
+from pd_cluster.types import Sampling
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt
+from tests.support.quantized import FILE, FORMATS, LINEAR, Format, rewritten
+from tests.support.ranks import ranks
+
+GREEDY = Sampling(max_tokens=10, temperature=0.0)
+PROMPTS = [random_prompt(random.Random(1), n) for n in (1, 17, 40)]
+
+
+def with_numbers_of(folder: Path, scheme: str) -> None:
+    """Replaces the plain weights of a folder by what a scheme makes of them."""
+    weights = load_file(folder / FILE)
+    for name, tensor in weights.items():
+        if LINEAR.fullmatch(name):
+            weights[name] = CODED.weight.of(encoded(tensor, scheme), torch.float32).matrix()
+    save_file(weights, folder / FILE, {"format": "pt"})
+
+
+@pytest.mark.parametrize("scheme", ["int8_wo", "int4_wo", "fp8"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tokens_are_those_of_the_quantized_numbers(tmp_path: Path, scheme: str, num_ranks: int) -> None:
+    """Scales are those of whole weights: two ranks have the same."""
+    original, plain = (make_checkpoint(tmp_path / name, "qwen2") for name in ("original", "plain"))
+    with_numbers_of(plain, scheme)
+    with ranks(original, num_ranks, quantization=scheme, num_blocks=64) as core:
+        outputs = generate(core, PROMPTS, GREEDY)
+    assert_all_same(plain, PROMPTS, outputs, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize(("given", "same"), [("wint8", "int8_wo"), ("wint4", "int4_wo")])
+def test_other_names(tmp_path: Path, given: str, same: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    cores = [make_core(folder, quantization=name, num_blocks=64) for name in (given, same)]
+    assert generate(cores[0], PROMPTS, GREEDY) == generate(cores[1], PROMPTS, GREEDY)
+    assert cores[0].runner.numerics.digest == cores[1].runner.numerics.digest  # type: ignore[attr-defined]
+
+
+def test_int8_is_with_int8_activations_and_in_the_numerics(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "mixtral")
+    plain, int8 = make_core(folder, num_blocks=64), make_core(folder, quantization="int8", num_blocks=64)
+    assert len(generate(int8, PROMPTS, GREEDY)[2]) == GREEDY.max_tokens
+    numerics: list[Any] = [core.runner.numerics for core in (plain, int8)]  # type: ignore[attr-defined]
+    assert numerics[0].digest != numerics[1].digest
+    assert numerics[0].difference(numerics[1]) == (called("quantization"), "none", "int8")
+
+
+@pytest.mark.parametrize(("scheme", "worst"), [("int8_wo", 0.005), ("int4_wo", 0.08), ("fp8", 0.04)])
+def test_errors_are_those_of_the_number_of_bits(scheme: str, worst: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 1024)
+    weight[3] = 0
+    found = CODED.weight.of(encoded(weight, scheme), torch.float32).matrix()
+    error = (found - weight).abs().amax(-1) / weight.abs().amax(-1).clamp(min=1e-9)
+    assert 0 < float(error.max()) < worst
+    assert not found[3].any()
+
+
+def test_codes_and_zeros_of_extremes() -> None:
+    weight = torch.tensor([[1.0, -1.0, 0.5, 0.0] * 32, [0.0] * 128])
+    four = encoded(weight, "int4_wo")["codes"]
+    assert int(four.min()) in (-8, -7)  # -7.5 steps
+    assert int(four.max()) == 7
+    eight = encoded(weight, "int8")
+    assert INT8.weight.of(eight, torch.float32).matrix()[0, :2].tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "form", "said"),
+    [
+        ("gptq", "awq", r"--quantization gptq: .*config\.json: quantization_config says awq; leave it out"),
+        ("int8", "awq", "--quantization int8: .* says awq"),
+        ("fp8", "packed 4", r"--quantization fp8: .* says compressed-tensors \(int4\)"),
+        ("smoothquant", "packed 8", r"--quantization smoothquant: .* says compressed-tensors \(int8\)"),
+        ("awq", None, "--quantization awq: .* has plain weights; give a folder that is quantized so, or one of fp8"),
+        ("smoothquant", None, "--quantization smoothquant: .* has plain weights"),
+    ],
+)
+def test_what_does_not_fit_the_folder_is_refused(tmp_path: Path, wanted: str, form: str | None, said: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    if form is not None:
+        folder, _ = rewritten(folder, tmp_path, FORMATS[form])
+    with pytest.raises(ModelError, match=said):
+        make_core(folder, quantization=wanted, num_blocks=32)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "form"),
+    [
+        ("awq", "awq"),
+        ("gptq", "gptq 4"),
+        ("fp8", "fp8 whole"),
+        ("compressed-tensors", "packed 4"),
+        ("auto-round", "auto-round"),
+        ("fp8", "fp8 of compressed-tensors"),
+    ],
+)
+def test_what_fits_the_folder_changes_nothing(tmp_path: Path, wanted: str, form: str) -> None:
+    found: Format = FORMATS[form]
+    folder, _ = rewritten(make_checkpoint(tmp_path / "model", "llama"), tmp_path, found)
+    with_it, without = make_core(folder, quantization=wanted, num_blocks=64), make_core(folder, num_blocks=64)
+    assert generate(with_it, PROMPTS, GREEDY) == generate(without, PROMPTS, GREEDY)
+
+
+def test_without_a_layer_that_could_be(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"--quantization int8: .* has no linear layer that could be quantized"):
+        make_core(make_checkpoint(tmp_path / "model", "gpt_neox"), quantization="int8", num_blocks=32)

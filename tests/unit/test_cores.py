@@ -1,0 +1,193 @@
+"""The ledger of cores, with real processes: who computes, and what remains of one that ends or stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.devices.cores import CoreLedger, ledger_name
+
+NUM_CORES = 8
+RANK = """
+import sys
+from pathlib import Path
+from pd_cluster.devices.cores import CoreLedger
+
+path, index, size = sys.argv[1:]
+ledger = CoreLedger(Path(path), int(index), int(size), 8)
+ledger.open()
+print("open", flush=True)
+for line in sys.stdin:
+    getattr(ledger, line.strip())()
+    print(ledger.num_threads(), flush=True)
+"""
+
+
+class Rank:
+    """A rank in a process of its own, which does as it is asked."""
+
+    def __init__(self, path: Path, index: int, size: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(path), str(index), str(size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._line() == "open"
+
+    def ask(self, what: str) -> int:
+        """Asks for `begin`, `end` or `num_threads`; returns the threads that it may use then."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        return int(self._line())
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def stand_still(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+Start = Callable[[int], Rank]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cores"
+
+
+@pytest.fixture
+def start(path: Path) -> Iterator[Start]:
+    """Starts rank `index` of two."""
+    with contextlib.ExitStack() as ending:
+
+        def make(index: int) -> Rank:
+            rank = Rank(path, index, 2)
+            ending.callback(rank.kill)
+            return rank
+
+        yield make
+
+
+def test_a_rank_that_rests_lends_its_cores_until_it_computes(start: Start) -> None:
+    one, other = start(0), start(1)
+    assert one.ask("begin") == NUM_CORES
+    assert other.ask("begin") == NUM_CORES // 2
+    assert one.ask("num_threads") == NUM_CORES // 2
+    assert one.ask("end") == NUM_CORES // 2  # the other computes
+    assert other.ask("num_threads") == NUM_CORES
+
+
+def test_cores_of_a_rank_that_was_never_here_are_not_lent(start: Start) -> None:
+    assert start(0).ask("begin") == NUM_CORES // 2
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_killed_rank_computes_no_more(start: Start, stands_still: bool) -> None:
+    """The kernel gives back what it had, also while it stands still; the one that follows takes its place."""
+    one, other = start(0), start(1)
+    one.ask("begin")
+    assert other.ask("begin") == NUM_CORES // 2
+    if stands_still:
+        one.stand_still()
+    one.kill()
+    assert other.ask("num_threads") == NUM_CORES
+    successor = start(0)
+    assert other.ask("num_threads") == NUM_CORES
+    assert successor.ask("begin") == NUM_CORES // 2
+    assert other.ask("num_threads") == NUM_CORES // 2
+
+
+def test_a_rank_that_stands_still_in_a_step_keeps_its_share_and_no_more(start: Start) -> None:
+    one, other = start(0), start(1)
+    assert one.ask("begin") == NUM_CORES
+    one.stand_still()
+    assert other.ask("begin") == NUM_CORES // 2
+    one.process.send_signal(signal.SIGCONT)
+    assert one.ask("num_threads") == NUM_CORES // 2
+    assert one.ask("end") == NUM_CORES // 2
+    assert other.ask("num_threads") == NUM_CORES
+
+
+def test_a_rank_that_stands_still_between_steps_lends(start: Start) -> None:
+    one, other = start(0), start(1)
+    one.stand_still()
+    assert other.ask("begin") == NUM_CORES
+
+
+def test_a_predecessor_that_has_not_ended_yet_hinders_nobody(start: Start) -> None:
+    before, other = start(0), start(1)
+    before.ask("begin")
+    successor = start(0)
+    assert successor.ask("begin") == NUM_CORES
+    before.kill()
+    assert successor.ask("end") == NUM_CORES
+    assert successor.ask("begin") == NUM_CORES
+    assert other.ask("begin") == NUM_CORES // 2
+
+
+def test_random_orders_divide_the_cores(path: Path) -> None:
+    """Any ranks compute: each may use the cores divided by their number, and at least its share."""
+    rng, size = random.Random(5), 5
+    ranks = [CoreLedger(path, index, size, NUM_CORES) for index in range(size)]
+    for rank in ranks:
+        rank.open()
+    busy: set[int] = set()
+    for _ in range(300):
+        index = rng.randrange(size)
+        if rng.random() < 0.5:
+            ranks[index].begin()
+            busy.add(index)
+        else:
+            ranks[index].end()
+            busy.discard(index)
+        for at, rank in enumerate(ranks):
+            assert rank.num_threads() == max(1, NUM_CORES // len(busy | {at}))
+    for rank in ranks:
+        rank.close()
+        rank.close()
+
+
+def test_more_ranks_than_cores_have_one_thread_each(path: Path) -> None:
+    ranks = [CoreLedger(path, index, 3, 2) for index in range(3)]
+    for rank in ranks:
+        rank.open()
+        rank.begin()
+    assert [rank.num_threads() for rank in ranks] == [1, 1, 1]
+    ranks[0].end()
+    ranks[1].end()
+    assert ranks[2].num_threads() == 2
+
+
+def test_the_file_is_for_its_owner_alone_and_no_link_is_followed(path: Path) -> None:
+    ledger = CoreLedger(path, 0, 2, NUM_CORES)
+    ledger.open()
+    assert path.stat().st_mode & 0o777 == 0o600
+    link = path.with_name("link")
+    link.symlink_to(path)
+    refused = CoreLedger(link, 1, 2, NUM_CORES)
+    with pytest.raises(OSError, match="symbolic links"):
+        refused.open()
+    assert refused.num_threads() == NUM_CORES // 2
+
+
+def test_processes_that_may_use_other_cores_have_another_ledger() -> None:
+    command = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+    command += "from pd_cluster.devices.cores import ledger_name; print(ledger_name())"
+    other = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.strip()
+    assert (other == ledger_name()) == (len(os.sched_getaffinity(0)) == 1)

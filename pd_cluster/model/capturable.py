@@ -43,10 +43,13 @@ class Watch(TorchDispatchMode):
 
 
 def obstacle(model: CausalLM, layout: KVLayout, device: Device) -> str:
-    """Returns why no graph can hold the model's decode steps, or "". Computes two of them in a pool of its own."""
+    """Returns why no graph can hold the model's decode steps, or "". Computes two of them in a pool of its own.
+
+    Ranks that share a model call this at the same time; all of them compute both steps, whatever is found.
+    """
     num_blocks = layout.num_blocks_for(max(CONTEXT_LENS))
     pool = KVPool(layout, NUM_SEQS * num_blocks, device)
-    names = []
+    names, found = [], ""
     try:
         for context_len in CONTEXT_LENS:
             blocks = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(NUM_SEQS)]
@@ -54,12 +57,11 @@ def obstacle(model: CausalLM, layout: KVLayout, device: Device) -> str:
             watch = Watch()
             with torch.no_grad(), watch:  # inference mode would hide what an operator is made of
                 model(batch)
-            if watch.obstacle:
-                return watch.obstacle
+            found = found or watch.obstacle
             names.append(watch.names)
     finally:
         pool.close()
-    return "" if names[0] == names[1] else "its launches differ from step to step"
+    return found or ("" if names[0] == names[1] else "its launches differ from step to step")
 
 
 def _sequence(blocks: list[int], context_len: int) -> Request:

@@ -124,6 +124,19 @@ def rows(
     run(rounds, steps, threads, quick, json)
 
 
+@app.command("linear")
+def linear(
+    rounds: Annotated[int, typer.Option(min=1, help="How often each form is measured, in turn.")] = 8,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    quick: Annotated[bool, typer.Option(help="A tiny layer: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Linear layers on CPU with weights of 16, 8 and 4 bits, against float32 and the time to read their bytes."""
+    from pd_cluster.lab.engine.linear import run
+
+    run(rounds, threads, quick, json)
+
+
 @app.command("kv")
 def kv(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, in turn.")] = 5,

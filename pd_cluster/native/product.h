@@ -3,13 +3,15 @@
 #include "activations.h"
 #include "dots.h"
 #include "floats.h"
+#include "fold.h"
 #include "tiles.h"
 
-#define FLOAT_BLOCK 96  // rows for which a thread decodes weights once, or keeps them in its cache
+#define FLOAT_BLOCK (8 * FLOAT_ROWS) // rows for which a thread decodes weights once, or keeps them in its cache
 #define TILE_BLOCK 256
+#define MOST_TOTALS (TILE_BLOCK * DECODED_PANELS * PANEL)
 #define FEW_DOTS 4 // up to here codes are multiplied without tiles, which gives the same integers
 
-// A span's steps in tiles: as few as possible, equal, of whole words (`unit` of them).
+// A span's steps in tiles: as few as possible, equal, of whole words.
 static int64_t tile_step(int64_t num_words) {
     int64_t steps = (num_words + TILE_WORDS - 1) / TILE_WORDS;
     while (num_words % steps) steps++;
@@ -54,9 +56,9 @@ int64_t pd_scratch_nbytes(const Product *p) {
 // Returns how the product of this form is computed on this machine: BY_FLOATS, BY_DOTS or BY_TILES.
 int64_t pd_way(const Product *p) { return way(p); }
 
-// Decodes the weights of a span for many rows. Returns the form that they have then.
-static int64_t decode_span(const Packed *w, int64_t panel, int64_t num_panels, int64_t span, int32_t *out,
-                           int64_t stride) {
+// Decodes the weights of a span for many rows, to the form that is multiplied.
+static void decode_span(const Packed *w, int64_t panel, int64_t num_panels, int64_t span, int32_t *out,
+                        int64_t stride) {
     int64_t form = w->p->form;
     for (int64_t q = 0; q < num_panels; q++) {
         const int32_t *words = words_at(w, panel + q, span);
@@ -67,26 +69,27 @@ static int64_t decode_span(const Packed *w, int64_t panel, int64_t num_panels, i
         else
             decode_to_bf16s(form, words, w->span_words, out + q * stride);
     }
-    return w->by == BY_FLOATS ? FLOATS : w->p->activations == AS_CODES ? CODES8 : BF16S;
 }
 
-// Computes results of some rows and panels. Decoded weights of a span are written while those of the one before are
-// multiplied: tiles cannot be loaded before they have left the processor's store buffer.
+// Computes results of some rows and panels. For tiles, weights of a span are decoded while those of the one before are
+// multiplied: a tile cannot be loaded before its bytes have left the processor's store buffer.
 static void multiply_block(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels) {
     const Product *p = w->p;
-    float ALIGNED sums[MOST_ROWS * MOST_PANELS * PANEL];
+    float ALIGNED sums[MOST_ROWS * MOST_PANELS * PANEL], totals[MOST_TOTALS];
     int32_t ALIGNED decoded[2][DECODED_NBYTES / 4];
     int64_t panel_stride = w->num_spans * w->span_words * PANEL, form = p->form;
-    int64_t num_words = w->span_words, at_once = w->by == BY_TILES ? 2 * TILE_ROWS : MOST_ROWS;
+    int64_t num_words = w->span_words, in_turn = w->by != BY_TILES, at_once = MOST_ROWS - MOST_ROWS % w->together;
     if (w->decodes) {
         num_words = w->span_nbytes / w->together / 4;
         panel_stride = num_words * PANEL;
-        form = decode_span(w, panel, num_panels, 0, decoded[0], panel_stride);
+        form = w->by == BY_FLOATS ? FLOATS : p->activations == AS_CODES ? CODES8 : BF16S;
+        if (!in_turn) decode_span(w, panel, num_panels, 0, decoded[0], panel_stride);
     }
     int64_t step = tile_step(num_words), x_words = w->row_nbytes / 4;
     for (int64_t span = 0; span < w->num_spans; span++) {
-        const int32_t *words = w->decodes ? decoded[span % 2] : words_at(w, panel, span);
-        if (w->decodes && span + 1 < w->num_spans)
+        const int32_t *words = w->decodes ? decoded[in_turn ? 0 : span % 2] : words_at(w, panel, span);
+        if (w->decodes && in_turn) decode_span(w, panel, num_panels, span, decoded[0], panel_stride);
+        if (w->decodes && !in_turn && span + 1 < w->num_spans)
             decode_span(w, panel, num_panels, span + 1, decoded[(span + 1) % 2], panel_stride);
         for (int64_t row = first; row < first + num_rows; row += at_once) {
             int64_t m = MIN(at_once, first + num_rows - row);
@@ -98,9 +101,10 @@ static void multiply_block(const Packed *w, int64_t first, int64_t num_rows, int
                 multiply_dots(form, m, num_panels, (const int32_t *)x, x_words, words, panel_stride, num_words, sums);
             else
                 multiply_floats(form, m, num_panels, (const float *)x, x_words, words, panel_stride, num_words, sums);
-            fold(w, sums, row, m, panel, num_panels, span);
+            fold(w, sums, row, m, panel, num_panels, span, totals + (row - first) * num_panels * PANEL);
         }
     }
+    finish(w, first, num_rows, panel, num_panels, totals);
 }
 
 static void product_work(void *data) {

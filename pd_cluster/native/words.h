@@ -12,7 +12,7 @@
 #define PARTS (PANEL / VL)
 #define AHEAD (32 * PANEL) // words that are fetched before they are needed: 2 KiB
 #define MOST_PANELS 4 // of a block of results
-#define MOST_ROWS 48
+#define MOST_ROWS 32
 #define FEW_ROWS 8     // up to here weights are decoded in registers; from there on once for many rows
 #define DECODED_NBYTES 16384
 #define DECODED_PANELS 2 // of floats; other forms are half as wide
@@ -98,67 +98,4 @@ INLINE int32_t code_offset(int64_t form) { return form == CODES4 ? 8 : KEEPS_OFF
 
 INLINE const int32_t *words_at(const Packed *w, int64_t panel, int64_t span) {
     return w->p->words + (panel * w->num_spans + span) * w->span_words * PANEL;
-}
-
-// Adds sums c of one panel, [num_rows][MOST_PANELS * PANEL], to results `out`, scaled. The three flags are constants.
-INLINE void fold_panel(const Packed *w, int codes, int has_zeros, int has_scales, const float *c, int64_t num_rows,
-                       const int32_t *sums, const float *scales, const float *zeros, float *out, int64_t out_stride,
-                       int is_first) {
-    int32_t offset = code_offset(w->p->form);
-    vf scale[PARTS], zero[PARTS];
-    UNROLL for (int h = 0; h < PARTS; h++) {
-        if (has_scales) scale[h] = load(scales + h * VL);
-        if (has_zeros) zero[h] = load(zeros + h * VL);
-    }
-    for (int64_t r = 0; r < num_rows; r++, c += MOST_PANELS * PANEL, out += out_stride, sums += w->num_spans) {
-        float sum = 0;
-        if (codes) sum = (float)*sums;
-        else if (has_zeros) memcpy(&sum, sums, 4);
-        UNROLL for (int h = 0; h < PARTS; h++) {
-            vf value = load(c + h * VL), before = is_first ? (vf){0} : load(out + h * VL);
-            if (codes) value = to_floats((vi)value - *sums * offset);
-            if (has_zeros) value -= zero[h] * splat(sum);
-            store(out + h * VL, has_scales ? before + value * scale[h] : before + value);
-        }
-    }
-}
-
-// Multiplies complete results by the scales of their rows, and adds the bias.
-INLINE void finish_panel(const Packed *w, int64_t row, int64_t num_rows, const float *bias, float *out, int64_t stride) {
-    for (int64_t r = 0; r < num_rows; r++, out += stride) UNROLL for (int h = 0; h < PARTS; h++) {
-        vf value = load(out + h * VL);
-        if (w->p->activations == AS_CODES) value *= splat(w->row_scales[row + r]);
-        if (bias) value += load(bias + h * VL);
-        store(out + h * VL, value);
-    }
-}
-
-// Adds a span's sums c [MOST_ROWS][MOST_PANELS * PANEL] to results, and finishes these after the last.
-static void fold(const Packed *w, const float *c, int64_t row, int64_t num_rows, int64_t panel, int64_t num_panels,
-                 int64_t span) {
-    const Product *p = w->p;
-    int is_first = span == 0, codes = p->activations == AS_CODES;
-    const int32_t *sums = w->sums + row * w->num_spans + span;
-    for (int64_t q = 0; q < num_panels; q++) {
-        int64_t at = ((panel + q) * p->num_groups + span / p->spans_of_group) * PANEL, first = (panel + q) * PANEL;
-        int64_t n = MIN(PANEL, p->outputs - first), stride = p->outputs;
-        const float *from = c + q * PANEL, *scales = p->scales + at, *zeros = p->zeros + at;
-        float ALIGNED part[MOST_ROWS * PANEL], *to = p->out + row * p->outputs + first, *out = to;
-        if (n < PANEL) { // the panel goes beyond the row
-            out = part, stride = PANEL;
-            for (int64_t r = 0; r < num_rows; r++) memcpy(part + r * PANEL, to + r * p->outputs, (size_t)n * 4);
-        }
-#define FOLD(codes, zero, scale)                                                                                       \
-    fold_panel(w, codes, zero, scale, from, num_rows, sums, scales, zeros, out, stride, is_first)
-        if (codes && p->zeros) FOLD(1, 1, 1);
-        else if (codes) FOLD(1, 0, 1);
-        else if (p->zeros) FOLD(0, 1, 1);
-        else if (p->scales) FOLD(0, 0, 1);
-        else FOLD(0, 0, 0);
-#undef FOLD
-        if (span == w->num_spans - 1 && (codes || p->bias))
-            finish_panel(w, row, num_rows, p->bias ? p->bias + first : 0, out, stride);
-        if (n < PANEL)
-            for (int64_t r = 0; r < num_rows; r++) memcpy(to + r * p->outputs, part + r * PANEL, (size_t)n * 4);
-    }
 }

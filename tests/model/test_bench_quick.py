@@ -165,6 +165,18 @@ def test_quick_measures_rows_of_padding(tmp_path: Path, in_this_process: None) -
     assert plain["met"] is padded["met"] is None
 
 
+def test_quick_measures_linear_layers(tmp_path: Path, in_this_process: None) -> None:
+    """`bench linear --quick`: every form of weights is faster or slower than float32 by some factor; none is judged."""
+    file = tmp_path / "out.json"
+    arguments = ["linear", "--quick", "--rounds", "1", "--threads", "1", "--json", str(file)]
+    result = CliRunner().invoke(commands.app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    found = {each["name"]: each for each in json.loads(file.read_text())["results"]}
+    assert found["tiny, rows 8: int4 weights, bfloat16, times float32's speed"]["value"] > 0
+    assert found["tiny, rows 1: int8, times reading its bytes"]["value"] > 0
+    assert all(each["met"] is None for each in found.values())
+
+
 def test_fused_layers_and_modules_take_turns(tmp_path: Path) -> None:
     fused.make(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=32, num_hidden_layers=2, vocab_size=300)
     cores = [fused.engine(tmp_path, is_fused) for is_fused in (True, False)]

@@ -25,7 +25,7 @@ COPIES = ("aten::_to_copy", "aten::copy_")
 NUM_SEQS, CONTEXT_LENS = 2, (2, 3)  # of the steps that are watched
 
 
-class Watch(TorchDispatchMode):
+class OperatorWatch(TorchDispatchMode):
     """Notes the operators called inside, and the first that a graph could not hold."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def obstacle(model: CausalLM, layout: KVLayout, device: Device) -> str:
         for context_len in CONTEXT_LENS:
             blocks = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(NUM_SEQS)]
             batch = build_batch([(_sequence(own, context_len), 1) for own in blocks], pool)
-            watch = Watch()
+            watch = OperatorWatch()
             with torch.no_grad(), watch:  # inference mode would hide what an operator is made of
                 model(batch)
             found = found or watch.obstacle

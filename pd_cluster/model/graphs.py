@@ -23,7 +23,7 @@ from pd_cluster.devices.streams import Marker, mark
 from pd_cluster.errors import flag_of
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, Ints, StepInput
-from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 
 log = logging.getLogger(__name__)
 
@@ -95,19 +95,18 @@ class DecodeGraphs:
         sizes: Sequence[int] = (),
         is_alone: bool = True,
         only_at_start: bool = False,
-        may_fail: bool = False,
     ) -> None:
         """`longest`: the longest context, in tokens. `max_graphs`: the limit of the device. `sizes`: see `sizes_of`.
 
         `is_for_any_context`: the work of a graph is not divided by its context's length. `is_alone`: no other rank
         captures the same graphs, so this one may do without. `only_at_start`: only `prepare` captures, and if there
         are more sizes than the device holds graphs, only some of them, evenly spread; a step takes the next larger one.
-        `may_fail`: if a capture fails for another reason than memory, no more is tried.
+        With transformers' own modules, no more is tried after a capture that fails for another reason than memory.
         """
         self._model, self._pool, self._capture = model, pool, capture
         self._sizes, self._longest, self._only_at_start = sizes_of(sizes, max_num_seqs), longest, only_at_start
         max_num_seqs = self._sizes[-1]
-        self._max_graphs, self._is_alone, self._may_fail = max_graphs, is_alone, may_fail
+        self._max_graphs, self._is_alone, self._may_fail = max_graphs, is_alone, isinstance(model, PlainCausalLM)
         self._is_over = False  # nothing more is captured
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         self._least_bucket = bucket_of(longest) if is_for_any_context else LEAST_BUCKET

@@ -266,5 +266,4 @@ def make_graphs(
         sizes=config.graph_sizes,
         is_alone=is_alone,
         only_at_start=traits.captures_at_start_only,
-        may_fail=isinstance(model, PlainCausalLM),
     )

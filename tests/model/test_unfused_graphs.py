@@ -13,7 +13,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.model import loader
 from pd_cluster.model.attention_choice import SDPA
-from pd_cluster.model.capturable import Watch, obstacle
+from pd_cluster.model.capturable import OperatorWatch, obstacle
 from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
@@ -58,7 +58,7 @@ def test_replayed_steps_are_the_steps(checkpoint: Checkpoints, architecture: str
     ],
 )
 def test_what_no_graph_can_hold_is_named(does: Callable[[torch.Tensor], object], why: str) -> None:
-    with torch.no_grad(), Watch() as watch:
+    with torch.no_grad(), OperatorWatch() as watch:
         does(torch.ones(3, 3))
     assert watch.obstacle.startswith(why) if why else not watch.obstacle
 
@@ -113,7 +113,7 @@ def test_a_capture_that_fails_leaves_steps_eager(checkpoint: Checkpoints, caplog
 
     with torch.inference_mode():
         world = World(model, 4)
-        world.graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, failing, may_fail=True)
+        world.graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, failing)
         world.start(3)
         for _ in range(2):
             with pytest.raises(AssertionError):  # there is no result of a graph

@@ -33,15 +33,15 @@ _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _PackedForm:
     code: int
     word_inputs: int  # in 32 bits
 
 
-_BF16, _INT8, _INT4, _E4M3 = _Form(1, 2), _Form(2, 4), _Form(3, 8), _Form(4, 4)
+_BF16, _INT8, _INT4, _E4M3 = _PackedForm(1, 2), _PackedForm(2, 4), _PackedForm(3, 8), _PackedForm(4, 4)
 
 
-class _Product(ctypes.Structure):
+class _ProductCall(ctypes.Structure):
     """Product in words.h."""
 
     _fields_ = (
@@ -74,7 +74,7 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL | None:
         return _libraries[flags]
 
 
-def _way(library: ctypes.CDLL, product: _Product) -> Way:
+def _way(library: ctypes.CDLL, product: _ProductCall) -> Way:
     way: int = library.pd_way(ctypes.addressof(product))
     return _WAYS[way]
 
@@ -84,7 +84,7 @@ def bf16_way(flags: tuple[str, ...] = build.FLAGS) -> Way | None:
     library = _library(flags)
     if library is None:
         return None
-    product = _Product(num_rows=1, form=_BF16.code, activations=_ACTIVATIONS["bfloat16"])
+    product = _ProductCall(num_rows=1, form=_BF16.code, activations=_ACTIVATIONS["bfloat16"])
     return _way(library, product)
 
 
@@ -192,7 +192,7 @@ class PackedProduct:
 
     __slots__ = ("_kept", "_library", "_product", "in_features", "out_features")
 
-    def __init__(self, library: ctypes.CDLL, product: _Product, kept: tuple[torch.Tensor | None, ...]) -> None:
+    def __init__(self, library: ctypes.CDLL, product: _ProductCall, kept: tuple[torch.Tensor | None, ...]) -> None:
         """`kept`: the tensors to which `product` points."""
         self._library, self._product, self._kept = library, product, kept
         self.in_features, self.out_features = int(product.inputs), int(product.outputs)
@@ -204,7 +204,7 @@ class PackedProduct:
         out = torch.empty(*x.shape[:-1], self.out_features)
         if not out.numel():
             return out
-        product = _Product.from_buffer_copy(self._product)  # other threads may compute with this layer
+        product = _ProductCall.from_buffer_copy(self._product)  # other threads may compute with this layer
         product.num_rows = x.numel() // self.in_features
         product.num_threads = torch.get_num_threads()
         address = ctypes.addressof(product)
@@ -215,7 +215,7 @@ class PackedProduct:
 
 
 def _pack(
-    form: _Form,
+    form: _PackedForm,
     codes: torch.Tensor,
     scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
@@ -234,7 +234,9 @@ def _pack(
     group = group or -(-inputs // num_groups)
     if -(-inputs // group) != num_groups:
         raise ModelError(f"{num_groups} scales of {group} inputs each for {inputs} inputs")
-    product = _Product(num_rows=1, inputs=inputs, outputs=outputs, form=form.code, group=group, num_groups=num_groups)
+    product = _ProductCall(
+        num_rows=1, inputs=inputs, outputs=outputs, form=form.code, group=group, num_groups=num_groups
+    )
     product.activations = _ACTIVATIONS[activations]
     is_decoded = form not in (_INT8, _BF16) or _way(library, product) == "float32"
     is_decoded |= form is _INT8 and activations == "bfloat16"
@@ -256,7 +258,7 @@ def _pack(
     return PackedProduct(library, product, kept)
 
 
-def _spans(group: int, form: _Form, activations: Activations, most: int) -> tuple[int, int, int]:
+def _spans(group: int, form: _PackedForm, activations: Activations, most: int) -> tuple[int, int, int]:
     """Returns the spans of a group, the inputs of one, and those with zeros: whole words, equal tiles."""
     unit = form.word_inputs
     span = _round_up(-(-group // -(-group // most)), unit)
@@ -276,7 +278,7 @@ def _padded(codes: torch.Tensor, group: int, num_spans: int, span: int, padded: 
     return pad(codes, (0, padded - span)).view(outputs, -1)
 
 
-def _words(codes: torch.Tensor, form: _Form) -> torch.Tensor:
+def _words(codes: torch.Tensor, form: _PackedForm) -> torch.Tensor:
     """Returns codes [N, K] as int32 words [N, K / word_inputs]."""
     if form is _INT4:  # bytes of inputs 0 to 3 in their low halves, 4 to 7 in the high ones
         low, high = codes.view(len(codes), -1, 2, 4).to(torch.uint8).unbind(2)

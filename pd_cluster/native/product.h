@@ -96,7 +96,7 @@ static void multiply_block(const Packed *w, int64_t first, int64_t num_rows, int
             const uint8_t *x = w->x + row / w->together * w->row_nbytes + span * w->span_nbytes;
             if (w->by == BY_TILES)
                 multiply_tiles(p->activations == AS_CODES, m, num_panels, x, w->row_nbytes, words, panel_stride,
-                               num_words, step, sums);
+                               num_words, step, !w->decodes, sums);
             else if (w->by == BY_DOTS)
                 multiply_dots(form, m, num_panels, (const int32_t *)x, x_words, words, panel_stride, num_words, sums);
             else
@@ -118,7 +118,7 @@ static void product_work(void *data) {
     for (int64_t row; (row = next_items(&w->next_row, rows)) < w->ready_rows;)
         for (int64_t r = row; r < MIN(row + rows, w->ready_rows); r++) prepare_row(w, r);
     if (p->num_threads > 1) runtime.barrier();
-    if (w->by == BY_TILES) set_tiles(tile_step(w->span_nbytes / 4));
+    if (w->by == BY_TILES) set_tiles(p->num_rows, tile_step(w->span_nbytes / 4));
     for (int64_t item; (item = next_items(&w->next_item, 1)) < groups * blocks;) {
         int64_t panel = item % groups * at_once, row = item / groups * in_block;
         multiply_block(w, row, MIN(in_block, p->num_rows - row), panel, MIN(at_once, w->num_panels - panel));

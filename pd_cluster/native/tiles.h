@@ -23,15 +23,16 @@ static int have_tiles(void) {
     return known == 1;
 }
 
-// Tiles 0 to 3 have results, 4 and 5 activations, 6 and 7 weights; a step takes `words` words, at most TILE_WORDS.
-static void set_tiles(int64_t words) {
+// Tiles 0 to 3 have results, 4 and 5 activations, 6 and 7 weights; a step takes `words` words, at most TILE_WORDS. Each
+// row of a tile is computed by itself.
+static void set_tiles(int64_t rows, int64_t words) {
     struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_nbytes[16];
         uint8_t rows[16];
     } ALIGNED config = {.palette = 1};
     for (int i = 0; i < 8; i++) {
-        config.rows[i] = (uint8_t)(i < 6 ? TILE_ROWS : words);
+        config.rows[i] = (uint8_t)(i < 6 ? MIN(rows, TILE_ROWS) : words);
         config.row_nbytes[i] = (uint16_t)(i == 4 || i == 5 ? words * 4 : 64);
     }
     _tile_loadconfig(&config);
@@ -51,15 +52,15 @@ INLINE void prefetch_tile(const int32_t *at) {
     UNROLL for (int i = 0; i < TILE_WORDS; i++) __builtin_prefetch(at + i * PANEL);
 }
 
-// Computes c for at most 16 rows and four panels. x_nbytes is the distance of rows, 0 if all are the one.
+// Computes c for at most 16 rows and four panels. x_nbytes is the distance of rows. `far`: weights come from memory.
 INLINE void wide_tiles(int codes, int64_t num_panels, const uint8_t *x, int64_t x_nbytes, const int32_t *words,
-                       int64_t panel_stride, int64_t num_words, int64_t step, float *c) {
+                       int64_t panel_stride, int64_t num_words, int64_t step, int far, float *c) {
     const int64_t width = MOST_PANELS * PANEL * 4;
     clear_tiles();
 #define STEP(tile, b)                                                                                                 \
     if (num_panels > tile) {                                                                                          \
         const int32_t *at = words + tile * panel_stride + k * PANEL;                                                  \
-        prefetch_tile(at + AHEAD);                                                                   \
+        if (far) prefetch_tile(at + AHEAD);                                                                \
         _tile_loadd(b, at, 64);                                                                                       \
         MULTIPLY(tile, 4, b);                                                                                         \
     }
@@ -96,23 +97,24 @@ INLINE void square_tiles(int codes, const uint8_t *x, int64_t x_nbytes, const in
 }
 
 INLINE void tile_blocks(int codes, int64_t num_rows, int64_t num_panels, const uint8_t *x, int64_t x_nbytes,
-                        const int32_t *words, int64_t panel_stride, int64_t num_words, int64_t step, float *c) {
+                        const int32_t *words, int64_t panel_stride, int64_t num_words, int64_t step, int far,
+                        float *c) {
     if (num_rows > TILE_ROWS && num_panels == 2) {
         square_tiles(codes, x, x_nbytes, words, panel_stride, num_words, step, c);
         return;
     }
     for (int64_t r = 0; r < num_rows; r += TILE_ROWS)
-        wide_tiles(codes, num_panels, x + r * x_nbytes, x_nbytes, words, panel_stride, num_words, step,
+        wide_tiles(codes, num_panels, x + r * x_nbytes, x_nbytes, words, panel_stride, num_words, step, far,
                    c + r * MOST_PANELS * PANEL);
 }
 
 static void multiply_tiles(int codes, int64_t num_rows, int64_t num_panels, const uint8_t *x, int64_t x_nbytes,
-                           const int32_t *words, int64_t panel_stride, int64_t num_words, int64_t step, float *c) {
-    if (num_rows == 1) x_nbytes = 0;
+                           const int32_t *words, int64_t panel_stride, int64_t num_words, int64_t step, int far,
+                           float *c) {
     if (codes)
-        tile_blocks(1, num_rows, num_panels, x, x_nbytes, words, panel_stride, num_words, step, c);
+        tile_blocks(1, num_rows, num_panels, x, x_nbytes, words, panel_stride, num_words, step, far, c);
     else
-        tile_blocks(0, num_rows, num_panels, x, x_nbytes, words, panel_stride, num_words, step, c);
+        tile_blocks(0, num_rows, num_panels, x, x_nbytes, words, panel_stride, num_words, step, far, c);
 }
 
 static void release_tiles(void) { _tile_release(); }
@@ -121,10 +123,11 @@ static void release_tiles(void) { _tile_release(); }
 #define TILE_ROWS 16
 #define TILE_WORDS 16
 static int have_tiles(void) { return 0; }
-static void set_tiles(int64_t words) { (void)words; }
+static void set_tiles(int64_t rows, int64_t words) { (void)rows, (void)words; }
 static void release_tiles(void) {}
 static void multiply_tiles(int codes, int64_t num_rows, int64_t num_panels, const uint8_t *x, int64_t x_nbytes,
-                           const int32_t *words, int64_t panel_stride, int64_t num_words, int64_t step, float *c) {
+                           const int32_t *words, int64_t panel_stride, int64_t num_words, int64_t step, int far,
+                           float *c) {
     __builtin_unreachable();
 }
 #endif

@@ -8,8 +8,10 @@ from typing import get_args
 import pytest
 import torch
 
+from pd_cluster.model.cpu import quantized
 from pd_cluster.model.layers.gated import Activation
 from tests.model import test_cpu_kernels as cases
+from tests.model import test_cpu_quantized as products
 from tests.support.aarch64 import EmulatedOps, emulator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -84,3 +86,25 @@ def test_copies(ops: EmulatedOps) -> None:
             expected[to : to + nbytes] = source[of : of + nbytes]
             ops.emulator.pd_copy(target.data_ptr() + to, source.data_ptr() + of, nbytes)
             assert torch.equal(target, expected)
+
+
+@pytest.fixture
+def flags(ops: EmulatedOps, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """A name under which products find the kernels that are emulated."""
+    monkeypatch.setitem(quantized._libraries, ("aarch64",), ops.emulator)
+    monkeypatch.setattr(products, "MOST_ROWS", 40)
+    monkeypatch.setattr(products, "ROWS", (1, 3, 5, 17))
+    return ("aarch64",)
+
+
+@pytest.mark.parametrize("shape", products.SHAPES[:-1], ids=str)
+def test_products(flags: tuple[str, ...], shape: tuple[int, int, int]) -> None:
+    products.test_int8(flags, shape)
+    products.test_bf16(flags, shape)
+    products.test_fp8(flags, shape, "float32")
+    for has_zeros, activations in ((False, "float32"), (True, "int8"), (True, "bfloat16")):
+        products.test_codes_of_4_and_8_bits(flags, shape, has_zeros, activations)  # type: ignore[arg-type]
+
+
+def test_rows_of_products_that_are_not_numbers(flags: tuple[str, ...]) -> None:
+    products.test_rows_that_are_zero_infinite_or_not_numbers(flags)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.cpu import ops
+from pd_cluster.model.cpu import ops, quantized
 from pd_cluster.model.layers.ops import Heads, Rope
 from pd_cluster.native import build
 
@@ -34,6 +34,7 @@ COMPILE_DEADLINE_S = 100.0
 CALL_DEADLINE_S = 100.0
 ARENA_NBYTES = 64 << 20
 ALIGNMENT = 64
+INPUTS_OF_WORD = {1: 2, 2: 4, 3: 8, 4: 4}  # by the form of a product's weights, in words.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,33 @@ class Emulator:
         )
         self._call("pd_attend", ranges, keep_arena=True)
 
+    def pd_way(self, address: int) -> int:
+        return self._call("pd_way", (_Range(address, ctypes.sizeof(quantized._Product)),))
+
+    def pd_scratch_nbytes(self, address: int) -> int:
+        return self._call("pd_scratch_nbytes", (_Range(address, ctypes.sizeof(quantized._Product)),))
+
+    def pd_product(self, address: int) -> None:
+        nbytes = ctypes.sizeof(quantized._Product)
+        product = quantized._Product.from_buffer_copy(ctypes.string_at(address, nbytes))
+        outputs = -(-product.outputs // quantized.PANEL) * quantized.PANEL
+        num_spans = product.num_groups * product.spans_of_group
+        out = _Range(product.out, product.num_rows * product.outputs * 4, True)
+        sizes = {
+            "x": product.num_rows * product.inputs * 4,
+            "words": outputs * num_spans * product.span_padded * 32 // INPUTS_OF_WORD[product.form] // 8,
+            "scales": outputs * product.num_groups * 4,
+            "zeros": outputs * product.num_groups * 4,
+            "bias": outputs * 4,
+            "scratch": self.pd_scratch_nbytes(address),
+        }
+        self._end = ALIGNMENT
+        for name, size in sizes.items():
+            setattr(product, name, self._put(_Range(getattr(product, name), size)))
+        product.out = self._put(out)
+        self._call("pd_product", (_Range(ctypes.addressof(product), nbytes),), keep_arena=True)
+        ctypes.memmove(out.address, self._arena[product.out : product.out + out.nbytes], out.nbytes)
+
     def _call(
         self,
         name: str,
@@ -120,7 +148,8 @@ class Emulator:
         *numbers: int,
         keep_arena: bool = False,
         keep_alignment: bool = False,
-    ) -> None:
+    ) -> int:
+        """Returns the number that the function returned, or 0."""
         if not keep_arena:
             self._end = ALIGNMENT  # 0 is no address
         offsets = [self._put(each, keep_alignment) for each in ranges]
@@ -131,10 +160,12 @@ class Emulator:
         ready, _, _ = select.select([self._process.stdout], [], [], CALL_DEADLINE_S)
         assert ready, f"{name} did not end within {CALL_DEADLINE_S} s"
         answer = self._process.stdout.readline()
-        assert answer == "done\n", f"{name} ended the emulator: exit status {self._process.wait(CALL_DEADLINE_S)}"
+        *returned, end = answer.split() or [""]
+        assert end == "done", f"{name} ended the emulator: exit status {self._process.wait(CALL_DEADLINE_S)}"
         for each, offset in zip(ranges, offsets, strict=True):
             if each.is_result and each.nbytes:
                 ctypes.memmove(each.address, self._arena[offset : offset + each.nbytes], each.nbytes)
+        return int(returned[0]) if returned else 0
 
     def _put(self, each: _Range, keep_alignment: bool = False) -> int:
         """Copies a range into the arena. Returns its offset there."""

@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 
 #include "paged.h"
+#include "words.h"
 
 void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
 void GOMP_barrier(void);
@@ -22,7 +23,7 @@ static void fail(const char *what) {
     exit(1);
 }
 
-static int64_t number(void) {
+static int64_t argument(void) {
     int64_t value;
     if (scanf("%" SCNd64, &value) != 1) fail("an argument is missing");
     return value;
@@ -30,10 +31,10 @@ static int64_t number(void) {
 
 static void *at(int64_t offset) { return offset ? arena + offset : 0; }
 
-static void *address(void) { return at(number()); }
+static void *address(void) { return at(argument()); }
 
 static float bits(void) { // a float travels as its bits
-    uint32_t value = (uint32_t)number();
+    uint32_t value = (uint32_t)argument();
     float result;
     memcpy(&result, &value, 4);
     return result;
@@ -59,19 +60,20 @@ int main(int argc, char **argv) {
     void (*gate)(const float *, float *, int64_t, int64_t, int, int64_t);
     void (*attend)(const Step *, const Layer *, float *, float *, float *);
     void (*copy)(uint8_t *, const uint8_t *, int64_t);
+    void (*multiply)(const Product *) = find(library, "pd_product");
     norm = find(library, "pd_norm"), gate = find(library, "pd_gate");
     attend = find(library, "pd_attend"), copy = find(library, "pd_copy");
     init((void *)GOMP_parallel, (void *)GOMP_barrier);
     for (char name[32]; scanf("%31s", name) == 1;) {
         if (!strcmp(name, "pd_norm")) {
             float *x = address(), *delta = address(), *weight = address(), *out = address();
-            int64_t num_rows = number(), features = number();
+            int64_t num_rows = argument(), features = argument();
             float eps = bits();
-            norm(x, delta, weight, out, num_rows, features, eps, number());
+            norm(x, delta, weight, out, num_rows, features, eps, argument());
         } else if (!strcmp(name, "pd_gate")) {
             float *gate_up = address(), *out = address();
-            int64_t num_rows = number(), features = number(), activation = number();
-            gate(gate_up, out, num_rows, features, (int)activation, number());
+            int64_t num_rows = argument(), features = argument(), activation = argument();
+            gate(gate_up, out, num_rows, features, (int)activation, argument());
         } else if (!strcmp(name, "pd_attend")) {
             Step *step = address();
             Layer *layer = address();
@@ -82,7 +84,15 @@ int main(int argc, char **argv) {
             attend(step, layer, pool, qkv, out);
         } else if (!strcmp(name, "pd_copy")) {
             uint8_t *to = address(), *from = address();
-            copy(to, from, number());
+            copy(to, from, argument());
+        } else if (!strcmp(name, "pd_product")) {
+            Product *product = address();
+            PLACE(product->x), PLACE(product->words), PLACE(product->scales), PLACE(product->zeros);
+            PLACE(product->bias), PLACE(product->out), PLACE(product->scratch);
+            multiply(product);
+        } else if (!strcmp(name, "pd_way") || !strcmp(name, "pd_scratch_nbytes")) {
+            int64_t (*function)(const Product *) = find(library, name);
+            printf("%" PRId64 " ", function(address()));
         } else
             fail(name);
         puts("done");

@@ -24,6 +24,7 @@ from pd_cluster.model.cpu.quantized import (
     quantize_rows,
 )
 from pd_cluster.model.layers.linear import Linear, make_linear
+from pd_cluster.native.memory import keep_what_is_freed
 
 GROUP = 128  # inputs of a scale of 4 bits
 READ_NBYTES, CHUNK_NBYTES = 1 << 30, 64 << 20
@@ -65,6 +66,7 @@ def _seconds(function: Callable[[torch.Tensor], object], x: torch.Tensor) -> flo
 def measure(spec: LinearSpec) -> LinearTimes:
     torch.manual_seed(0)
     torch.set_num_threads(spec.num_threads)
+    keep_what_is_freed()  # as workers do
     products_s: Times = {}
     nbytes: dict[str, int] = {}
     for outputs, inputs in spec.shape.layer_linears():

@@ -493,8 +493,13 @@ def test_a_port_is_taken(servers: Servers, name: str) -> None:
 
 
 def test_a_wrong_flag(servers: Servers) -> None:
+    servers.start("prefill", "0", servers.prefill, ["--enable-lora"])
+    assert servers.error_of("prefill") == "--enable-lora: LoRA adapters are not supported"
+
+
+def test_a_flag_that_contradicts_the_folder(servers: Servers) -> None:
     servers.start("prefill", "0", servers.prefill, ["--quantization=awq"])
-    assert servers.error_of("prefill") == "--quantization awq: quantized weights are not supported yet"
+    assert "has plain weights; give a folder that is quantized so" in servers.error_of("prefill")
 
 
 def test_nothing_is_installed(tmp_path: Path) -> None:

@@ -2,6 +2,18 @@
 #pragma once
 #include "words.h"
 
+// Returns x, rounded: compilers must not fuse its multiplication with a later addition, which not all machines have.
+INLINE vf rounded(vf x) {
+#if VL == 16
+    __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#endif
+    return x;
+}
+
 // Adds sums c of one panel, [num_rows][MOST_PANELS * PANEL], to totals, scaled. The three flags are constants.
 INLINE void fold_panel(const Packed *w, int codes, int has_zeros, int has_scales, const float *c, int64_t num_rows,
                        const int32_t *sums, const float *scales, const float *zeros, float *totals, int64_t stride,
@@ -56,7 +68,7 @@ static void finish(const Packed *w, int64_t row, int64_t num_rows, int64_t panel
         float *to = n < PANEL ? part : out; // the last panel may go beyond the row
         UNROLL for (int h = 0; h < PARTS; h++, totals += VL) {
             vf value = load(totals);
-            if (p->activations == AS_CODES) value *= splat(w->row_scales[r]);
+            if (p->activations == AS_CODES) value = rounded(value * w->row_scales[r]);
             if (p->bias) value += load(p->bias + q * PANEL + h * VL);
             store(to + h * VL, value);
         }

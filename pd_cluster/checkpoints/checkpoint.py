@@ -14,7 +14,14 @@ from pd_cluster.checkpoints import internlm
 from pd_cluster.checkpoints.architectures import MULTIMODAL, Config, defaults_of, is_native, text_part, why_not
 from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.checkpoints.quantized import Quantization, asked, quantization_of
-from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, quantized, text_name, weight_files, weights_digest
+from pd_cluster.checkpoints.weight_files import (
+    QUANTIZERS_FIELDS,
+    QUANTIZERS_FILES,
+    quantized,
+    text_name,
+    weight_files,
+    weights_digest,
+)
 from pd_cluster.errors import ModelError, called
 from pd_cluster.numerics import RopeScaling, canonical, overridden
 from pd_cluster.settings.engine import EngineConfig
@@ -298,6 +305,8 @@ def _identity(path: Path, tokenizer_path: Path | None, part_of: str, is_plain: C
                 f"{file}: missing; make it with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             )
         digest.update(hashlib.sha256(file.read_bytes()).digest())
+    for file in sorted(each for pattern in QUANTIZERS_FILES for each in path.glob(pattern)):
+        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     weights = sorted({*path.glob("*.safetensors"), *weight_files(path)})
     if not weights:
         raise ModelError(f"{path}: no *.safetensors file; other weight formats are not loaded")

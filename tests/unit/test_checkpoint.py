@@ -298,6 +298,15 @@ def test_settings_that_are_not_supported_are_named(folder: Path, settings: dict[
     assert f": {said}" in found
 
 
+def test_a_quantizer_s_file_is_part_of_the_identity(folder: Path) -> None:
+    """It says how zero points are read."""
+    found = []
+    for form in ("gptq", "gptq_v2"):
+        (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "checkpoint_format": form}))
+        found.append(Checkpoint.open(str(folder)).identity)
+    assert found[0] != found[1]
+
+
 def test_the_first_name_of_compressed_tensors_field(folder: Path) -> None:
     groups = {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}
     make_folder(folder, compression_config={"format": "pack-quantized", "config_groups": groups})

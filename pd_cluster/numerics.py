@@ -16,7 +16,7 @@ import msgspec
 from pd_cluster.errors import ModelError, called
 
 # Apart from `rope` and `key_order`, which follow from others. `deterministic` changes the attention, so it comes first.
-SETTINGS = ("dtype", "quantization", "deterministic", "attention_backend", "hf_overrides")
+SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "deterministic", "attention_backend", "hf_overrides")
 KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
@@ -74,7 +74,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend elsewhere.
 
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
-    those of a folder are part of its identity. `hf_overrides` is canonical JSON. `key_order`: that of a head's
+    those of a folder are part of its identity. `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: that of a head's
     features in the KV cache (model/layers/rope_tables).
     """
 
@@ -83,6 +83,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     deterministic: bool = False
     quantization: str = ""
+    kv_cache_dtype: str = "float32"
     hf_overrides: str = "{}"
     rope: RopeScaling = RopeScaling()
     key_order: str = "model"
@@ -91,11 +92,15 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
-    def difference(self, other: Numerics) -> tuple[str, str, str] | None:
-        """Returns the setting that differs, `called`, and both values. Kinds of devices differ in their attention."""
+    def difference(self, other: Numerics, mixes_kv: bool = False) -> tuple[str, str, str] | None:
+        """Returns the setting that differs, `called`, and both values. Kinds of devices differ in their attention.
+
+        `mixes_kv`: the pools may differ.
+        """
+        ignored = {"kv_cache_dtype"} if mixes_kv else set()
         for name in SETTINGS:
             own, others = getattr(self, name), getattr(other, name)
-            if own != others and (name != "attention_backend" or self.device == other.device):
+            if own != others and name not in ignored and (name != "attention_backend" or self.device == other.device):
                 return called(name), _written(own), _written(others)
         if self.rope != other.rope:
             return "rope_scaling", str(self.rope), str(other.rope)

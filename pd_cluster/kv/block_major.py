@@ -30,13 +30,12 @@ class BlockMajor:
         size, heads = layout.block_size, layout.local_kv_heads
         self._numbers = whole.view(num_blocks, num_layers, -1)
         self.bytes = self._numbers.view(torch.uint8)  # [num_blocks, num_layers, layer_nbytes]
-        ends = list(itertools.accumulate(size * heads * plane.width for plane in layout.planes))
+        ends = list(itertools.accumulate(size * heads * width for width in layout.stored_widths))
         places = zip([0, *ends], ends, strict=False)
         # Each [num_blocks, num_layers, block_size, local_kv_heads, width].
         self._planes = [self._numbers[:, :, at:end].view(num_blocks, num_layers, size, heads, -1) for at, end in places]
-        widths = {plane.width for plane in layout.planes}
         shape = (num_blocks, num_layers, len(ends), size, heads, -1)
-        self._data: torch.Tensor | None = self._numbers.view(shape) if len(widths) == 1 else None
+        self._data: torch.Tensor | None = self._numbers.view(shape) if len(set(layout.stored_widths)) == 1 else None
 
     @classmethod
     def shapes(cls, layout: KVLayout, num_blocks: int) -> list[tuple[int, ...]]:
@@ -70,7 +69,7 @@ class BlockMajor:
         block, offset = slots_of(self.layout, piece, into, self.device)
         for plane, vectors in zip(self._planes, planes, strict=True):
             target = plane[:, piece.first_layer : piece.stop_layer, :, heads]
-            target[block, :, offset] = vectors.to(plane.dtype).transpose(0, 1)  # [num_tokens, num_layers, heads, width]
+            target[block, :, offset] = vectors.transpose(0, 1)  # [num_tokens, num_layers, heads, width]
 
     def _layers(self, piece: KVPiece) -> torch.Tensor:
         """Returns all blocks as bytes, restricted to the piece's layers."""

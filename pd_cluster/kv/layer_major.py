@@ -25,8 +25,8 @@ class LayerMajor:
         self.layers = list(parts)
         size, heads = layout.block_size, layout.local_kv_heads
         self._num_blocks = self.layers[0].numel() * layout.num_layers // layout.block_numel
-        shapes = [(self._num_blocks, size, heads, plane.width) for plane in layout.planes]
-        numels = [size * heads * plane.width * self._num_blocks for plane in layout.planes]
+        shapes = [(self._num_blocks, size, heads, width) for width in layout.stored_widths]
+        numels = [size * heads * width * self._num_blocks for width in layout.stored_widths]
         self._planes = [
             [flat.view(shape) for flat, shape in zip(torch.split(layer.view(-1), numels), shapes, strict=True)]
             for layer in self.layers
@@ -34,7 +34,7 @@ class LayerMajor:
 
     @classmethod
     def shapes(cls, layout: KVLayout, num_blocks: int) -> list[tuple[int, ...]]:
-        widths = {plane.width for plane in layout.planes}
+        widths = set(layout.stored_widths)
         shape: tuple[int, ...] = (num_blocks * layout.block_numel // layout.num_layers,)
         if len(widths) == 1:
             shape = (len(layout.planes), num_blocks, layout.block_size, layout.local_kv_heads, widths.pop())
@@ -84,7 +84,7 @@ class LayerMajor:
         for at, layer in enumerate(self._planes[_layers_of(piece)]):
             for plane, vectors in zip(layer, planes, strict=True):
                 width = plane.shape[-1]
-                plane.view(-1, width).index_copy_(0, rows, vectors[at].to(plane.dtype).reshape(-1, width))
+                plane.view(-1, width).index_copy_(0, rows, vectors[at].reshape(-1, width))
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
         for source, target in pairs:

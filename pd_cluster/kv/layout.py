@@ -13,8 +13,9 @@ from pd_cluster.errors import LinkError
 from pd_cluster.settings.engine import MAX_BLOCK_SIZE, MAX_TP_SIZE
 from pd_cluster.wire import KVPiece, LayoutInfo, Plane
 
-DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-SCALE_NBYTES = 4  # one float32 per vector of int8
+CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # of vectors that are codes with one scale behind them
+DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(CODE_BITS, 1)}  # codes lie as bytes
+SCALE_NBYTES = 4  # one float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class KVLayout:
     """One rank's share of a block holds, in each layer, the planes in order, each [block_size, local_kv_heads, width].
 
     num_kv_heads counts the whole model. Heads are split evenly over tp_size ranks; with more ranks than heads each head
-    is replicated on tp_size / num_kv_heads ranks.
+    is replicated on tp_size / num_kv_heads ranks. `dtype` is the pool's, which may be narrower than the model's: see
+    `stored_width`.
     """
 
     num_layers: int
@@ -59,9 +61,14 @@ class KVLayout:
         return keys
 
     @property
+    def stored_widths(self) -> list[int]:
+        """Returns the elements that a vector of each plane takes."""
+        return [stored_width(self.dtype, plane.width) for plane in self.planes]
+
+    @property
     def block_numel(self) -> int:
-        """Counts the numbers of one block, all layers, on this rank."""
-        return self.num_layers * self.local_kv_heads * self.block_size * num_of(self.planes)
+        """Counts the elements of one block, all layers, on this rank."""
+        return self.num_layers * self.local_kv_heads * self.block_size * sum(self.stored_widths)
 
     @property
     def token_nbytes(self) -> int:
@@ -92,9 +99,19 @@ def keys_and_values(head_dim: int) -> tuple[Plane, ...]:
     return Plane("k", head_dim), Plane("v", head_dim)
 
 
-def num_of(planes: Iterable[Plane]) -> int:
-    """Counts the numbers that a token leaves in a layer for each KV head."""
-    return sum(plane.width for plane in planes)
+def stored_width(dtype: str, width: int) -> int:
+    """Returns the elements that a vector of `width` numbers takes in a pool of this dtype.
+
+    Numbers are elements themselves. Codes are bytes, and the vector's scale follows them: so a token's bytes are final
+    once they are written, and heads, tokens, layers and blocks can be taken apart without their codes' company.
+    """
+    bits = CODE_BITS.get(dtype)
+    return width if bits is None else width * bits // 8 + SCALE_NBYTES
+
+
+def vectors_nbytes(planes: Iterable[Plane], dtype: str) -> int:
+    """Counts the bytes that a token leaves in a layer for each KV head."""
+    return sum(stored_width(dtype, plane.width) for plane in planes) * DTYPE_NBYTES[dtype]
 
 
 def check_pair(source: KVLayout, target: KVLayout) -> None:
@@ -180,7 +197,7 @@ class Route:
     def is_verbatim(self) -> bool:
         """Whether payloads are the blocks' own bytes."""
         same = (self.source.block_size, self.source.dtype) == (self.target.block_size, self.target.dtype)
-        return same and self.source.head_range == self.target.head_range and not self.is_int8
+        return same and self.source.head_range == self.target.head_range and self.wire_dtype == self.source.dtype
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -200,28 +217,21 @@ class Route:
         return slice(start - first, stop - first)
 
     @property
-    def is_int8(self) -> bool:
-        return self.wants_int8 and not self.one_sided
-
-    @property
     def wire_dtype(self) -> str:
-        """Returns the type of a payload's numbers: int8, or the narrower of the two pools' dtypes."""
-        if self.is_int8:
-            return "int8"
-        source, target = self.source.dtype, self.target.dtype
-        return target if DTYPE_NBYTES[target] < DTYPE_NBYTES[source] else source
+        """Returns the dtype of a payload: the narrowest of the two pools' and, where it is wanted, int8."""
+        dtypes = [self.source.dtype, self.target.dtype, *(["int8"] if self.wants_int8 and not self.one_sided else [])]
+        return min(dtypes, key=lambda dtype: CODE_BITS.get(dtype, 8 * DTYPE_NBYTES[dtype]))  # the first of equal ones
 
     @property
     def precision(self) -> str:
         """Returns "" when the target holds just what it would have computed itself, otherwise its dtype on the way."""
-        if self.is_int8:
-            return "int8"
-        return "" if self.source.dtype == self.target.dtype else self.source.dtype
+        source, target = self.source.dtype, self.target.dtype
+        if self.wire_dtype not in (source, target):
+            return self.wire_dtype
+        return "" if source == target else source
 
     def payload_nbytes(self, piece: KVPiece) -> int:
         if self.is_verbatim:
             return len(piece.block_ids) * self.source.block_nbytes * piece.num_layers // self.source.num_layers
-        planes = self.source.planes
-        nbytes = num_of(planes) * (1 if self.is_int8 else DTYPE_NBYTES[self.wire_dtype])
-        scales_nbytes = len(planes) * SCALE_NBYTES if self.is_int8 else 0
-        return piece.num_layers * piece.num_tokens * self.num_heads * (nbytes + scales_nbytes)
+        nbytes = vectors_nbytes(self.source.planes, self.wire_dtype)
+        return piece.num_layers * piece.num_tokens * self.num_heads * nbytes

@@ -1,7 +1,8 @@
 """Declares the interface of a pool's memory; block_major.py and layer_major.py implement its orders of blocks.
 
 Verbatim payloads are the same bytes from each of them: block by block, in each the layers, in each the planes, in each
-[block_size, local_kv_heads, width]. Knows nothing of transports or of blocks' holders.
+[block_size, local_kv_heads, width]. Widths are those in which vectors are stored (kv/vectors.py). Knows nothing of
+transports or of blocks' holders.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import Literal, Protocol
 
 import torch
 
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import CODE_BITS, KVLayout
 from pd_cluster.wire import KVPiece
 
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {**MODEL_DTYPES, **dict.fromkeys(CODE_BITS, torch.uint8)}  # of a pool's elements
 
 Move = Literal["copy", "out", "in"]
 Seen = Callable[[torch.Tensor], None]
@@ -67,7 +69,7 @@ class Memory(Protocol):
         """
 
     def put_vectors(self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: slice) -> None:
-        """Writes vectors of any dtype to these heads of the piece's tokens in the blocks `into`.
+        """Writes vectors in the pool's own form to these heads of the piece's tokens in the blocks `into`.
 
         There is a tensor for each plane: [num_layers, num_tokens, num_heads, width].
         """

@@ -9,26 +9,23 @@ import itertools
 
 import torch
 
-from pd_cluster.kv.layout import SCALE_NBYTES, KVLayout, Route
+from pd_cluster.kv.layout import KVLayout, Route, stored_width
 from pd_cluster.kv.memory import TORCH_DTYPES, Memory
+from pd_cluster.kv.vectors import convert
 from pd_cluster.wire import KVPiece
-
-INT8_MAX = 127
 
 
 def pack(memory: Memory, piece: KVPiece, route: Route) -> torch.Tensor:
     """Returns the payload as bytes, [payload_nbytes] uint8; a view of the pool where possible.
 
-    A converted payload goes layer by layer, plane by plane, [num_tokens, num_heads, width].
+    A converted payload goes layer by layer, plane by plane, [num_tokens, num_heads, stored width].
     """
     if route.is_verbatim:
         return memory.gather(piece)
-    planes = memory.heads_of(piece, route.heads_in(route.source))
-    if route.is_int8:
-        found = [quantize(x) for x in planes]
-        values = _joined([values for values, _ in found], piece, memory.layout, torch.int8)
-        scales = _joined([scales for _, scales in found], piece, memory.layout, torch.float32)
-        return torch.cat([part.view(torch.uint8).view(-1) for part in (values, scales)])
+    planes = [
+        convert(vectors, route.source.dtype, route.wire_dtype)
+        for vectors in memory.heads_of(piece, route.heads_in(route.source))
+    ]
     return _joined(planes, piece, memory.layout, TORCH_DTYPES[route.wire_dtype]).view(torch.uint8).view(-1)
 
 
@@ -37,24 +34,12 @@ def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, memory: Memory, 
     if route.is_verbatim:
         memory.scatter(payload, piece, into)
         return
-    widths = [plane.width for plane in route.source.planes]
-    if route.is_int8:
-        num_scales = piece.num_layers * len(widths) * piece.num_tokens * route.num_heads
-        split = len(payload) - num_scales * SCALE_NBYTES
-        scales = _planes_of(payload[split:].clone().view(torch.float32), piece, route, [1] * len(widths))
-        values = _planes_of(payload[:split].view(torch.int8), piece, route, widths)
-        planes = [x * scale for x, scale in zip(values, scales, strict=True)]
-    else:
-        planes = _planes_of(payload.view(TORCH_DTYPES[route.wire_dtype]), piece, route, widths)
+    widths = [stored_width(route.wire_dtype, plane.width) for plane in route.source.planes]
+    planes = [
+        convert(vectors, route.wire_dtype, route.target.dtype)
+        for vectors in _planes_of(payload.view(TORCH_DTYPES[route.wire_dtype]), piece, route, widths)
+    ]
     memory.put_vectors(planes, piece, into, route.heads_in(route.target))
-
-
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int8 values and float32 scales [..., 1] of vectors [..., width]: |x - value * scale| <= scale / 2."""
-    x = x.float()
-    scales = x.abs().amax(-1, keepdim=True) / INT8_MAX
-    values = (x / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-INT8_MAX, INT8_MAX)
-    return values.to(torch.int8), scales
 
 
 def vectors_of(blocks: torch.Tensor, piece: KVPiece, layout: KVLayout) -> torch.Tensor:

@@ -22,6 +22,7 @@ from pd_cluster.kv.block_major import BlockMajor, DeviceBlocks, HostBlocks
 from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.memory import TORCH_DTYPES, Memory
+from pd_cluster.kv.vectors import encode
 from pd_cluster.wire import KVPiece
 
 NUM_EXTRA_BLOCKS = 3  # behind the pool's own: one receives the writes of padding, two prove links
@@ -90,8 +91,9 @@ class KVPool:
         return self.num_blocks + 2
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns one layer's keys and values, each [num_blocks + extra, block_size, local_kv_heads, head_dim]
-        (strided).
+        """Returns one layer's keys and values, strided: [num_blocks + extra, block_size, local_kv_heads, head_dim].
+
+        In a pool of codes their last dimension is the stored width, in bytes: see kv/vectors.py.
         """
         keys, values = self.memory.planes(layer_idx)
         return keys, values
@@ -151,9 +153,13 @@ def is_block(block: int, num_blocks_in_all: int) -> bool:
 
 
 def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
-    """Returns one block, [1, num_layers, numbers of a layer], whose numbers are the same in every dtype."""
-    numbers = torch.randint(-127, 128, shape_of(layout, 1), generator=torch.Generator().manual_seed(seed))
-    return (numbers / 64).to(TORCH_DTYPES[layout.dtype])
+    """Returns one block, [1, num_layers, elements of a layer], whose numbers are the same in every plain dtype."""
+    size, heads = layout.block_size, layout.local_kv_heads
+    numels = [size * heads * plane.width for plane in layout.planes]
+    shape = (1, layout.num_layers, sum(numels))
+    numbers = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed)) / 64
+    vectors = [part.reshape(1, layout.num_layers, size * heads, -1) for part in torch.split(numbers, numels, dim=2)]
+    return torch.cat([encode(part, layout.dtype).flatten(2) for part in vectors], dim=2)
 
 
 def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> HostBlocks:

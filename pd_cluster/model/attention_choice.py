@@ -90,15 +90,25 @@ def choose_attention(
     max_num_seqs: int = 1,
     is_deterministic: bool = False,
     npu_head_dims: str = "strict",
+    dtype: str = "",
 ) -> Attention:
-    """Chooses for this rank's pool and transformers config. Raises ConfigError for a backend that cannot serve them."""
+    """Chooses for this rank's pool and transformers config. Raises ConfigError for a backend that cannot serve them.
+
+    `dtype`: the model's, if it is another than the pool's.
+    """
+    dtype = dtype or layout.dtype
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
+    if layout.dtype != dtype and not device.traits.runs_triton:
+        setting = f"{called('kv_cache_dtype')} {layout.dtype}"
+        raise ConfigError(f"{setting}: the operators of NPUs read {dtype} here; leave it out, or {BACKEND} sdpa, slow")
     if not device.traits.runs_triton:
         return _npu(config, layout, device, has_sinks, max_num_seqs, is_wide=npu_head_dims == "wide")
     if wanted == "flashinfer":
+        if layout.dtype != dtype:
+            raise ConfigError(f"{called('kv_cache_dtype')} {layout.dtype}: not with {BACKEND} flashinfer; use auto")
         return _flashinfer(config, layout, device, has_sinks)
-    if why := _why_not_triton(layout, config):
+    if why := _why_not_triton(layout, config, dtype):
         if wanted == "triton":
             raise ConfigError(f"{BACKEND} triton: {why}; use auto")
         if is_deterministic:
@@ -183,10 +193,12 @@ def _flashinfer(config: Any, layout: KVLayout, device: Device, has_sinks: bool) 
     return Attention(name, kernels.write_and_attend, kernels.attend_batch, cuda_ops)
 
 
-def _why_not_triton(layout: KVLayout, config: Any) -> str:
+def _why_not_triton(layout: KVLayout, config: Any, dtype: str) -> str:
     """Returns why Triton's kernels do not serve such a pool and model on CUDA, or ""."""
     if not has_triton():
         return "Triton is not installed"
+    if layout.dtype != dtype:
+        return f"{called('kv_cache_dtype')} {layout.dtype} with a model in {dtype}"
     from pd_cluster.model.cuda.paged import problem
 
     return problem(layout.head_dim, config.num_attention_heads, layout.num_kv_heads, layout.block_size)

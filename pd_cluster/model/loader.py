@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
 from pd_cluster.numerics import overridden
+from pd_cluster.settings.engine import KV_CACHE_DTYPES
 from pd_cluster.types import Order, Request, Sampling
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,12 @@ log = logging.getLogger(__name__)
 PROBE_NUM_TOKENS = 4
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}  # relative; in float32 fusing changes about 1e-6
 ALIASES = {"float": "float32", "half": "float16"}
+
+
+def resolve_kv_cache_dtype(wanted: str, dtype: str) -> str:
+    """Returns the pool's dtype for a model of `dtype`."""
+    found = KV_CACHE_DTYPES[wanted]
+    return dtype if found == "auto" else found
 
 
 def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
@@ -84,10 +92,11 @@ def load_model(
     max_num_seqs: int = 1,
     is_deterministic: bool = False,
     npu_head_dims: str = "strict",
+    kv_cache_dtype: str = "auto",
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
 
-    `is_deterministic`: on an accelerator, only models that compute each row alike in every batch. Raises ConfigError.
+    The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute each row alike in every batch. Raises ConfigError.
     """
     share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
     if share is not None and checkpoint.is_unproven:
@@ -97,12 +106,13 @@ def load_model(
     put_lengths(model, checkpoint.rope)
     logn = logn_of(checkpoint)
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
-    layout = layout_of(model.config, block_size, dtype)
+    layout = layout_of(model.config, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
     if is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
     attention = choose_attention(
-        attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic, npu_head_dims
+        *(attention_backend, model.config, layout, device, has_sinks, max_num_seqs, is_deterministic),
+        *(npu_head_dims, dtype),
     )
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn, rope_limit)
@@ -110,11 +120,12 @@ def load_model(
         num_packed = prove_packing(plain, device, dtype) if checkpoint.is_unproven else pack_modules(model)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         return plain
-    expected = _probe_logits(plain, layout, device)
+    own = replace(layout, dtype=dtype)
+    expected = _probe_logits(plain, own, device)
     check_finite(expected, str(checkpoint.path), dtype)
-    fused = fuse(model, choose_ops(model.config, device, attention), share)
+    fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share)
     fused.rope_limit = rope_limit
-    error = change_of(_probe_logits(fused, layout, device), expected, dtype)
+    error = change_of(_probe_logits(fused, own, device), expected, dtype)
     if not error <= PROBE_TOLERANCE[dtype]:
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
     log.info("model: %s", fused.kernels)
@@ -144,7 +155,7 @@ def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float
     return float(errors[-1] if dtype == "float32" else errors[len(errors) // 2])
 
 
-def choose_ops(config: Any, device: Device = CPU, attention: Attention = SDPA) -> Ops:
+def choose_ops(config: Any, device: Device = CPU, attention: Attention = SDPA, pool_dtype: str = "float32") -> Ops:
     """Chooses the operations of fused layers.
 
     On CUDA they are Triton's kernels around the chosen attention, on NPUs torch-npu's operators; on CPU the C kernels
@@ -153,10 +164,10 @@ def choose_ops(config: Any, device: Device = CPU, attention: Attention = SDPA) -
     """
     if attention.make_ops is not None:
         return attention.make_ops(attention)
-    if device.is_accelerator or attention.is_asked_for or not are_wanted() or not supports(config):
+    if device.is_accelerator or attention.is_asked_for or not are_wanted() or not supports(config, pool_dtype):
         return TorchOps()
     try:
-        return CpuOps()
+        return CpuOps(pool_dtype=pool_dtype)
     except KernelsUnavailable as error:
         log.warning("no C kernels, the forward pass is slower: %s", error)
         return TorchOps()

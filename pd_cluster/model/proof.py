@@ -31,14 +31,14 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # relative; floa
 SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25}
 
 
-def prove(model: CausalLM, pool: KVPool) -> int | None:
-    """Raises ModelError for a model that must not be served; also the warm-up.
+def prove(model: CausalLM, pool: KVPool, dtype: str) -> int | None:
+    """Raises ModelError for a model that must not be served; also the warm-up. `dtype`: the model's.
 
     Returns the sliding window that all layers have; None when one of them sees everything, or they differ.
     """
     windows = prove_every_layer_writes(model, pool)
     if isinstance(model, PlainCausalLM):  # fused layers were compared with this at their creation
-        prove_same_logits(model, pool)
+        prove_same_logits(model, pool, dtype)
     return windows.pop() if len(windows) == 1 else None
 
 
@@ -62,19 +62,19 @@ def prove_every_layer_writes(model: CausalLM, pool: KVPool) -> set[int | None]:
     return batch.windows
 
 
-def prove_same_logits(model: PlainCausalLM, pool: KVPool) -> None:
+def prove_same_logits(model: PlainCausalLM, pool: KVPool, dtype: str) -> None:
     """Raises ModelError unless two prompts, in chunks through a small pool, give the logits of transformers alone.
 
-    A row's mean carries no information and is left out.
+    The pool has the model's dtype: codes would change the numbers. A row's mean carries no information and is left out.
     """
-    layout = replace(pool.layout, block_size=BLOCK_SIZE)
+    layout = replace(pool.layout, block_size=BLOCK_SIZE, dtype=dtype)
     token_ids = probe_token_ids(model.config.vocab_size)
     small = KVPool(layout, num_blocks=2 * len(BLOCK_TABLES[0]), device=pool.device)
     with torch.inference_mode(), refusal(model), _short_windows(model.model):
         actual = _in_chunks(model, small, token_ids.tolist())
         expected = own_logits(model, token_ids.to(actual.device))
     small.close()
-    check_same(actual, expected, model, layout.dtype)
+    check_same(actual, expected, model, dtype)
 
 
 def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor | int = 0) -> torch.Tensor:

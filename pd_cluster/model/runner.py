@@ -32,7 +32,7 @@ from pd_cluster.model.batch import (
 from pd_cluster.model.capturable import obstacle
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
-from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype
+from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype, resolve_kv_cache_dtype
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step
 from pd_cluster.model.proof import prove
@@ -84,6 +84,7 @@ class ModelRunner:
             attention_backend=self.model.attention if device.is_accelerator else config.attention_backend,
             deterministic=config.deterministic,
             quantization=checkpoint.quantization.at_load if checkpoint.quantization is not None else "",
+            kv_cache_dtype=self.pool.layout.dtype,
             hf_overrides=checkpoint.hf_overrides,
             rope=checkpoint.rope,
             key_order=self.model.key_order,
@@ -107,9 +108,10 @@ class ModelRunner:
             config.max_num_seqs,
             config.deterministic,
             config.npu_head_dims,
+            config.kv_cache_dtype,
         )
         self.vocab_size = int(checkpoint.config["vocab_size"])
-        layout = layout_of(self.model.config, block_size, dtype)
+        layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
             layout = plan_of(checkpoint, self.group.size).layout_of_rank(layout, self.group.rank)
         is_plain = isinstance(self.model, PlainCausalLM)
@@ -122,11 +124,11 @@ class ModelRunner:
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
-        self.window = prove(self.model, self.pool)
+        self.window = prove(self.model, self.pool, dtype)
         if checkpoint.is_unproven:
             assert isinstance(self.model, PlainCausalLM)  # see load_model
             size = num_weights(checkpoint.path)
-            prove_lengths(self.model, self.pool, self.max_model_len, size, checkpoint.rope)
+            prove_lengths(self.model, self.pool, self.max_model_len, size, checkpoint.rope, dtype)
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """Returns graphs, some of them captured; None: decode steps run eagerly.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from pd_cluster.checkpoints.architectures import thresholds, why_not_by_fields
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ModelError, called
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import PlainCausalLM
@@ -102,12 +103,19 @@ class Lengths:
         return cls(proven, skipped)
 
 
-def prove_lengths(model: PlainCausalLM, pool: KVPool, max_model_len: int, num_weights: int, rope: RopeScaling) -> None:
-    """Raises ModelError unless sequences just beyond each length give, in chunks, the logits of transformers alone."""
+def prove_lengths(
+    model: PlainCausalLM, pool: KVPool, max_model_len: int, num_weights: int, rope: RopeScaling, dtype: str
+) -> None:
+    """Raises ModelError unless sequences just beyond each length give, in chunks, the logits of transformers alone.
+
+    `dtype`: the model's, which the pools of this proof have, too.
+    """
     lengths = Lengths.of(model.config, num_weights, max_model_len, pool.device.kind, rope)
+    own = replace(pool.layout, dtype=dtype)
     for length, name in lengths.proven.items():
         num_tokens = min(length + NUM_BEYOND, max_model_len)
-        _prove_length(model, pool, num_tokens, max(0, length - NUM_BEFORE), f"beyond {name} {length}")
+        where = f"beyond {name} {length}"
+        _prove_length(model, own, pool.device, num_tokens, max(0, length - NUM_BEFORE), where)
     said = "".join(f", beyond {name} {length}" for length, name in lengths.proven.items())
     log.warning("unproven: %s: proven at load with 12 tokens%s", model.config.model_type, said)
     for length, name in lengths.skipped.items():
@@ -118,11 +126,13 @@ def prove_lengths(model: PlainCausalLM, pool: KVPool, max_model_len: int, num_we
         )
 
 
-def _prove_length(model: PlainCausalLM, pool: KVPool, num_tokens: int, first: int, where: str) -> None:
+def _prove_length(
+    model: PlainCausalLM, layout: KVLayout, device: Device, num_tokens: int, first: int, where: str
+) -> None:
     """Compares the logits of tokens [first, num_tokens), and those of a short sequence in the same steps."""
-    block_size = pool.layout.block_size
+    block_size = layout.block_size
     num_blocks = [-(-n // block_size) for n in (num_tokens, COMPANY)]
-    small = KVPool(pool.layout, sum(num_blocks), device=pool.device)
+    small = KVPool(layout, sum(num_blocks), device=device)
     blocks = list(reversed(range(sum(num_blocks))))
     ids = probe_token_ids(model.config.vocab_size, 2 * num_tokens)
     requests = [
@@ -138,7 +148,7 @@ def _prove_length(model: PlainCausalLM, pool: KVPool, num_tokens: int, first: in
             rows = torch.arange(start, token_ids.shape[1], device=actual.device)
             with _own_positions(model):
                 expected = own_logits(model, token_ids, rows)[0]
-            check_same(actual, expected, model, pool.layout.dtype, where)
+            check_same(actual, expected, model, layout.dtype, where)
     small.close()
 
 

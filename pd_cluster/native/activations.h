@@ -24,13 +24,13 @@ static int32_t largest(const float *x, int64_t n) {
     return most;
 }
 
-// Sets codes to round(x * 127 / max |x|), ties to even. Returns a code's worth: NaN if one of x is no finite number.
-static float set_scale(const float *x, int64_t n, float *inverse) {
+// Chooses codes round(x * inverse), the largest `most_code`. Returns a code's worth: NaN if one of x is not finite.
+static float set_scale(const float *x, int64_t n, float most_code, float *inverse) {
     int32_t bits = largest(x, n);
     float most;
     memcpy(&most, &bits, 4);
-    *inverse = bits < SMALLEST_ROW || bits >= 0x7f800000 ? 0.0f : 127.0f / most;
-    return bits >= 0x7f800000 ? __builtin_nanf("") : most / 127.0f;
+    *inverse = bits < SMALLEST_ROW || bits >= 0x7f800000 ? 0.0f : most_code / most;
+    return bits >= 0x7f800000 ? __builtin_nanf("") : most / most_code;
 }
 
 static int32_t to_codes(const float *x, int64_t n, float inverse, int8_t *codes) {
@@ -84,7 +84,7 @@ static void prepare_row(const Packed *w, int64_t row) {
     uint8_t *to = w->x + row / w->together * w->row_nbytes + row % w->together * w->width;
     int64_t step = w->together, is_row = row < p->num_rows;
     float inverse = 0;
-    if (p->activations == AS_CODES) w->row_scales[row] = set_scale(from, p->inputs, &inverse);
+    if (p->activations == AS_CODES) w->row_scales[row] = set_scale(from, p->inputs, 127.0f, &inverse);
     for (int64_t span = 0; span < w->num_spans; span++, to += w->span_nbytes) {
         int64_t in_group = span % p->spans_of_group * p->span_inputs;
         int64_t first = span / p->spans_of_group * p->group + in_group;

@@ -37,9 +37,10 @@ static int find_item(const Work *w, int64_t index, int64_t *at, Item *item) {
         kv_head = inner / tiles, stop = kv_head + 1;
         tile = tiles - 1 - inner % tiles; // longest first
     }
-    const float *head = w->pool + kv_head * dim;
-    item->source = (Source){head + y->key_offset, head + y->value_offset, s->block_table + s->table_starts[seq],
-                            y->block_stride,      y->num_kv_heads * dim,  y->block_size};
+    const char *head = w->pool + kv_head * vector_nbytes(dim);
+    item->source = (Source){head + y->key_offset, head + y->value_offset,
+                            s->block_table + s->table_starts[seq], y->block_stride,
+                            y->num_kv_heads * vector_nbytes(dim), y->block_size};
     item->q = w->qkv + start * (y->num_heads + 2 * y->num_kv_heads) * dim + kv_head * group * dim;
     item->out = w->out + (start * y->num_heads + kv_head * group) * dim;
     item->sinks = y->sinks ? y->sinks + kv_head * group : 0;
@@ -70,7 +71,7 @@ static void attend_work(void *data) {
 
 // qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; its queries are rotated in place.
 // out [num_tokens, num_heads * head_dim]. The caller has checked every block, slot and shape.
-void pd_attend(const Step *step, const Layer *layer, float *pool, float *qkv, float *out) {
+void pd_attend(const Step *step, const Layer *layer, char *pool, float *qkv, float *out) {
     int64_t *starts = alloca((size_t)(step->num_seqs + 1) * sizeof(int64_t));
     int64_t wanted = (4 * step->num_threads + step->num_seqs - 1) / step->num_seqs;
     int64_t parts = step->num_threads > 1 ? MIN(wanted, layer->num_kv_heads) : 1;

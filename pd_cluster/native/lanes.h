@@ -75,13 +75,29 @@ INLINE void soften_lanes(Tile *t, int c, int64_t n, vf *fade) {
     t->m[c] = most;
 }
 
+// Makes float32 rows of a chunk's vectors; those of a float32 pool are taken where they lie.
+INLINE void as_numbers(int64_t dim, const char **stored, int64_t n, float *numbers, const float **rows) {
+    for (int64_t j = 0; j < (n + PAD - 1) / PAD * PAD; j++) {
+        if (POOL == POOL_FLOAT32) {
+            rows[j] = (const float *)stored[j];
+        } else {
+            rows[j] = numbers + MIN(j, n - 1) * dim;
+            if (j < n) take_vector(stored[j], dim, numbers + j * dim);
+        }
+    }
+}
+
 INLINE void attend_keys(Tile *t, int lv, const Layer *y, const Source *source, int64_t first, int64_t stop,
                         int64_t least, int64_t most) {
+    const char *stored_k[CHUNK], *stored_v[CHUNK];
     const float *k[CHUNK], *v[CHUNK];
+    float *numbers = POOL == POOL_FLOAT32 ? 0 : alloca((size_t)(2 * CHUNK * t->dim) * 4);
     for (int64_t at = first; at < stop; at += CHUNK) {
         int64_t n = MIN(CHUNK, stop - at);
         vf fade[2];
-        locate(source, at, n, k, v);
+        locate(source, at, n, stored_k, stored_v);
+        as_numbers(t->dim, stored_k, n, numbers, k);
+        as_numbers(t->dim, stored_v, n, numbers + CHUNK * t->dim, v);
         score_lanes(t, lv, k, n);
         if (y->softcap > 0)
             for (int64_t j = 0; j < n; j++) UNROLL for (int c = 0; c < lv; c++)

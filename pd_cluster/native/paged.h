@@ -3,8 +3,7 @@
 #include <alloca.h>
 #include <math.h>
 
-#include "team.h"
-#include "vector.h"
+#include "pool.h"
 
 #define MAX_DIM 256
 #define MAX_GROUP 8 // larger groups fill the lanes by themselves
@@ -27,7 +26,7 @@ typedef struct {
 
 typedef struct {
     int64_t num_heads, num_kv_heads, head_dim, window, block_size;
-    int64_t block_stride, key_offset, value_offset; // floats
+    int64_t block_stride, key_offset, value_offset; // bytes
     float scaling, softcap, eps;
     const float *q_norm, *k_norm;
     const float *sinks; // [num_heads] or none: scores of one more key, whose value is zero
@@ -36,7 +35,8 @@ typedef struct {
 typedef struct {
     const Step *step;
     const Layer *layer;
-    float *pool, *qkv, *out;
+    char *pool;
+    float *qkv, *out;
     int64_t token_counter, item_counter;
     const int64_t *item_starts; // in the step's order
     int64_t decode_parts;       // items that the KV heads of a decoding sequence are shared among
@@ -71,19 +71,23 @@ static void prepare_token(const Work *w, int64_t token) {
     const float *k = q + y->num_heads * dim, *v = k + y->num_kv_heads * dim;
     const float *cos = s->cos + token * dim, *sin = s->sin + token * dim;
     int64_t block = s->slots[token] / y->block_size, offset = s->slots[token] % y->block_size;
-    float *place = w->pool + block * y->block_stride + offset * y->num_kv_heads * dim;
+    int64_t nbytes = vector_nbytes(dim);
+    char *place = w->pool + block * y->block_stride + offset * y->num_kv_heads * nbytes;
     for (int64_t h = 0; h < y->num_heads; h++) rotate(q + h * dim, cos, sin, y->q_norm, y->eps, dim, q + h * dim);
-    for (int64_t h = 0; h < y->num_kv_heads; h++)
-        rotate(k + h * dim, cos, sin, y->k_norm, y->eps, dim, place + y->key_offset + h * dim);
-    memcpy(place + y->value_offset, v, (size_t)(y->num_kv_heads * dim) * 4);
+    for (int64_t h = 0; h < y->num_kv_heads; h++) {
+        float key[MAX_DIM];
+        rotate(k + h * dim, cos, sin, y->k_norm, y->eps, dim, key);
+        put_vector(key, dim, place + y->key_offset + h * nbytes);
+        put_vector(v + h * dim, dim, place + y->value_offset + h * nbytes);
+    }
 }
 
 // ---- keys and values of one sequence and head
 
 typedef struct {
-    const float *keys, *values; // of block 0
+    const char *keys, *values; // of block 0
     const int32_t *table;
-    int64_t block_stride, row_stride, block_size;
+    int64_t block_stride, row_stride, block_size; // strides in bytes
 } Source;
 
 // Some KV heads of one sequence (one unless it decodes); of query_len * group rows those from first_row on.
@@ -96,7 +100,7 @@ typedef struct {
 } Item;
 
 // Addresses of keys and values [start, start + n); the last is repeated up to a whole PAD.
-static void locate(const Source *s, int64_t start, int64_t n, const float **k, const float **v) {
+static void locate(const Source *s, int64_t start, int64_t n, const char **k, const char **v) {
     int64_t block = start / s->block_size, offset = start % s->block_size;
     for (int64_t j = 0; j < n;) {
         int64_t at = s->table[block] * s->block_stride + offset * s->row_stride;

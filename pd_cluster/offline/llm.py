@@ -254,7 +254,7 @@ class LLM:
         on_disk = used = own.get("dtype") or own.get("torch_dtype") or "float32"
         for instance in self._offline.service.router.membership.instances:
             if (info := instance.info) is not None and info.layout is not None:
-                used = info.layout.dtype
+                used = info.numerics.dtype
                 size = info.layout.block_size
                 log.info("%s: %d KV cache blocks of %d tokens", instance.name, info.num_blocks, size)
         if dtype != "auto":

@@ -37,6 +37,14 @@ FORMATS = ("awq", "gptq", "auto-round", "compressed-tensors", "smoothquant", "fp
 AT_LOAD = ("fp8", "int8", "int8_wo", "int4_wo")
 QUANTIZATIONS = (*dict.fromkeys((*FORMATS, *AT_LOAD)), "wint8", "wint4")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
+KV_CACHE_DTYPES = {  # by the names of vLLM and of its kin
+    **{name: name for name in ("auto", "bfloat16", "int8", "fp8_e4m3", "int4")},
+    "fp8": "fp8_e4m3",
+    "fp8_per_token_head": "fp8_e4m3",
+    "int8_per_token_head": "int8",
+    "int8_pertoken": "int8",
+    "int4_per_token_head": "int4",
+}
 
 ENGINE = partial(Setting, panel=Panel.ENGINE, scope=Scope.ENGINE)
 ONE = (at_least(1),)
@@ -103,6 +111,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             form=NAME,
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        ENGINE(
+            "auto (the model's), bfloat16, int8, fp8_e4m3 (or fp8) or int4: how the KV cache holds numbers. The last "
+            "three are codes with a scale for each token and head; checkpoints' scales are not needed.",
+            checks=(one_of(tuple(KV_CACHE_DTYPES)),),
+        ),
+    ] = "auto"
     device: Annotated[
         str, ENGINE("auto, cpu, cuda or npu. auto: the machine's accelerator if it has one, otherwise cpu.")
     ] = "auto"

@@ -255,6 +255,15 @@ class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
     wire_dtype: Annotated[
         KVWireDtype, KV("auto, or int8: smaller, inexact KV between hosts.", name="kv_wire_dtype")
     ] = ALIKE.wire_dtype
+    mixed: Annotated[
+        bool,
+        KV(
+            "Let prefill and decode instances differ in --kv-cache-dtype. Their tokens may then differ from those of "
+            "one instance, and a request that goes on elsewhere may continue in another way.",
+            name="kv_mixed",
+            also=("allow_mixed_kv",),
+        ),
+    ] = ALIKE.mixed
 
     def options(self) -> KVOptions:
         return KVOptions(**msgspec.structs.asdict(self))

@@ -35,6 +35,7 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
     wire_dtype: KVWireDtype = "auto"
     checksum: bool = True
     hmac: bool = True
+    mixed: bool = False  # the pools may hold numbers in different ways
 
 
 class LinkOpen(Message, frozen=True):

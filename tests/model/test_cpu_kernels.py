@@ -17,6 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.vectors import decode, encode
 from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.cpu.ops import CpuOps
 from pd_cluster.model.layers.gated import Activation
@@ -40,14 +41,20 @@ def ops() -> CpuOps:
 
 
 def make_batch(
-    sequences: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int, rng: random.Random
+    sequences: list[tuple[int, int]],
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    rng: random.Random,
+    dtype: str = "float32",
 ) -> ForwardBatch:
     """(query_len, prefix_len) each, in blocks drawn from a pool full of numbers; spare blocks hold NaN."""
     needed = sum(-(-(n + prefix) // block_size) for n, prefix in sequences)
-    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, "float32"), needed + 3)
-    pool.data.fill_(float("nan"))
+    pool = KVPool(KVLayout(NUM_LAYERS, num_kv_heads, keys_and_values(head_dim), block_size, dtype), needed + 3)
+    shape = (NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
+    pool.data.copy_(encode(torch.full((1, *shape), torch.nan), dtype))
     blocks = rng.sample(range(pool.num_blocks), needed)
-    pool.data[blocks] = torch.randn(needed, *pool.data.shape[1:])
+    pool.data[blocks] = encode(torch.randn(needed, *shape), dtype)
     chunks = []
     for i, (query_len, prefix) in enumerate(sequences):
         count = -(-(query_len + prefix) // block_size)
@@ -69,6 +76,10 @@ def make_rope(batch: ForwardBatch, head_dim: int) -> Rope:
     return Rope(angles.cos(), angles.sin())
 
 
+def numbers_of(pool: KVPool, plane: torch.Tensor) -> torch.Tensor:
+    return decode(plane, pool.layout.dtype).double()
+
+
 def reference(heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
     """float64, one sequence, head and query at a time; the pool is as the kernel left it."""
     dim, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
@@ -77,7 +88,7 @@ def reference(heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) 
         query = query / (query.square().mean(-1, keepdim=True) + heads.q_norm.eps).sqrt() * heads.q_norm.weight
     left, right = query.chunk(2, dim=-1)
     query = query * rope.cos[:, None] + torch.cat((-right, left), dim=-1) * rope.sin[:, None]
-    key_pool, value_pool = (part.double() for part in batch.pool.layer(heads.layer_idx))
+    key_pool, value_pool = (numbers_of(batch.pool, plane) for plane in batch.pool.layer(heads.layer_idx))
     starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
     result = torch.empty(len(qkv), heads.num_heads, dim, dtype=torch.float64)
     for i, context_len in enumerate(batch.context_lens.tolist()):

@@ -160,7 +160,7 @@ class InLinks:
                 f"the models differ: the prefill instance serves {opened.model_identity[:12]}, "
                 f"the decode instance {side.model_identity[:12]}; start both with the same {called('model')}"
             )
-        if (found := opened.numerics.difference(side.numerics)) is not None:
+        if (found := opened.numerics.difference(side.numerics, side.options.mixed)) is not None:
             setting, theirs, ours = found
             raise LinkError(
                 f"{setting} differs: {theirs} on the prefill instance and {ours} on the decode instance; start both "

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pd_cluster.errors import ModelError
+from pd_cluster.kv.vectors import decode, encode
 from pd_cluster.model.batch import ForwardBatch
 
 NAME = "pd_cluster"  # transformers gives names with "sdpa" or "paged|" in them a meaning of their own
@@ -91,7 +92,13 @@ def write_and_attend(
     """Writes the step's keys and values to the pool; returns [num_tokens, num_heads, head_dim]."""
     key_pool, value_pool = batch.pool.layer(layer_idx)
     block_size = batch.pool.layout.block_size
-    write_kv(keys, values, key_pool, value_pool, batch.slot_mapping)
+    dtype = batch.pool.layout.dtype
+    if key_pool.dtype != keys.dtype:  # all keys are attended to as the pool has them, those of this step too
+        stored = encode(keys, dtype), encode(values, dtype)
+        keys, values = (decode(each, dtype).to(query.dtype) for each in stored)
+    else:
+        stored = keys, values
+    write_kv(*stored, key_pool, value_pool, batch.slot_mapping)
     batch.layer_written(layer_idx, scoring.sliding_window)
 
     output = torch.empty_like(query.transpose(0, 1))  # [num_tokens, num_heads, head_dim]
@@ -109,8 +116,10 @@ def write_and_attend(
         if seen == query_len:
             k, v = keys[rows], values[rows]
         else:
-            k = key_pool.index_select(0, table[first:]).flatten(0, 1)[:seen]  # [seen, num_kv_heads, head_dim]
-            v = value_pool.index_select(0, table[first:]).flatten(0, 1)[:seen]
+            k, v = (  # [seen, num_kv_heads, head_dim]
+                decode(plane.index_select(0, table[first:]).flatten(0, 1)[:seen], dtype).to(query.dtype)
+                for plane in (key_pool, value_pool)
+            )
         output[rows] = _attend(query[:, rows], k, v, batch, scoring).transpose(0, 1)
     return output
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertWeights
@@ -26,6 +27,7 @@ from pd_cluster.native import build
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # rows.h
+POOLS = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # pool.h
 
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -61,6 +63,16 @@ class _BatchState:
     order: npt.NDArray[np.int32]
 
 
+@dataclass(slots=True)
+class _Bound:
+    """A layer in one pool, as C sees it, and the attention for pools of its dtype."""
+
+    pool: KVPool
+    layer: _Layer
+    address: int
+    attend: Any
+
+
 @functools.cache
 def _library(flags: tuple[str, ...]) -> ctypes.CDLL:
     library = build.load(flags)
@@ -72,23 +84,34 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL:
     return library
 
 
-def supports(config: Any) -> bool:
-    """Whether the attention kernel supports heads of this size (a transformers config)."""
+def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> Any:
+    """Returns attention over a pool of this dtype: each has a library of its own, compiled when it is wanted."""
+    chosen = (f"-DPOOL={POOLS[pool_dtype]}",) if POOLS[pool_dtype] else ()
+    return _library((*flags, *chosen)).pd_attend
+
+
+def supports(config: Any, pool_dtype: str = "float32") -> bool:
+    """Whether the attention kernel supports heads of this size (a transformers config) in such a pool."""
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_dim % HEAD_DIM_MULTIPLE == 0 and head_dim <= MAX_HEAD_DIM
+    multiple = HEAD_DIM_MULTIPLE * (2 if pool_dtype == "int4" else 1)  # each half fills whole vectors
+    return pool_dtype in POOLS and head_dim % multiple == 0 and head_dim <= MAX_HEAD_DIM
 
 
 class CpuOps:
-    """`Ops` in C. Raises KernelsUnavailable when the kernels cannot be built or loaded."""
+    """`Ops` in C. Raises KernelsUnavailable when the kernels cannot be built or loaded.
+
+    `pool_dtype`: that of the pool which will be served; those of other dtypes compile their attention when they come.
+    """
 
     name = "C"
     attention = "C"
     is_capturable = False  # there are no graphs on a CPU
 
-    def __init__(self, flags: tuple[str, ...] = build.FLAGS) -> None:
+    def __init__(self, flags: tuple[str, ...] = build.FLAGS, pool_dtype: str = "float32") -> None:
         library = _library(flags)
-        self._norm, self._gate, self._attend = library.pd_norm, library.pd_gate, library.pd_attend
-        self._layers: dict[Heads, tuple[KVPool, _Layer, int]] = {}
+        self._norm, self._gate, self._flags = library.pd_norm, library.pd_gate, flags
+        _attend_in(flags, pool_dtype)
+        self._layers: dict[Heads, _Bound] = {}
 
     def linear(self, weight: LinearWeight) -> Linear:
         return weight.linear()
@@ -149,19 +172,20 @@ class CpuOps:
         state = states.get(rope)
         if state is None:
             state = states[rope] = _batch_state(batch, rope, heads.head_dim)
-        pool, _, layer = self._layers.get(heads) or self._bind(heads, batch.pool)
-        if pool is not batch.pool:
-            _, _, layer = self._bind(heads, batch.pool)
+        bound = self._layers.get(heads)
+        if bound is None or bound.pool is not batch.pool:
+            bound = self._bind(heads, batch.pool)
         state.step.num_threads = torch.get_num_threads()  # which may change between layers
         out = torch.empty(num_tokens, heads.num_heads * heads.head_dim)
-        self._attend(state.address, layer, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
+        bound.attend(state.address, bound.address, batch.pool.data.data_ptr(), qkv.data_ptr(), out.data_ptr())
         batch.layer_written(heads.layer_idx, heads.sliding_window)
         return out
 
-    def _bind(self, heads: Heads, pool: KVPool) -> tuple[KVPool, _Layer, int]:
+    def _bind(self, heads: Heads, pool: KVPool) -> _Bound:
         data, layout = pool.data, pool.layout
-        assert data.dtype == torch.float32
+        assert data.dtype == TORCH_DTYPES[layout.dtype]
         assert data.is_contiguous()
+        strides = [data.element_size() * stride for stride in data.stride()]
         assert (layout.local_kv_heads, layout.head_dim) == (heads.num_kv_heads, heads.head_dim)
         assert heads.num_heads % heads.num_kv_heads == 0
         assert heads.layer_idx < layout.num_layers
@@ -175,9 +199,9 @@ class CpuOps:
             head_dim=heads.head_dim,
             window=heads.sliding_window or 0,
             block_size=layout.block_size,
-            block_stride=data.stride(0),
-            key_offset=heads.layer_idx * data.stride(1),
-            value_offset=heads.layer_idx * data.stride(1) + data.stride(2),
+            block_stride=strides[0],
+            key_offset=heads.layer_idx * strides[1],
+            value_offset=heads.layer_idx * strides[1] + strides[2],
             scaling=heads.scaling,
             softcap=heads.softcap or 0.0,
             eps=heads.q_norm.eps if heads.q_norm is not None else 0.0,
@@ -185,7 +209,8 @@ class CpuOps:
             k_norm=heads.k_norm.weight.data_ptr() if heads.k_norm is not None else None,
             sinks=heads.sinks.data_ptr() if heads.sinks is not None else None,
         )
-        bound = self._layers[heads] = (pool, layer, ctypes.addressof(layer))
+        attend = _attend_in(self._flags, layout.dtype)
+        bound = self._layers[heads] = _Bound(pool, layer, ctypes.addressof(layer), attend)
         return bound
 
 

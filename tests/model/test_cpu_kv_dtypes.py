@@ -1,0 +1,181 @@
+"""Attention in C over pools of 16 bits, of codes: its numbers, its bytes, and rows without regard to their company."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import random
+
+import pytest
+import torch
+
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.vectors import decode, encode
+from pd_cluster.model.batch import ForwardBatch, build_batch
+from pd_cluster.model.cpu.ops import POOLS, CpuOps, supports
+from pd_cluster.model.layers.ops import Heads, TorchOps
+from pd_cluster.native import build
+from pd_cluster.types import Order, Request, Sampling
+from tests.model.test_cpu_kernels import LAYER, NUM_LAYERS, SEQUENCES, assert_close, make_batch, make_rope, reference
+
+NARROW = [dtype for dtype in POOLS if dtype != "float32"]
+OLDER = ["-mno-avx512f", "-march=x86-64"]
+
+
+@pytest.fixture(scope="module")
+def ops() -> CpuOps:
+    try:
+        return CpuOps()
+    except build.KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def a_step(
+    dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, rng: random.Random
+) -> tuple[ForwardBatch, torch.Tensor]:
+    batch = make_batch(rng.sample(SEQUENCES, 6), num_kv_heads, head_dim, block_size, rng, dtype)
+    return batch, torch.randn(batch.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim) * 2
+
+
+def check_attention(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int]) -> None:
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    rng = random.Random(repr(shape))
+    torch.manual_seed(head_dim)
+    for window, softcap in itertools.product((None, 24), (None, 5.0)):
+        batch, qkv = a_step(dtype, *shape, rng)
+        sinks = torch.randn(num_heads) * 4 if softcap is None else None
+        heads = Heads(LAYER, num_heads, num_kv_heads, head_dim, head_dim**-0.5, window, softcap, sinks=sinks)
+        rope = make_rope(batch, head_dim)
+        actual = ops.attend(heads, qkv.clone(), rope, batch)
+        assert_close(actual, reference(heads, qkv, rope, batch))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("shape", [(4, 2, 32, 3), (8, 8, 64, 16), (7, 1, 128, 16), (24, 2, 96, 64), (32, 8, 128, 16)])
+def test_attention(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int]) -> None:
+    """Against float64 over the pool as the kernel left it: lengths, prefixes, windows, softcaps and sinks."""
+    check_attention(ops, dtype, shape)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64 compilers")
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("flag", OLDER)
+def test_on_older_cpus(dtype: str, flag: str) -> None:
+    try:
+        older = CpuOps((*build.FLAGS, flag), dtype)
+    except build.KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+    for shape in [(4, 2, 32, 3), (7, 1, 128, 16)]:
+        check_attention(older, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("flags", [(), *([(flag,) for flag in OLDER] if platform.machine() == "x86_64" else [])])
+def test_the_pool_s_bytes_are_those_of_the_reference(ops: CpuOps, dtype: str, flags: tuple[str, ...]) -> None:
+    """What a float32 pool gets, coded by torch, is what the kernel writes: to the bit, infinities and NaN too."""
+    shape = (4, 2, 64, 16)
+    kernels = CpuOps((*build.FLAGS, *flags), dtype) if flags else ops
+    torch.manual_seed(3)
+    exact, qkv = a_step("float32", *shape, random.Random(3))
+    qkv *= torch.logspace(-20, 20, len(qkv))[:, None]
+    qkv[1], qkv[5] = 0.0, 1e-31
+    if dtype != "bfloat16":
+        qkv[2, -1], qkv[3, -64] = torch.inf, torch.nan
+    narrow, _ = a_step(dtype, *shape, random.Random(3))
+    heads, rope = Heads(LAYER, 4, 2, 64, 0.125), make_rope(exact, 64)
+    kernels.attend(heads, qkv.clone(), rope, exact)
+    kernels.attend(heads, qkv.clone(), rope, narrow)
+    slots = exact.slot_mapping
+    assert torch.equal(slots, narrow.slot_mapping)
+    for numbers, stored in zip(exact.pool.layer(LAYER), narrow.pool.layer(LAYER), strict=True):
+        found = stored[slots // 16, slots % 16]
+        expected = encode(numbers[slots // 16, slots % 16], dtype)
+        same = (found == expected) | (found.isnan() & expected.isnan())
+        is_nan = decode(expected, dtype).isnan().all(-1, keepdim=True)
+        assert (same | is_nan).all()
+        assert torch.equal(decode(found, dtype).isnan(), decode(expected, dtype).isnan())
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in NARROW if dtype != "bfloat16"])
+def test_a_prompt_attends_as_if_the_pool_had_its_numbers(ops: CpuOps, dtype: str) -> None:
+    """To the bit: codes become floats once for each tile, and all else is the float32 kernel."""
+    rng = random.Random(9)
+    torch.manual_seed(9)
+    sequences = [(17, 40), (64, 130), (33, 0)]
+    batch = make_batch(sequences, 2, 64, 16, rng, dtype)
+    heads, rope = Heads(LAYER, 8, 2, 64, 0.125), make_rope(batch, 64)
+    qkv = torch.randn(batch.num_tokens, 12 * 64)
+    actual = ops.attend(heads, qkv.clone(), rope, batch)
+    plain = make_batch(sequences, 2, 64, 16, random.Random(9))
+    for there, here in zip(plain.pool.layer(LAYER), batch.pool.layer(LAYER), strict=True):
+        there.copy_(decode(here, dtype))
+    keys, values = (part.flatten(0, 1)[batch.slot_mapping] for part in plain.pool.layer(LAYER))
+    flat = make_rope(batch, 64)
+    flat.cos.fill_(1.0)
+    flat.sin.fill_(0.0)
+    rotated = qkv.clone()
+    ops.attend(heads, rotated, rope, plain)  # rotates queries in place
+    rotated[:, 8 * 64 :] = torch.cat((keys.flatten(1), values.flatten(1)), dim=1)
+    plain.kernel_state = None
+    assert torch.equal(actual, ops.attend(heads, rotated, flat, plain))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps, dtype: str) -> None:
+    rng = random.Random(5)
+    torch.manual_seed(5)
+    batch = make_batch(SEQUENCES, 2, 64, 16, rng, dtype)
+    heads, rope = Heads(LAYER, 6, 2, 64, 0.125), make_rope(batch, 64)
+    qkv = torch.randn(batch.num_tokens, 10 * 64)
+    together = ops.attend(heads, qkv.clone(), rope, batch)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batch.kernel_state = None
+    assert torch.equal(together, ops.attend(heads, qkv.clone(), rope, batch))
+    torch.set_num_threads(num_threads)
+    starts, tables = batch.query_starts.tolist(), batch.table_starts.tolist()
+    for i, (query_len, prefix) in enumerate(SEQUENCES):
+        rows = slice(starts[i], starts[i + 1])
+        table = batch.block_table[tables[i] : tables[i + 1]].tolist()
+        order = Order([0] * (query_len + prefix), Sampling())
+        alone = build_batch(
+            [(Request("x", order, num_computed_tokens=prefix, block_table=table), query_len)], batch.pool
+        )
+        own_rope = make_rope(alone, 64)
+        assert torch.equal(together[rows], ops.attend(heads, qkv[rows].clone(), own_rope, alone))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_torch_computes_the_same(ops: CpuOps, dtype: str) -> None:
+    """Attention by SDPA over the same pool: also what a step writes is attended to as the pool has it."""
+    torch.manual_seed(11)
+    batch, qkv = a_step(dtype, 6, 2, 64, 16, random.Random(11))
+    heads, rope = Heads(LAYER, 6, 2, 64, 0.125), make_rope(batch, 64)
+    before = batch.pool.data.clone()
+    actual = ops.attend(heads, qkv.clone(), rope, batch)
+    written = batch.pool.data.clone()
+    batch.pool.data.copy_(before)
+    batch.kernel_state = None
+    assert_close(actual, TorchOps().attend(heads, qkv.clone(), rope, batch), 0.02)
+    ours, theirs = (decode(data, dtype).nan_to_num() for data in (written, batch.pool.data))
+    assert (ours - theirs).abs().max() <= ours.abs().max() * {"int4": 0.15, "bfloat16": 0.008}.get(dtype, 0.07)
+    assert ((ours - theirs).abs() > 1e-5 * ours.abs().max()).float().mean() < 0.001  # rounded the other way
+
+
+def test_what_the_kernels_take() -> None:
+    class Config:
+        head_dim = 48
+
+    assert supports(Config, "int8")
+    assert not supports(Config, "int4")  # each half of a head fills whole vectors
+    assert not supports(Config, "float16")
+
+
+def test_other_layers_stay_as_they_are(ops: CpuOps) -> None:
+    batch, qkv = a_step("int8", 4, 2, 64, 16, random.Random(2))
+    assert isinstance(batch.pool, KVPool)
+    before = batch.pool.data.clone()
+    ops.attend(Heads(LAYER, 4, 2, 64, 0.125), qkv, make_rope(batch, 64), batch)
+    others = [layer for layer in range(NUM_LAYERS) if layer != LAYER]
+    assert torch.equal(batch.pool.data[:, others], before[:, others])
+    assert not torch.equal(batch.pool.data, before)

@@ -74,8 +74,8 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend elsewhere.
 
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
-    those of a folder are part of its identity. `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON. `key_order`: that of a head's
-    features in the KV cache (model/layers/rope_tables).
+    those of a folder are part of its identity. `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON.
+    `key_order`: that of a head's features in the KV cache (model/layers/rope_tables).
     """
 
     device: str = "cpu"

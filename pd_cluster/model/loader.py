@@ -96,7 +96,8 @@ def load_model(
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
 
-    The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute each row alike in every batch. Raises ConfigError.
+    The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute
+    each row alike in every batch. Raises ConfigError.
     """
     share = None if group is None or group.size == 1 else Share(plan_of(checkpoint, group.size), group)
     if share is not None and checkpoint.is_unproven:

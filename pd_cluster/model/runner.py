@@ -88,6 +88,7 @@ class ModelRunner:
             hf_overrides=checkpoint.hf_overrides,
             rope=checkpoint.rope,
             key_order=self.model.key_order,
+            bf16_way=self.model.bf16_way,
         )
         self._graphs = self._make_graphs(config)
         # Where the device is the host, nothing is gained.

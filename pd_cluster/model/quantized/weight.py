@@ -183,5 +183,7 @@ BIAS = Part(outputs=0, inputs=None, is_added=True)
 CODED = WeightForm(
     {"codes": Part(0, 1), "code_scales": Part(0, 1), "code_zeros": Part(0, 1), "bias": BIAS}, CodedWeight
 )
-INT8 = WeightForm({"int8_codes": Part(0, 1), "int8_scales": Part(0, None), "bias": BIAS}, Int8Weight)
-INT8_STATIC = WeightForm({**INT8.parts, "int8_inputs": Part(None, None)}, Int8Weight)
+INT8 = WeightForm(
+    {"int8_codes": Part(0, 1), "int8_scales": Part(0, None), "bias": BIAS}, Int8Weight, rounds_activations=True
+)
+INT8_STATIC = WeightForm({**INT8.parts, "int8_inputs": Part(None, None)}, Int8Weight, rounds_activations=True)

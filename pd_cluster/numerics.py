@@ -78,7 +78,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
     those of a folder are part of its identity. `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON.
     `key_order`: that of a head's features in the KV cache (model/layers/rope_tables). `bf16_way`: how a CPU multiplies
-    weights of bfloat16 (model/cpu/quantized), if it does.
+    weights of bfloat16 (native/products), if it does.
     """
 
     device: str = "cpu"

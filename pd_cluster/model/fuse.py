@@ -16,7 +16,6 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from pd_cluster.model.causal_lm import FusedCausalLM, FusedLayer
-from pd_cluster.model.cpu.quantized import bf16_way
 from pd_cluster.model.layers.expert_weight import ExpertWeights, experts_of
 from pd_cluster.model.layers.gated import Activation, GatedMLP, SharedExpert
 from pd_cluster.model.layers.linear import Linear, packs
@@ -27,6 +26,7 @@ from pd_cluster.model.layers.weight import joined, weight_of
 from pd_cluster.model.parallel.layers import Share, SpanningNorm
 from pd_cluster.model.quirks import ARCHITECTURES, Quirks
 from pd_cluster.model.wide import WideEmbedding, is_narrow, widen
+from pd_cluster.native.products import bf16_way
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,6 @@ from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attentio
 from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.ops import CpuOps, supports
-from pd_cluster.model.cpu.quantized import multiplies_bf16
 from pd_cluster.model.fit import check_loaded, check_stored
 from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
@@ -50,6 +49,7 @@ from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
+from pd_cluster.native.products import multiplies_bf16
 from pd_cluster.numerics import overridden
 from pd_cluster.settings.engine import KV_CACHE_DTYPES
 from pd_cluster.types import Order, Request, Sampling

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding
 
-from pd_cluster.model.cpu.quantized import bf16_way
 from pd_cluster.model.layers.expert_weight import PRODUCTS, are_experts
+from pd_cluster.native.products import bf16_way
 
 
 def is_narrow(model: torch.nn.Module) -> bool:

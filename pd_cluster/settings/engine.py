@@ -99,7 +99,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         str,
         ENGINE(
-            "auto, float32, float16 or bfloat16. auto: the model's own; float32 on a CPU.", checks=(one_of(DTYPES),)
+            "auto, float32, float16 or bfloat16. auto: the model's own; on a CPU float32, or the model's bfloat16 if "
+            "the processor multiplies it.",
+            checks=(one_of(DTYPES),),
         ),
     ] = "auto"
     quantization: Annotated[

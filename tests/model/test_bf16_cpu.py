@@ -18,9 +18,9 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
 from pd_cluster.model import loader
-from pd_cluster.model.cpu import quantized
 from pd_cluster.model.layers import linear
 from pd_cluster.model.loader import load_model, resolve_dtype
+from pd_cluster.native import products as quantized
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.engine import EngineConfig
 from tests.model.test_company import numbers, prompts_of, wide
@@ -109,6 +109,11 @@ def test_the_split_and_ranks_compute_what_one_process_does(tmp_path: Path, archi
     folder = narrow(tmp_path / "model", architecture)
     alone = tokens_of(folder, dtype="bfloat16")
     assert tokens_of(folder, dtype="bfloat16", prefill=1, decode=1) == alone
+    with LLM(
+        str(folder), dtype="bfloat16", num_blocks=64, max_model_len=128, prefill=1, decode=1, tensor_parallel_size=2
+    ) as llm:
+        outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == alone
     in_chunks = {"max_num_batched_tokens": 12, "enable_prefix_caching": False}
     assert tokens_of(folder, dtype="bfloat16", **in_chunks) == alone
 

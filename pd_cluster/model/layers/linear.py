@@ -9,14 +9,12 @@ are computed with it, unlike MKL's.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 
 import torch
 from torch.nn.functional import linear, pad
 
-from pd_cluster.model.cpu.quantized import bf16_linear
-
-Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [num_rows, out_features]
+from pd_cluster.native.products import Linear as Linear
+from pd_cluster.native.products import bf16_linear
 
 MOST_PADDED = 16 << 20  # padding's multiplications per product: cheaper than compiling for another number of rows
 SIZES_PER_OCTAVE = 8

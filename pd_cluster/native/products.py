@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch.nn.functional import pad
@@ -17,9 +18,7 @@ from torch.nn.functional import pad
 from pd_cluster.errors import ModelError
 from pd_cluster.native import build
 
-if TYPE_CHECKING:
-    from pd_cluster.model.layers.linear import Linear
-
+Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [num_rows, out_features]
 Activations = Literal["float32", "bfloat16", "int8"]  # the form in which they are multiplied
 Way = Literal["float32", "dot products", "tiles"]
 

@@ -24,6 +24,7 @@ from pd_cluster.api.gate.root_path import RootPath
 from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.model_routes import model_routes
 from pd_cluster.api.openai.openai import openai_routes
+from pd_cluster.api.openai.pooling_routes import pooling_routes
 from pd_cluster.api.openai.token_routes import token_routes
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.entrance import Entrance
@@ -52,7 +53,7 @@ def public_app(
     app = _app(service, openai, http)
     install_error_handlers(app)
     _put_in_front(app, service.router.entrance, drain, http, file_keys, counts)
-    own = (openai_routes, model_routes, token_routes) if openai else (legacy_routes,)
+    own = (openai_routes, pooling_routes, model_routes, token_routes) if openai else (legacy_routes,)
     for routes in own:
         add_routes(app, routes(service))
     add_routes(app, _common_routes(instances, drain))
@@ -95,7 +96,8 @@ def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
         return FastAPI(title=TITLE, openapi_url=None)
     shown = {"validatorUrl": None}  # otherwise it would be an external service
     app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
-    written = document(service.served_model_names[0], openai, http.has_keys, service.takes_tools)
+    has_scores = not service.scorer.why_not
+    written = document(service.served_model_names[0], openai, http.has_keys, service.takes_tools, has_scores)
     app.openapi = lambda: written  # type: ignore[method-assign]
     return app
 

@@ -1,42 +1,40 @@
-"""Prompts to vectors over the router: tokens, limits, and the checkpoint's way to pool. Knows nothing of HTTP."""
+"""Prompts to vectors: tokens, limits, and the checkpoint's way to pool. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from pd_cluster.checkpoints.pooling import pooling_kind_of
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.errors import GenerationError, ModelError, RequestError
-from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.limits import check_priority
+from pd_cluster.service.pooled import PoolingAsk, check_length, kept_tokens, numbers_of, pooled, pooled_generation
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
-from pd_cluster.types import INT32_MAX, NO_SAMPLING, Order, Pooling, PoolingKind
+from pd_cluster.types import INT32_MAX, PooledOutput, Pooling, PoolingKind
+
+PROMPTS_A_TURN = 16  # that are prepared before other tasks have their turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingAsk:
+class EmbeddingAsk(PoolingAsk):
     """A prompt to be pooled: text or token ids.
 
     `dimensions`: how many of the first numbers are kept; None: all. `truncate_prompt_tokens`: how many of the last
-    tokens are kept; -1: as many as the context has; None: a prompt that is too long is refused. `received_s`: the
-    arrival time, for the request's timeline, and `client_id` its name there.
+    tokens are kept; -1: as many as the context has; None: a prompt that is too long is refused. `field`: its name in
+    errors.
     """
 
     prompt: str | list[int]
     dimensions: int | None = None
     normalizes: bool = True
-    truncate_prompt_tokens: int | None = None
     special: bool = True  # the tokenizer adds its special tokens to a text
-    cache_salt: str | None = None
-    priority: int = 0
-    client_id: str = ""
-    received_s: float | None = None
-    caller: Caller = field(default=NOBODY)
+    field: str = "prompt"
 
 
 class Embedding(NamedTuple):
@@ -51,10 +49,16 @@ class Embedder:
     """`limit` returns the current number of tokens in the context; `folder` is the checkpoint's."""
 
     def __init__(
-        self, router: Router, encoder: PromptEncoder, limit: Callable[[], int], vocab_size: int, folder: Path
+        self,
+        router: Router,
+        encoder: PromptEncoder,
+        limit: Callable[[], int],
+        vocab_size: int,
+        folder: Path,
+        has_priorities: bool,
     ) -> None:
         self._router, self._encoder, self._limit = router, encoder, limit
-        self._vocab_size, self._folder = vocab_size, folder
+        self._vocab_size, self._folder, self._has_priorities = vocab_size, folder, has_priorities
 
     @cached_property
     def kind(self) -> PoolingKind:
@@ -66,52 +70,43 @@ class Embedder:
 
     async def token_ids(self, ask: EmbeddingAsk) -> list[int]:
         """Returns the prompt's tokens, cut where that is asked for. Raises RequestError."""
-        limit, keep, prompt = self._limit(), ask.truncate_prompt_tokens, ask.prompt
+        limit, keep, prompt, place = self._limit(), ask.truncate_prompt_tokens, ask.prompt, ask.field
         if isinstance(prompt, str):
-            (prompt,) = await self._encoder.encode([prompt], ask.special, keep is not None, "prompt", ask.caller)
+            param = place.partition("[")[0]
+            (prompt,) = await self._encoder.encode([prompt], ask.special, keep is not None, param, ask.caller)
         if keep is not None:
-            keep = limit if keep == -1 else keep
-            if not 0 < keep <= limit:
-                raise RequestError(
-                    f"truncate_prompt_tokens: {ask.truncate_prompt_tokens}; must be -1 or in 1 to {limit}, this "
-                    f"model's context",
-                    param="truncate_prompt_tokens",
-                )
-            prompt = prompt[-keep:]
-        if not prompt:
-            raise RequestError("prompt: no tokens", param="prompt")
-        if len(prompt) > limit:
-            raise RequestError(
-                f"prompt: the prompt is too long: {len(prompt)} tokens; this model's maximum context length is {limit} "
-                f"tokens; send less, or truncate_prompt_tokens",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            prompt = prompt[-kept_tokens(keep, limit) :]
+        check_length(len(prompt), limit, place)
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise RequestError(f"prompt: token ids must be in 0 to {self._vocab_size - 1}", param="prompt")
+            raise RequestError(
+                f"{place}: token ids must be in 0 to {self._vocab_size - 1}", param=place.partition("[")[0]
+            )
         return prompt
+
+    async def generation(self, ask: EmbeddingAsk) -> Generation:
+        """Prepares one prompt. Raises RequestError."""
+        if ask.dimensions is not None and not 1 <= ask.dimensions <= INT32_MAX:
+            raise RequestError(f"dimensions: {ask.dimensions}; must be in 1 to {INT32_MAX}", param="dimensions")
+        check_priority(ask.priority, self._has_priorities)
+        pooling = Pooling(kind=self.kind, dimensions=ask.dimensions, normalizes=ask.normalizes)
+        return pooled_generation(ask, await self.token_ids(ask), pooling)
+
+    async def generations(self, asks: Sequence[EmbeddingAsk]) -> list[Generation]:
+        """Prepares the prompts of a request. Raises RequestError."""
+        found = []
+        for at, ask in enumerate(asks):
+            found.append(await self.generation(ask))
+            if at % PROMPTS_A_TURN == PROMPTS_A_TURN - 1:
+                await asyncio.sleep(0)
+        return found
+
+    async def vectors(self, generations: Sequence[Generation]) -> list[PooledOutput]:
+        """Returns the vectors of prepared prompts, in their order. Raises what `Router.pool` raises."""
+        return await pooled(self._router, generations)
 
     async def embed(self, ask: EmbeddingAsk) -> Embedding:
         """Returns the vector of a prompt. Raises RequestError, and what `Router.pool` raises."""
-        if ask.dimensions is not None and not 1 <= ask.dimensions <= INT32_MAX:
-            raise RequestError(f"dimensions: {ask.dimensions}; must be in 1 to {INT32_MAX}", param="dimensions")
-        pooling = Pooling(kind=self.kind, dimensions=ask.dimensions, normalizes=ask.normalizes)
-        token_ids = await self.token_ids(ask)
-        caller = ask.caller
-        order = Order(token_ids, NO_SAMPLING, caller.salt(ask.cache_salt), priority=ask.priority, pooling=pooling)
-        caller.arrived()
-        pooled = await self._router.pool(
-            order, client_id=ask.client_id, received_s=ask.received_s, visitor=caller.visitor
-        )
-        return Embedding(token_ids, numbers_of(pooled.vector, ask.dimensions), pooled.num_cached_tokens)
-
-
-def numbers_of(vector: bytes, dimensions: int | None) -> list[float]:
-    """Returns the numbers of a PooledOutput. Raises GenerationError for bytes that are not so many float32."""
-    found = array("f")
-    if len(vector) % found.itemsize or not vector or dimensions not in (None, len(vector) // found.itemsize):
-        raise GenerationError(f"an instance sent {len(vector)} bytes in place of a vector")
-    found.frombytes(vector)
-    if sys.byteorder == "big":
-        found.byteswap()
-    return found.tolist()
+        generation = await self.generation(ask)
+        (found,) = await self.vectors([generation])
+        values = numbers_of(found.vector, ask.dimensions)
+        return Embedding(generation.prompt_token_ids, values, found.num_cached_tokens)

@@ -14,7 +14,7 @@ from pd_cluster.errors import GuideError, RequestError
 from pd_cluster.service.caller import NOBODY, Caller
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.guides.guide_check import GuideCheck
-from pd_cluster.service.limits import Limits, max_tokens_of, truncated
+from pd_cluster.service.limits import Limits, check_priority, max_tokens_of, truncated
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.service.schema.guide_fields import Asked
 from pd_cluster.service.schema.protocol import GenerationRequest
@@ -88,11 +88,7 @@ class Intake:
                 f"send fewer prompts in a request",
                 param=asked.field.partition(".")[0],
             )
-        if request.priority and not self._has_priorities:
-            raise RequestError(
-                f"priority: {request.priority}; this server takes requests as they come (--scheduling-policy fcfs)",
-                param="priority",
-            )
+        check_priority(request.priority or 0, self._has_priorities)
         self._check_text(request, asked)
         sampling = msgspec.structs.replace(
             request.sampling(0, 0, self._sampling_defaults),

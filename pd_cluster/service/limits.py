@@ -192,3 +192,12 @@ def max_tokens_of(
             code="context_length_exceeded",
         )
     return wanted
+
+
+def check_priority(priority: int, has_priorities: bool) -> None:
+    """Raises RequestError for a priority where requests are served as they come."""
+    if priority and not has_priorities:
+        raise RequestError(
+            f"priority: {priority}; this server takes requests as they come (--scheduling-policy fcfs)",
+            param="priority",
+        )

@@ -154,8 +154,8 @@ class Meter:
 
 def most_tokens(generation: Generation) -> int:
     """Returns the most tokens that it may use: its prompt once, and the longest answer of each computed sequence."""
-    sampling = generation.sampling
-    return len(generation.prompt_token_ids) + sampling.num_sequences * sampling.max_tokens
+    order = generation.order
+    return len(order.prompt_token_ids) + order.num_decoding * order.most_output_tokens
 
 
 def used_tokens(generation: Generation) -> int:

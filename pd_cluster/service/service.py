@@ -23,6 +23,7 @@ from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatF
 from pd_cluster.service.schema.guide_fields import Asked
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
 from pd_cluster.service.schema.tool_fields import tools_of
+from pd_cluster.service.scoring import Scorer
 from pd_cluster.service.sequence import Piece
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.timeouts import Timeouts
@@ -87,7 +88,11 @@ class TextService:
             config.sampling_defaults,
             control,
         )
-        self.embedder = Embedder(router, self._intake.encoder, lambda: self.max_model_len, vocab_size, checkpoint.path)
+        encoder, has_priorities = self._intake.encoder, config.has_priorities
+        self.embedder = Embedder(
+            router, encoder, lambda: self.max_model_len, vocab_size, checkpoint.path, has_priorities
+        )
+        self.scorer = Scorer(router, self.tokenizer, encoder, lambda: self.max_model_len, self.guard, has_priorities)
         self._chats = ChatPrompts.make(
             self.tokenizer.template,
             self.tokenizer.special_tokens,

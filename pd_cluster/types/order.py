@@ -9,6 +9,8 @@ import msgspec
 from pd_cluster.types.sampling import Sampling
 
 PoolingKind = Literal["last", "mean"]
+PooledKind = Literal["last", "mean", "logits"]
+MAX_POOLED_TOKEN_IDS = 64
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -16,11 +18,15 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `kind`: the final hidden state (after the last norm) of the last token, or the mean of all tokens'. `dimensions`:
     only so many of the first numbers are kept; None: all. Then `normalizes` divides the vector by its length (L2).
+
+    For kind "logits" the vector is the model's logits of `token_ids` as the token after the prompt, in their order;
+    a caller computes from them how likely each is beside the others. Nothing is cut off or normalized.
     """
 
-    kind: PoolingKind = "last"
+    kind: PooledKind = "last"
     dimensions: int | None = None
     normalizes: bool = True
+    token_ids: tuple[int, ...] = ()
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

@@ -119,7 +119,7 @@ class Request:
 
         A token that only the device knows comes behind those that are known here.
         """
-        if self.pooling is not None:
+        if self.pooling is not None and self.pooling.kind != "logits":
             return 0
         if self.wants_prompt_logprobs:
             return num_tokens
@@ -127,7 +127,7 @@ class Request:
 
     def num_hidden_rows(self, num_tokens: int) -> int:
         """Returns how many of the next `num_tokens` tokens, counted from their end, need their final hidden states."""
-        if self.pooling is None:
+        if self.pooling is None or self.pooling.kind == "logits":
             return 0
         if self.pooling.kind == "mean":
             return num_tokens

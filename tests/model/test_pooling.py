@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pd_cluster.types import Order, Pooling, Request, Sampling
 from tests.model.test_company import wide
-from tests.support.checkpoints import CONFIGS, make_checkpoint
+from tests.support.checkpoints import CONFIGS, make_checkpoint, reference_model
 from tests.support.engines import generate, make_core, random_prompt
 from tests.support.more_checkpoints import MORE
 from tests.support.ranks import ranks
@@ -68,6 +69,20 @@ def test_a_wide_model_has_the_same_bits_in_any_company(tmp_path: Path, max_num_b
         assert [embed_all(core, [prompt], pooling)[0] for prompt in prompts] == together
         for prompt, vector in zip(prompts, together, strict=True):
             assert_close(np.frombuffer(vector, "<f4"), reference_vector(folder, prompt, pooling))
+
+
+@pytest.mark.parametrize("architecture", QUICK)
+def test_logits_are_transformers_and_the_same_in_any_company(tmp_path: Path, architecture: str) -> None:
+    folder = wide(tmp_path, architecture) if architecture == "llama" else make_checkpoint(tmp_path, architecture)
+    core = make_core(folder, block_size=16, max_num_batched_tokens=40, num_blocks=64, max_model_len=200)
+    pooling = Pooling(kind="logits", token_ids=(9, 0, 258))
+    prompts = [*prompts_of(), prompts_of()[-1]]  # the last one finds the other's chunks in the prefix cache
+    together = embed_all(core, prompts, pooling)
+    assert [embed_all(core, [prompt], pooling)[0] for prompt in prompts] == together
+    for prompt, vector in zip(prompts, together, strict=True):
+        with torch.inference_mode():
+            expected = reference_model(folder)(torch.tensor([prompt])).logits[0, -1, [9, 0, 258]].numpy()
+        assert_close(np.frombuffer(vector, "<f4"), expected, 1e-4)
 
 
 def test_beside_requests_that_generate(checkpoint: Checkpoints) -> None:

@@ -36,11 +36,12 @@ from pd_cluster.types import (
     Sampling,
 )
 from tests.support.router_world import World, run, token
-from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, hidden_state_after
+from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, hidden_state_after, logits_after
 from tests.unit.test_worker import CONN
 from tests.unit.test_worker import World as WorkerWorld
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
+LOGITS = Pooling(kind="logits", token_ids=(7, 3, 7))
 MEAN = Pooling(kind="mean", normalizes=False)
 VECTOR = struct.pack("<2f", 3.0, 4.0)
 
@@ -195,6 +196,28 @@ def test_a_worker_sends_the_vector_and_holds_nothing() -> None:
     )
 
 
+def test_logits_in_steps_with_vectors_and_answers() -> None:
+    """The rows of those that choose a token stay theirs."""
+    world = WorkerWorld()
+    prompts = {name: [4 + (at + start) % 30 for at in range(9 + start)] for start, name in enumerate("abcdef")}
+    sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+    shown = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+    for name, pooling in (("a", LOGITS), ("c", MEAN), ("d", LOGITS)):
+        submit_to(world, name, Order(prompts[name], NO_SAMPLING, pooling=pooling))
+    world.submit("b", prompts["b"], sampling)
+    world.submit("e", prompts["e"], shown)
+    submit_to(world, "f", Order(prompts["f"], NO_SAMPLING, pooling=LOGITS))
+    world.run()
+    world.assert_home()
+    found = {each.request_id: each.vector for _, body in world.post.messages for each in body.pooled}
+    assert set(found) == {"a", "c", "d", "f"}
+    for name in "adf":
+        expected = logits_after(prompts[name])[[7, 3, 7]].numpy()
+        assert found[name] == expected.tobytes()
+    for name in "be":
+        assert [world.post.tokens[name][0]] == generate_alone(prompts[name], sampling)
+
+
 @pytest.mark.parametrize("how", ["abort", "deadline", "scheduler gone"])
 def test_an_end_in_the_middle(how: str) -> None:
     world = WorkerWorld()
@@ -220,6 +243,12 @@ def test_an_end_in_the_middle(how: str) -> None:
         ("hybrid", Sampling(temperature=0.5), MEAN, [], "temperature 0.5: a pooling request chooses no token"),
         ("hybrid", Sampling(n=2), MEAN, [], "n 2: a pooling request"),
         ("hybrid", NO_SAMPLING, Pooling(dimensions=0), [], "dimensions 0 must be at least 1"),
+        ("hybrid", NO_SAMPLING, LOGITS, [], None),
+        ("hybrid", NO_SAMPLING, Pooling(token_ids=(1,)), [], "token_ids are for a pooling of kind logits, not last"),
+        ("hybrid", NO_SAMPLING, Pooling(kind="logits"), [], "needs 1 to 64 token_ids in 0 to 39"),
+        ("hybrid", NO_SAMPLING, Pooling(kind="logits", token_ids=(40,)), [], "needs 1 to 64 token_ids in 0 to 39"),
+        ("hybrid", NO_SAMPLING, Pooling(kind="logits", token_ids=(1,), dimensions=1), [], "dimensions are not for"),
+        ("prefill", NO_SAMPLING, LOGITS, [], "one hybrid leg"),
         ("prefill", NO_SAMPLING, MEAN, [], "one hybrid leg"),
         ("decode", NO_SAMPLING, MEAN, [], "one hybrid leg"),
         ("hybrid", NO_SAMPLING, MEAN, [Resumed(0, [3])], "resumed"),

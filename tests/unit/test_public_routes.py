@@ -165,7 +165,7 @@ def test_the_plain_server_has_its_own_routes_only(plain: Ask) -> None:
         assert error_of(plain("POST", path, [], {"prompt": "a", "tokens": [1]}))[0] == 404
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/instances", "/v1/chat/completions/x"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/audio/speech", "/instances", "/v1/chat/completions/x"])
 def test_an_unknown_path(asked: Ask, path: str) -> None:
     answer = asked("POST", path)
     assert error_of(answer) == (404, "invalid_request_error", None, "unknown_url")

@@ -34,13 +34,13 @@ def chat_examples(model: str, has_tools: bool) -> Examples:
         "tools": [{"type": "function", "function": function}],
         "tool_choice": "required",
     }
-    tools = {"tools": _example("A call of a function", called)} if has_tools else {}
+    tools = {"tools": example("A call of a function", called)} if has_tools else {}
     return {
         **tools,
-        "plain": _example("A question", plain),
-        "streamed": _example("The same, streamed", {**plain, "stream": True, "stream_options": USAGE}),
-        "json_schema": _example("An answer of a given form", {**plain, "response_format": schema}),
-        "logprobs": _example(
+        "plain": example("A question", plain),
+        "streamed": example("The same, streamed", {**plain, "stream": True, "stream_options": USAGE}),
+        "json_schema": example("An answer of a given form", {**plain, "response_format": schema}),
+        "logprobs": example(
             "With the most likely tokens",
             {**plain, "messages": [system, *QUESTION], "max_tokens": 4, "logprobs": True, "top_logprobs": 3},
         ),
@@ -50,12 +50,12 @@ def chat_examples(model: str, has_tools: bool) -> Examples:
 def completion_examples(model: str) -> Examples:
     plain = {"model": model, "prompt": "The capital of France is", "temperature": 0, "max_tokens": 16}
     return {
-        "plain": _example("A text to go on with", plain),
-        "streamed": _example("The same, streamed", {**plain, "stream": True, "stream_options": USAGE}),
-        "several": _example("Several prompts at once", {**plain, "prompt": ["One, two,", "A, B,"], "max_tokens": 4}),
-        "token_ids": _example("Token ids in and out", {**plain, "prompt": [1, 2, 3], "return_token_ids": True}),
-        "drawn": _example("Two drawn texts", {**plain, "temperature": 0.8, "top_p": 0.9, "seed": 7, "n": 2}),
-        "logprobs": _example(
+        "plain": example("A text to go on with", plain),
+        "streamed": example("The same, streamed", {**plain, "stream": True, "stream_options": USAGE}),
+        "several": example("Several prompts at once", {**plain, "prompt": ["One, two,", "A, B,"], "max_tokens": 4}),
+        "token_ids": example("Token ids in and out", {**plain, "prompt": [1, 2, 3], "return_token_ids": True}),
+        "drawn": example("Two drawn texts", {**plain, "temperature": 0.8, "top_p": 0.9, "seed": 7, "n": 2}),
+        "logprobs": example(
             "How likely a text is", {**plain, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
         ),
     }
@@ -64,22 +64,22 @@ def completion_examples(model: str) -> Examples:
 def generate_examples() -> Examples:
     plain = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 16}
     return {
-        "plain": _example("A text to go on with", plain),
-        "streamed": _example("The same, streamed", {**plain, "stream": True}),
-        "choice": _example("One of two words", {**plain, "guided_choice": ["Paris", "Rome"]}),
+        "plain": example("A text to go on with", plain),
+        "streamed": example("The same, streamed", {**plain, "stream": True}),
+        "choice": example("One of two words", {**plain, "guided_choice": ["Paris", "Rome"]}),
     }
 
 
 def tokenize_examples(model: str) -> Examples:
     return {
-        "text": _example("A text", {"model": model, "prompt": "hello", "return_token_strs": True}),
-        "chat": _example("A conversation, as its template writes it", {"model": model, "messages": QUESTION}),
+        "text": example("A text", {"model": model, "prompt": "hello", "return_token_strs": True}),
+        "chat": example("A conversation, as its template writes it", {"model": model, "messages": QUESTION}),
     }
 
 
 def detokenize_examples(model: str) -> Examples:
-    return {"ids": _example("Three tokens", {"model": model, "tokens": [1, 2, 3]})}
+    return {"ids": example("Three tokens", {"model": model, "tokens": [1, 2, 3]})}
 
 
-def _example(summary: str, value: dict[str, Any]) -> dict[str, Any]:
+def example(summary: str, value: dict[str, Any]) -> dict[str, Any]:
     return {"summary": summary, "value": value}

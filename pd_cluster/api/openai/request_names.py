@@ -14,7 +14,11 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 def named(request: RequestT, http: Request) -> RequestT:
     """Names a request without a name of its own by the header X-Request-Id."""
-    name = http.headers.get("x-request-id", "")
-    if request.request_id is None and re.fullmatch(REQUEST_ID, name):
-        request.request_id = name
+    request.request_id = name_of(request.request_id, http)
     return request
+
+
+def name_of(own: str | None, http: Request) -> str | None:
+    """Returns the request's own name, or the header's if it is one."""
+    name = http.headers.get("x-request-id", "")
+    return name if own is None and re.fullmatch(REQUEST_ID, name) else own

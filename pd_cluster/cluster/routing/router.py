@@ -143,10 +143,16 @@ class Router:
         client_id: str = "",
         received_s: float | None = None,
         visitor: Visitor = ANYBODY,
+        routed: Callable[[RequestStream], None] = lambda stream: None,
     ) -> PooledOutput:
         """Returns the vector of a prompt whose order has a `pooling`. Parameters, errors and replays are `serve`'s."""
         streams: list[RequestStream] = []
-        served = self.serve(order, streams.append, _unheard, client_id, received_s, visitor)
+
+        def note(stream: RequestStream) -> None:
+            streams.append(stream)
+            routed(stream)
+
+        served = self.serve(order, note, _unheard, client_id, received_s, visitor)
         async with contextlib.aclosing(served) as tokens:  # type: ignore[type-var]
             async for token in tokens:
                 raise GenerationError(f"{streams[0].decode.name} sent token {token.token_id} in place of a vector")

@@ -18,7 +18,7 @@ from pd_cluster.engine.step.ahead import LookAhead
 from pd_cluster.engine.step.beams import BeamSearch, answer, first_tokens_of
 from pd_cluster.engine.step.outputs import NextTokens, PooledVector, RowOutput
 from pd_cluster.engine.step.plan import Move, StepPlan
-from pd_cluster.engine.step.pooler import Pooler
+from pd_cluster.engine.step.pooler import Pooler, logits_of
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.model.batch import RunnerOutput
 from pd_cluster.model.sampling.guided import Guides, Masks, no_guides
@@ -136,7 +136,9 @@ class EngineCore:
             logits = self._prompt_logprobs(plan, logits)
         pooled = self._pooler.pool(plan.chunks, output.hidden_states.numpy())
         ready = self.scheduler.computed(plan)
-        sampling = [request for request in ready if request.pooling is None] if pooled else ready
+        sampling = ready
+        if any(request.pooling is not None for request in ready):
+            logits, sampling = _without_pooled(logits, ready, pooled)
         candidates = self._candidates(logits, sampling)
         outputs = self._sample(logits, sampling, guided)
         outputs.update((request, [vector]) for request, vector in pooled.items())
@@ -296,6 +298,25 @@ class EngineCore:
         wanted = request.sampling.prompt_logprobs or 0
         if first >= 0 and targets:
             known += self.sampler.prompt_logprobs(logits[first : first + len(targets)], targets, wanted)
+
+
+def _without_pooled(
+    logits: torch.Tensor, ready: list[Request], pooled: dict[Request, PooledVector]
+) -> tuple[torch.Tensor, list[Request]]:
+    """Adds the vectors that are made of logits; returns the requests that choose a token, and their rows of logits."""
+    kept: list[int] = []
+    sampling: list[Request] = []
+    at = 0
+    for request in ready:
+        if (pooling := request.pooling) is None:
+            kept.append(at)
+            sampling.append(request)
+        elif pooling.kind == "logits":
+            pooled[request] = logits_of(pooling, logits[at])
+        else:
+            continue
+        at += 1
+    return (logits if len(kept) == at else logits[kept]), sampling
 
 
 def _outputs(rows: list[SamplingRow], sampled: list[Sampled]) -> dict[Request, list[RowOutput]]:

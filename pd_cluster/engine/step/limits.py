@@ -10,8 +10,10 @@ from typing import get_type_hints
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.types import (
     MAX_GUIDE_NUM_CHARS,
+    MAX_POOLED_TOKEN_IDS,
     MAX_SEQUENCES,
     NO_SAMPLING,
+    Pooling,
     Range,
     Request,
     Resumed,
@@ -56,7 +58,7 @@ class EngineLimits:
         if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
             return f"a guide of {len(sampling.guide.text)} characters; at most {MAX_GUIDE_NUM_CHARS} are allowed"
         if request.pooling is not None:
-            return _pooling_problem(request, resumed)
+            return _pooling_problem(request, resumed) or self._pooled_ids_problem(request.pooling)
         return self._sampling_problem(sampling) or _beam_problem(sampling) or self._resumed_problem(request, resumed)
 
     def _resumed_problem(self, request: Request, resumed: Sequence[Resumed]) -> str | None:
@@ -91,6 +93,14 @@ class EngineLimits:
         if min(counts) < 0 or max(counts[:2]) > self.vocab_size:
             return "logprobs, prompt_logprobs and min_tokens must not be negative, nor more than there are tokens"
         return None
+
+    def _pooled_ids_problem(self, pooling: Pooling) -> str | None:
+        ids = pooling.token_ids
+        if pooling.kind != "logits":
+            return f"token_ids are for a pooling of kind logits, not {pooling.kind}" if ids else None
+        if not ids or len(ids) > MAX_POOLED_TOKEN_IDS or not self._are_tokens(ids):
+            return f"a pooling of logits needs 1 to {MAX_POOLED_TOKEN_IDS} token_ids in 0 to {self.vocab_size - 1}"
+        return "dimensions are not for a pooling of logits" if pooling.dimensions is not None else None
 
     def _are_tokens(self, ids: Sequence[int]) -> bool:
         return not ids or (min(ids) >= 0 and max(ids) < self.vocab_size)

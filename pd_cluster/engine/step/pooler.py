@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from pd_cluster.engine.step.outputs import PooledVector
 from pd_cluster.types import Pooling, Request
@@ -37,7 +38,8 @@ class Pooler:
         found: dict[Request, PooledVector] = {}
         at = 0
         for request, num_tokens in chunks:
-            if (pooling := request.pooling) is None:
+            pooling = request.pooling
+            if pooling is None or pooling.kind == "logits":
                 continue
             num_rows = request.num_hidden_rows(num_tokens)
             rows = hidden_states[at : at + num_rows]
@@ -63,6 +65,11 @@ class Pooler:
         for row in rows:
             total += row
         return total
+
+
+def logits_of(pooling: Pooling, row: torch.Tensor) -> PooledVector:
+    """Returns the logits of the wanted tokens. `row`: [vocab_size], after the prompt's last token."""
+    return PooledVector(row[list(pooling.token_ids)].float().cpu().numpy())
 
 
 def vector_of(pooled: Doubles, pooling: Pooling) -> PooledVector:

@@ -67,6 +67,13 @@ class Guard:
             return control.prompt_of(again, marks)
         return control.prompt_of(rendered, marks) if is_hidden or hidden != conversation else PromptText(rendered)
 
+    def plain(self, text: str) -> PromptText:
+        """Returns a text of a client as a prompt, or a part of one, that has no control tokens."""
+        control, normalized = self.control, self._normalized
+        shown = text if normalized is None else normalized(text)
+        has_any = bool(control.texts) and any(control.pattern.search(each) for each in (text, shown))
+        return PromptText(text, () if has_any else None)
+
     def _kept_in(self, is_reply: bool) -> re.Pattern[str] | None:
         return self._kept if is_reply else None
 

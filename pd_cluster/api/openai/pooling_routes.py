@@ -1,0 +1,170 @@
+"""The routes whose prompts are computed and not continued: embeddings, scores, reranking.
+
+Instances that prefill do all of the work; no decode leg is taken.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from pd_cluster.api.gate.callers import caller_of, reserve_tokens
+from pd_cluster.api.gate.http import GeneratingRoute, json_response, read_body, session_of, unless_disconnected
+from pd_cluster.api.openai.openai import served_by
+from pd_cluster.api.openai.request_names import name_of
+from pd_cluster.service.embedding import EmbeddingAsk
+from pd_cluster.service.generation import Generation, usage_of
+from pd_cluster.service.pooled import numbers_of
+from pd_cluster.service.schema.pooling_protocol import (
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    parse_pooling,
+)
+from pd_cluster.service.scoring import INSTRUCTION, ScoreAsk
+from pd_cluster.service.service import TextService
+from pd_cluster.service.status import CLIENT_CLOSED_REQUEST
+from pd_cluster.types import PooledOutput
+
+T = TypeVar("T")
+
+FEW_NBYTES = 64 << 10  # larger answers are built on a thread
+
+
+def pooling_routes(service: TextService) -> APIRouter:
+    routes = APIRouter(route_class=GeneratingRoute)
+    can_score = not service.scorer.why_not
+
+    @routes.post("/v1/embeddings")
+    async def embeddings(http: Request) -> Response:
+        received_s = time.monotonic()
+        request = parse_pooling(await read_body(http), EmbeddingRequest)
+        model = service.check_model(request.model, caller_of(http))
+        terms = _terms("embd", request, http, received_s)
+        inputs = request.inputs()
+        generations = await service.embedder.generations(
+            [
+                EmbeddingAsk(
+                    prompt=prompt,
+                    dimensions=request.dimensions,
+                    normalizes=request.normalizes,
+                    special=request.add_special_tokens is not False,
+                    field=f"input[{at}]" if len(inputs) > 1 else "input",
+                    **terms,
+                )
+                for at, prompt in enumerate(inputs)
+            ]
+        )
+
+        def answer(vectors: list[PooledOutput]) -> dict[str, Any]:
+            shown = _base64 if request.encoding_format == "base64" else _floats
+            data = [
+                {"object": "embedding", "index": at, "embedding": shown(each.vector, request.dimensions)}
+                for at, each in enumerate(vectors)
+            ]
+            return {**_head(terms, model), "data": data, "usage": usage_of(generations)}
+
+        return await _answered(
+            http, generations, service.embedder.vectors, answer, lambda found: sum(len(each.vector) for each in found)
+        )
+
+    @routes.post("/v1/score", include_in_schema=can_score)
+    @routes.post("/score", include_in_schema=can_score)
+    async def score(http: Request) -> Response:
+        received_s = time.monotonic()
+        request = parse_pooling(await read_body(http), ScoreRequest)
+        model = service.check_model(request.model, caller_of(http))
+        terms = _terms("score", request, http, received_s)
+        pairs, fields = request.pairs()
+        ask = ScoreAsk(pairs=pairs, instruction=_instruction(request), fields=fields, **terms)
+        generations = await service.scorer.generations(ask)
+
+        def answer(scores: list[float]) -> dict[str, Any]:
+            data = [{"object": "score", "index": at, "score": each} for at, each in enumerate(scores)]
+            return {**_head(terms, model), "data": data, "usage": usage_of(generations)}
+
+        return await _answered(http, generations, _scores(service, request), answer)
+
+    @routes.post("/v1/rerank", include_in_schema=can_score)
+    @routes.post("/rerank", include_in_schema=can_score)
+    async def rerank(http: Request) -> Response:
+        received_s = time.monotonic()
+        request = parse_pooling(await read_body(http), RerankRequest)
+        model = service.check_model(request.model, caller_of(http))
+        terms = _terms("rerank", request, http, received_s)
+        ask = ScoreAsk(pairs=request.pairs(), instruction=_instruction(request), **terms)
+        generations = await service.scorer.generations(ask)
+
+        def answer(scores: list[float]) -> dict[str, Any]:
+            best = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[: request.top_n or None]
+            shows = request.return_documents is not False
+            results = [
+                {
+                    "index": at,
+                    "relevance_score": scores[at],
+                    **({"document": {"text": request.documents[at]}} if shows else {}),
+                }
+                for at in best
+            ]
+            return {"id": terms["client_id"], "model": model, "results": results, "usage": usage_of(generations)}
+
+        return await _answered(http, generations, _scores(service, request), answer)
+
+    return routes
+
+
+async def _answered(
+    http: Request,
+    generations: list[Generation],
+    compute: Callable[[list[Generation]], Awaitable[T]],
+    answer: Callable[[T], dict[str, Any]],
+    num_bytes: Callable[[T], int] = lambda found: 0,
+) -> Response:
+    """Computes all prompts and answers, unless the client leaves first."""
+    reserve_tokens(http, generations)
+    found = await unless_disconnected(http.receive, compute(generations))
+    if found is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    is_large = num_bytes(found) > FEW_NBYTES
+    return await json_response(lambda: answer(found), large=is_large, headers=served_by(generations))
+
+
+def _terms(prefix: str, request: PoolingRequest, http: Request, received_s: float) -> dict[str, Any]:
+    """Returns the fields of a PoolingAsk."""
+    return {
+        "truncate_prompt_tokens": request.truncate_prompt_tokens,
+        "cache_salt": request.cache_salt,
+        "priority": request.priority or 0,
+        "session": session_of(http),
+        "client_id": f"{prefix}-{name_of(request.request_id, http) or secrets.token_hex(12)}",
+        "received_s": received_s,
+        "caller": caller_of(http),
+    }
+
+
+def _head(terms: dict[str, Any], model: str) -> dict[str, Any]:
+    return {"id": terms["client_id"], "object": "list", "created": int(time.time()), "model": model}
+
+
+def _instruction(request: ScoreRequest | RerankRequest) -> str:
+    return INSTRUCTION if request.instruction is None else request.instruction
+
+
+def _scores(service: TextService, request: PoolingRequest) -> Callable[[list[Generation]], Awaitable[list[float]]]:
+    return lambda generations: service.scorer.scores(generations, request.use_activation is not False)
+
+
+def _floats(vector: bytes, dimensions: int | None) -> list[float]:
+    return numbers_of(vector, dimensions)
+
+
+def _base64(vector: bytes, dimensions: int | None) -> str:
+    numbers_of(vector, dimensions)  # raises for bytes that are none
+    return base64.b64encode(vector).decode()

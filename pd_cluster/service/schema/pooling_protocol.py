@@ -1,0 +1,165 @@
+"""The schema of requests whose prompts are computed and not continued: embeddings, scores, reranking.
+
+Names are OpenAI's, and vLLM's beyond those. Limits that need the model are in service/pooled.py.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.parse import checked, decoded
+from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, REQUEST_ID, TokenIds
+from pd_cluster.types import INT32_MAX
+
+MAX_INPUTS = 2048  # as in OpenAI's API
+MAX_PAIRS = 1024
+
+Texts = Annotated[list[str], FAIL_FAST]
+
+
+class PoolingRequest(BaseModel):
+    """Fields that all of them share. `REFUSED`: field -> the values that ask for nothing, and what to do instead."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "truncation_side": (("left",), "is not supported; texts lose their first tokens, and documents their last"),
+        "mm_processor_kwargs": (({},), "is for images, which this server does not take"),
+        "chat_template": ((), "is not supported here; send the text that the model shall see"),
+        "chat_template_kwargs": (({},), "is not supported here; send the text that the model shall see"),
+        "messages": ((), "is not supported here; send texts or token ids"),
+    }
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
+    use_activation: bool | None = None
+    user: str | None = None
+
+
+class EmbeddingRequest(PoolingRequest):
+    """OpenAI's embeddings."""
+
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        **PoolingRequest.REFUSED,
+        "embed_dtype": (("float32",), 'is not supported; "float32" is'),
+        "endianness": (("native", "little"), 'is not supported; "little" is'),
+    }
+
+    input: str | TokenIds | Texts | Annotated[list[TokenIds], FAIL_FAST]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def inputs(self) -> list[str | list[int]]:
+        """Returns one or many. Raises RequestError for none, and for too many."""
+        given = self.input
+        if not given:
+            raise RequestError("input: empty; give a text, a list of token ids, or a list of either", param="input")
+        several: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        if len(several) > MAX_INPUTS:
+            raise RequestError(
+                f"input: {len(several)} inputs are more than the {MAX_INPUTS} that a request may have; send several",
+                param="input",
+            )
+        for at, each in enumerate(several):
+            if not each:
+                raise RequestError(f"input[{at}]: empty; leave it out", param="input")
+        return several
+
+    @property
+    def normalizes(self) -> bool:
+        """Raises RequestError if the two names of the switch differ."""
+        given = {each for each in (self.normalize, self.use_activation) if each is not None}
+        if len(given) == 2:
+            raise RequestError(
+                f"use_activation: {self.use_activation}, and normalize is {self.normalize}; they mean the same for "
+                f"vectors, give one of them",
+                param="use_activation",
+            )
+        return False not in given
+
+
+class ScoreRequest(PoolingRequest):
+    """vLLM's scores: of a text beside others, or of texts by pairs, under any of three pairs of names."""
+
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
+    instruction: str | None = None
+
+    def pairs(self) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+        """Returns (query, document) of each pair, and the names of the two fields. Raises RequestError."""
+        names = [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")]
+        given = [pair for pair in names if any(getattr(self, name) is not None for name in pair)]
+        if len(given) != 1:
+            which = " and ".join(f"{one}, {two}" for one, two in given) or "none"
+            raise RequestError(f"queries: {which} given; give queries and documents", param="queries")
+        (one, two) = fields = given[0]
+        for name in fields:
+            if getattr(self, name) in (None, []):
+                raise RequestError(f"{name}: missing or empty; give a text or a list of them", param=name)
+        queries, documents = (_listed(getattr(self, name)) for name in fields)
+        if len(queries) == 1:
+            queries *= len(documents)
+        if len(queries) != len(documents):
+            raise RequestError(
+                f"{two}: {len(documents)} for {len(queries)} in {one}; give one of {one}, or as many", param=two
+            )
+        _check_pairs(len(documents), two)
+        return list(zip(queries, documents, strict=True)), fields
+
+
+class RerankRequest(PoolingRequest):
+    """Cohere's and Jina's reranking: documents by how well they answer the query."""
+
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        **PoolingRequest.REFUSED,
+        "max_tokens_per_doc": ((), "is not supported; truncate_prompt_tokens limits each pair"),
+    }
+
+    query: str
+    documents: Texts
+    top_n: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Raises RequestError."""
+        if not self.documents:
+            raise RequestError("documents: empty; give a list of texts", param="documents")
+        _check_pairs(len(self.documents), "documents")
+        return [(self.query, document) for document in self.documents]
+
+
+PoolingT = TypeVar("PoolingT", bound=PoolingRequest)
+
+
+def parse_pooling(body: bytes, kind: type[PoolingT]) -> PoolingT:
+    """Parses a body. Raises RequestError that names the field, for anything that is not a valid request."""
+    data = decoded(body)
+    for name, (neutral, why) in kind.REFUSED.items() if isinstance(data, dict) else ():
+        if (value := data.get(name)) is not None and value not in neutral:
+            raise RequestError(f"{name}: {reprlib.repr(value)} {why}", param=name)
+    return checked(data, kind)
+
+
+def _listed(given: str | list[str]) -> list[str]:
+    return [given] if isinstance(given, str) else given
+
+
+def _check_pairs(num_pairs: int, name: str) -> None:
+    if num_pairs > MAX_PAIRS:
+        raise RequestError(
+            f"{name}: {num_pairs} are more than the {MAX_PAIRS} that a request may have; send several requests",
+            param=name,
+        )

@@ -21,6 +21,7 @@ from tests.support.vectors import embed_all, numbers, pooling_request, reference
 Checkpoints = Callable[[str], Path]
 
 LAST, MEAN = Pooling(kind="last"), Pooling(kind="mean")
+LOGITS = Pooling(kind="logits", token_ids=(9, 0, 258))
 POOLINGS = [LAST, MEAN, Pooling(kind="last", normalizes=False), Pooling(kind="mean", dimensions=7)]
 LENGTHS = (1, 2, 16, 17, 39, 40, 41, 100)
 QUICK = ("llama", "qwen3", "gemma2", "gemma", "mixtral", "gpt2", "opt")  # fused or not, normed or not, projected
@@ -75,14 +76,17 @@ def test_a_wide_model_has_the_same_bits_in_any_company(tmp_path: Path, max_num_b
 def test_logits_are_transformers_and_the_same_in_any_company(tmp_path: Path, architecture: str) -> None:
     folder = wide(tmp_path, architecture) if architecture == "llama" else make_checkpoint(tmp_path, architecture)
     core = make_core(folder, block_size=16, max_num_batched_tokens=40, num_blocks=64, max_model_len=200)
-    pooling = Pooling(kind="logits", token_ids=(9, 0, 258))
     prompts = [*prompts_of(), prompts_of()[-1]]  # the last one finds the other's chunks in the prefix cache
-    together = embed_all(core, prompts, pooling)
-    assert [embed_all(core, [prompt], pooling)[0] for prompt in prompts] == together
+    together = embed_all(core, prompts, LOGITS)
+    assert [embed_all(core, [prompt], LOGITS)[0] for prompt in prompts] == together
     for prompt, vector in zip(prompts, together, strict=True):
-        with torch.inference_mode():
-            expected = reference_model(folder)(torch.tensor([prompt])).logits[0, -1, [9, 0, 258]].numpy()
-        assert_close(np.frombuffer(vector, "<f4"), expected, 1e-4)
+        assert_close(np.frombuffer(vector, "<f4"), reference_logits(folder, prompt), 1e-4)
+
+
+def reference_logits(folder: Path, prompt: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        found: np.ndarray = reference_model(folder)(torch.tensor([prompt])).logits[0, -1, [9, 0, 258]].numpy()
+    return found
 
 
 def test_beside_requests_that_generate(checkpoint: Checkpoints) -> None:
@@ -183,3 +187,5 @@ def test_two_ranks(checkpoint: Checkpoints, architecture: str) -> None:
                 assert_close(np.frombuffer(vector, "<f4"), reference_vector(folder, prompt, pooling))
             if architecture == "llama":  # fused: every product is packed
                 assert [embed_all(core, [prompt], pooling)[0] for prompt in prompts] == together
+        for prompt, vector in zip(prompts, embed_all(core, prompts, LOGITS), strict=True):
+            assert_close(np.frombuffer(vector, "<f4"), reference_logits(folder, prompt), 1e-4)

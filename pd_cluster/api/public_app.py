@@ -96,8 +96,7 @@ def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
         return FastAPI(title=TITLE, openapi_url=None)
     shown = {"validatorUrl": None}  # otherwise it would be an external service
     app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
-    has_scores = not service.scorer.why_not
-    written = document(service.served_model_names[0], openai, http.has_keys, service.takes_tools, has_scores)
+    written = document(service.served_model_names[0], openai, http.has_keys, service.takes_tools)
     app.openapi = lambda: written  # type: ignore[method-assign]
     return app
 

@@ -1,139 +1,82 @@
-"""How well a document answers a query, in Qwen3-Reranker's way: the model's probability of "yes" beside "no".
+"""How near a document is to a query: by a model that judges pairs (judging.py), or by the angle of two vectors.
 
-The prompt is that of the model's card. Query, document and instruction are plain text in it: the text of a control
-token in them stays text. Knows nothing of HTTP.
+A checkpoint with sentence-transformers' pooling file is an embedding model and compares vectors. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
-from pd_cluster.cluster.routing.router import Router
+from pd_cluster.checkpoints.pooling import POOLING_FILE
 from pd_cluster.errors import RequestError
+from pd_cluster.service.embedding import Embedder, EmbeddingAsk
 from pd_cluster.service.generation import Generation
-from pd_cluster.service.limits import check_priority
-from pd_cluster.service.pooled import PoolingAsk, check_length, kept_tokens, numbers_of, pooled, pooled_generation
-from pd_cluster.service.prompts.guarded_prompt import Guard
-from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
-from pd_cluster.text.control_tokens import PromptText
-from pd_cluster.text.tokenizer import Tokenizer
-from pd_cluster.types import Pooling
-
-INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-PREFIX = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-)
-SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-WORDS = ("no", "yes")  # the answers; the score is the share of the second
-TURN_MARKS = ("<|im_start|>", "<|im_end|>")
-PAIRS_A_TURN = 16  # that are prepared before other tasks have their turn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreAsk(PoolingAsk):
-    """Pairs of a query and a document.
-
-    `truncate_prompt_tokens`: how many tokens a prompt may have; the document loses its last ones. -1: as many as the
-    context has; None: a pair that is too long is refused. `fields`: the names of queries and documents in errors.
-    """
-
-    pairs: Sequence[tuple[str, str]]
-    instruction: str = INSTRUCTION
-    fields: tuple[str, str] = ("query", "documents")
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """The tokens around each pair, and those of the two answers."""
-
-    prefix: list[int]
-    suffix: list[int]
-    words: tuple[int, ...]
+from pd_cluster.service.judging import Judge, ScoreAsk
+from pd_cluster.service.pooled import numbers_of
+from pd_cluster.types import PooledOutput
 
 
 class Scorer:
-    """`limit` returns the current number of tokens in the context.
+    """`folder` is the checkpoint's."""
 
-    `guard`: None where clients' texts may have control tokens.
-    """
-
-    def __init__(
-        self,
-        router: Router,
-        tokenizer: Tokenizer,
-        encoder: PromptEncoder,
-        limit: Callable[[], int],
-        guard: Guard | None,
-        has_priorities: bool,
-    ) -> None:
-        self._router, self._tokenizer, self._encoder = router, tokenizer, encoder
-        self._limit, self._guard, self._has_priorities = limit, guard, has_priorities
+    def __init__(self, embedder: Embedder, judge: Judge, folder: Path) -> None:
+        self._embedder, self._judge, self._folder = embedder, judge, folder
 
     @cached_property
-    def why_not(self) -> str:
-        """Returns why this model cannot score, or ""."""
-        if not self._tokenizer.has_text:
-            return "there is no tokenizer (--skip-tokenizer-init)"
-        several = [text for text in (*TURN_MARKS, *WORDS) if len(self._tokenizer.encode(text, False)) != 1]
-        if several:
-            return (
-                f"its tokenizer has no token for {' and '.join(several)}, which Qwen3-Reranker's prompt needs; "
-                f"serve a model of that kind"
-            )
-        return ""
+    def judges(self) -> bool:
+        """Whether scores are probabilities, not cosines."""
+        return not (self._folder / POOLING_FILE).exists() and self._judge.is_able
 
     async def generations(self, ask: ScoreAsk) -> list[Generation]:
-        """Prepares a prompt for each pair. Raises RequestError."""
-        if self.why_not:
-            raise RequestError(f"this model cannot score: {self.why_not}")
-        check_priority(ask.priority, self._has_priorities)
-        frame, limit = self._frame, self._limit()
-        keep = None if ask.truncate_prompt_tokens is None else kept_tokens(ask.truncate_prompt_tokens, limit)
-        num_frame = len(frame.prefix) + len(frame.suffix)
-        if keep is not None and keep <= num_frame:
+        """Prepares the prompts of all pairs. Raises RequestError."""
+        if self.judges:
+            return await self._judge.generations(ask)
+        if ask.instruction is not None:
             raise RequestError(
-                f"truncate_prompt_tokens: {ask.truncate_prompt_tokens}; the prompt around a pair alone has {num_frame} "
-                f"tokens; give more",
-                param="truncate_prompt_tokens",
+                "instruction: this model compares the vectors of texts; put it into the queries", param="instruction"
             )
-        pooling = Pooling(kind="logits", token_ids=frame.words)
-        found = []
-        for at, (query, document) in enumerate(ask.pairs):
-            place = f"{ask.fields[1]}[{at}]"
-            text = f"<Instruct>: {ask.instruction}\n<Query>: {query}\n<Document>: {document}"
-            plain = PromptText(text) if self._guard is None else self._guard.plain(text)
-            token_ids = await self._encoder.encode_prompt(plain, False, keep is not None, ask.fields[1], ask.caller)
-            if keep is not None:
-                token_ids = token_ids[: keep - num_frame]
-            check_length(num_frame + len(token_ids), limit, place)
-            found.append(pooled_generation(ask, [*frame.prefix, *token_ids, *frame.suffix], pooling))
-            if at % PAIRS_A_TURN == PAIRS_A_TURN - 1:
-                await asyncio.sleep(0)
-        return found
+        if not ask.is_probability:
+            raise RequestError(
+                "use_activation: false has no effect on the cosines that this model scores by; leave it out",
+                param="use_activation",
+            )
+        query, document = ask.fields
+        names = {text: name for pair in ask.pairs for text, name in zip(pair, (query, document), strict=True)}
+        return await self._embedder.generations(
+            [
+                EmbeddingAsk(
+                    prompt=text,
+                    field=names[text],
+                    truncate_prompt_tokens=ask.truncate_prompt_tokens,
+                    cache_salt=ask.cache_salt,
+                    priority=ask.priority,
+                    session=ask.session,
+                    client_id=ask.client_id,
+                    received_s=ask.received_s,
+                    caller=ask.caller,
+                )
+                for text in _texts(ask)
+            ]
+        )
 
-    async def scores(self, generations: Sequence[Generation], is_probability: bool = True) -> list[float]:
-        """Returns a score for each prepared pair: P("yes") beside "no", or else the difference of the two logits.
-
-        Raises what `Router.pool` raises.
-        """
-        found = await pooled(self._router, generations)
-        differences = [yes - no for no, yes in (numbers_of(each.vector, len(WORDS)) for each in found)]
-        return [logistic(each) for each in differences] if is_probability else differences
-
-    @cached_property
-    def _frame(self) -> _Frame:
-        prefix, suffix = (self._tokenizer.encode(text, False) for text in (PREFIX, SUFFIX))
-        return _Frame(prefix, suffix, tuple(self._tokenizer.encode(word, False)[0] for word in WORDS))
+    def scores(self, ask: ScoreAsk, vectors: Sequence[PooledOutput]) -> list[float]:
+        """Returns a score for each pair. `vectors`: those of the prepared prompts. Raises GenerationError."""
+        if self.judges:
+            return self._judge.scores(ask, vectors)
+        found = [numbers_of(each.vector, None) for each in vectors]
+        by_text = dict(zip(_texts(ask), found, strict=True))
+        return [cosine(by_text[query], by_text[document]) for query, document in ask.pairs]
 
 
-def logistic(number: float) -> float:
-    """Returns 1 / (1 + exp(-number)); no number is too large."""
-    if number >= 0:
-        return 1.0 / (1.0 + math.exp(-number))
-    small = math.exp(number)
-    return small / (1.0 + small)
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """Returns the cosine of the angle between two vectors of length 1."""
+    products: list[float] = list(map(operator.mul, one, other))
+    return sum(products)
+
+
+def _texts(ask: ScoreAsk) -> list[str]:
+    """Returns each text of the pairs once, in order."""
+    return list(dict.fromkeys(text for pair in ask.pairs for text in pair))

@@ -16,6 +16,7 @@ from pd_cluster.service.caller import NOBODY, Caller
 from pd_cluster.service.embedding import Embedder
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.intake import Intake
+from pd_cluster.service.judging import Judge
 from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS, Limits
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.guarded_prompt import Guard
@@ -92,7 +93,8 @@ class TextService:
         self.embedder = Embedder(
             router, encoder, lambda: self.max_model_len, vocab_size, checkpoint.path, has_priorities
         )
-        self.scorer = Scorer(router, self.tokenizer, encoder, lambda: self.max_model_len, self.guard, has_priorities)
+        judge = Judge(self.tokenizer, encoder, lambda: self.max_model_len, self.guard, has_priorities)
+        self.scorer = Scorer(self.embedder, judge, checkpoint.path)
         self._chats = ChatPrompts.make(
             self.tokenizer.template,
             self.tokenizer.special_tokens,

@@ -126,7 +126,7 @@ def test_keys_are_asked_for_where_the_server_asks_for_them(openai: bool) -> None
 
 
 def test_what_is_described_exists() -> None:
-    schemas = [*document("tiny", True, False, has_scores=True)["components"]["schemas"].values()]
+    schemas = [*document("tiny", True, False)["components"]["schemas"].values()]
     schemas += [*document("tiny", False, False)["components"]["schemas"].values()]
     fields = {name: field for schema in schemas for name, field in schema.get("properties", {}).items()}
     assert {*DESCRIPTIONS, *LIMITS} <= set(fields)

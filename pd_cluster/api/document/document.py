@@ -12,9 +12,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from pd_cluster import __version__
-from pd_cluster.api.document import examples
+from pd_cluster.api.document import examples, pooling
 from pd_cluster.api.document.descriptions import DESCRIPTIONS, LIMITS
-from pd_cluster.api.document.pooling import EMBEDDING_MODELS, SCORE_MODELS, pooling_operations
 from pd_cluster.api.openai.token_routes import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pd_cluster.service.schema import responses
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
@@ -32,6 +31,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
     DetokenizeRequest,
+    *pooling.REQUESTS,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ChatCompletion,
@@ -42,6 +42,7 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     responses.Detokenized,
     responses.ModelList,
     responses.Model,
+    *pooling.ANSWERS,
 )
 COMMON: tuple[type[BaseModel], ...] = (
     responses.Error,
@@ -65,14 +66,13 @@ ERRORS = {
 LIMITS_OF_ALL = f"A body has at most {MAX_BODY_NBYTES >> 20} MiB, and {MAX_CONTAINERS:,} arrays and objects."
 
 
-def document(model: str, openai: bool, has_keys: bool, has_tools: bool = False, has_scores: bool = False) -> Json:
+def document(model: str, openai: bool, has_keys: bool, has_tools: bool = False) -> Json:
     """Builds the document. `model`: the name used in examples. `has_keys`: clients need an API key.
 
-    `has_tools`: the model accepts tools. `has_scores`: it can score.
+    `has_tools`: the model accepts tools.
     """
-    pooling = EMBEDDING_MODELS + (SCORE_MODELS if has_scores else ())
-    own = (*REQUESTS, *ANSWERS, *pooling) if openai else (GenerateRequest, responses.Generated)
-    paths = _openai_paths(model, has_tools) | _pooling_paths(model, has_scores) if openai else _plain_paths()
+    own = (*REQUESTS, *ANSWERS) if openai else (GenerateRequest, responses.Generated)
+    paths = _openai_paths(model, has_tools) | _pooling_paths(model) if openai else _plain_paths()
     paths |= _common_paths()
     written: Json = {
         "openapi": "3.1.0",
@@ -132,10 +132,10 @@ def _openai_paths(model: str, has_tools: bool) -> Json:
     }
 
 
-def _pooling_paths(model: str, has_scores: bool) -> Json:
+def _pooling_paths(model: str) -> Json:
     return {
         path: {"post": _operation(name, summary, {"requestBody": _body(asked), **_answers(answer, *ERRORS)}, tries)}
-        for path, (name, summary, asked, answer, tries) in pooling_operations(model, has_scores).items()
+        for path, (name, summary, asked, answer, tries) in pooling.pooling_operations(model).items()
     }
 
 
@@ -222,7 +222,7 @@ def _schemas(kinds: tuple[type[BaseModel], ...]) -> Json:
         [(kind, "validation") for kind in kinds], ref_template=REF, schema_generator=_Schemas
     )
     found: Json = written["$defs"]
-    requests: tuple[type[BaseModel], ...] = (*REQUESTS, GenerateRequest, *EMBEDDING_MODELS[:1], *SCORE_MODELS[::2])
+    requests: tuple[type[BaseModel], ...] = (*REQUESTS, GenerateRequest)
     asked = {kind.__name__ for kind in requests}
     for schema in (found[name] for name in asked & found.keys()):
         for name, field in schema["properties"].items():

@@ -10,13 +10,13 @@ from pd_cluster.api.document.examples import Examples, example
 from pd_cluster.service.schema import pooling_responses as answers
 from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 
-EMBEDDING_MODELS: tuple[type[BaseModel], ...] = (EmbeddingRequest, answers.Embeddings)
-SCORE_MODELS: tuple[type[BaseModel], ...] = (ScoreRequest, answers.Scores, RerankRequest, answers.Reranked)
+REQUESTS: tuple[type[BaseModel], ...] = (EmbeddingRequest, ScoreRequest, RerankRequest)
+ANSWERS: tuple[type[BaseModel], ...] = (answers.Embeddings, answers.Scores, answers.Reranked)
 Operation = tuple[str, str, type[BaseModel], type[BaseModel], Examples]  # name, summary, request, answer, examples
 
 
-def pooling_operations(model: str, has_scores: bool) -> dict[str, Operation]:
-    """Returns path -> operation. `has_scores`: the model can score."""
+def pooling_operations(model: str) -> dict[str, Operation]:
+    """Returns path -> operation."""
     found: dict[str, Operation] = {
         "/v1/embeddings": (
             "embeddings",
@@ -26,23 +26,17 @@ def pooling_operations(model: str, has_scores: bool) -> dict[str, Operation]:
             embedding_examples(model),
         )
     }
-    for prefix, name in (("", ""), ("/v1", "_v1")) if has_scores else ():
-        scores, ranks = score_examples(model), rerank_examples(model)
-        found[f"{prefix}/score"] = (
-            f"score{name}",
-            "How well documents answer a query, 0 to 1.",
-            ScoreRequest,
-            answers.Scores,
-            scores,
-        )
-        found[f"{prefix}/rerank"] = (
-            f"rerank{name}",
-            "Documents by how well they answer a query.",
-            RerankRequest,
-            answers.Reranked,
-            ranks,
-        )
+    for path in ("/score", "/v1/score"):
+        summary = "How well documents answer a query, or how near texts are to each other."
+        found[path] = (named(path), summary, ScoreRequest, answers.Scores, score_examples(model))
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        summary = "Documents, those that answer a query best first."
+        found[path] = (named(path), summary, RerankRequest, answers.Reranked, rerank_examples(model))
     return found
+
+
+def named(path: str) -> str:
+    return path.strip("/").replace("/", "_")
 
 
 def embedding_examples(model: str) -> Examples:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -20,6 +20,7 @@ from pd_cluster.api.openai.openai import served_by
 from pd_cluster.api.openai.request_names import name_of
 from pd_cluster.service.embedding import EmbeddingAsk
 from pd_cluster.service.generation import Generation, usage_of
+from pd_cluster.service.judging import ScoreAsk
 from pd_cluster.service.pooled import numbers_of
 from pd_cluster.service.schema.pooling_protocol import (
     EmbeddingRequest,
@@ -28,19 +29,15 @@ from pd_cluster.service.schema.pooling_protocol import (
     ScoreRequest,
     parse_pooling,
 )
-from pd_cluster.service.scoring import INSTRUCTION, ScoreAsk
 from pd_cluster.service.service import TextService
 from pd_cluster.service.status import CLIENT_CLOSED_REQUEST
 from pd_cluster.types import PooledOutput
-
-T = TypeVar("T")
 
 FEW_NBYTES = 64 << 10  # larger answers are built on a thread
 
 
 def pooling_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=GeneratingRoute)
-    can_score = not service.scorer.why_not
 
     @routes.post("/v1/embeddings")
     async def embeddings(http: Request) -> Response:
@@ -69,40 +66,41 @@ def pooling_routes(service: TextService) -> APIRouter:
                 {"object": "embedding", "index": at, "embedding": shown(each.vector, request.dimensions)}
                 for at, each in enumerate(vectors)
             ]
-            return {**_head(terms, model), "data": data, "usage": usage_of(generations)}
+            return {**_head(terms, model), "data": data, "usage": _usage(generations)}
 
-        return await _answered(
-            http, generations, service.embedder.vectors, answer, lambda found: sum(len(each.vector) for each in found)
-        )
+        return await _answered(http, service, generations, answer)
 
-    @routes.post("/v1/score", include_in_schema=can_score)
-    @routes.post("/score", include_in_schema=can_score)
+    @routes.post("/v1/score")
+    @routes.post("/score")
     async def score(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), ScoreRequest)
         model = service.check_model(request.model, caller_of(http))
         terms = _terms("score", request, http, received_s)
         pairs, fields = request.pairs()
-        ask = ScoreAsk(pairs=pairs, instruction=_instruction(request), fields=fields, **terms)
+        ask = ScoreAsk(pairs=pairs, fields=fields, **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
 
-        def answer(scores: list[float]) -> dict[str, Any]:
+        def answer(vectors: list[PooledOutput]) -> dict[str, Any]:
+            scores = service.scorer.scores(ask, vectors)
             data = [{"object": "score", "index": at, "score": each} for at, each in enumerate(scores)]
-            return {**_head(terms, model), "data": data, "usage": usage_of(generations)}
+            return {**_head(terms, model), "data": data, "usage": _usage(generations)}
 
-        return await _answered(http, generations, _scores(service, request), answer)
+        return await _answered(http, service, generations, answer)
 
-    @routes.post("/v1/rerank", include_in_schema=can_score)
-    @routes.post("/rerank", include_in_schema=can_score)
+    @routes.post("/v2/rerank")
+    @routes.post("/v1/rerank")
+    @routes.post("/rerank")
     async def rerank(http: Request) -> Response:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), RerankRequest)
         model = service.check_model(request.model, caller_of(http))
         terms = _terms("rerank", request, http, received_s)
-        ask = ScoreAsk(pairs=request.pairs(), instruction=_instruction(request), **terms)
+        ask = ScoreAsk(pairs=request.pairs(), **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
 
-        def answer(scores: list[float]) -> dict[str, Any]:
+        def answer(vectors: list[PooledOutput]) -> dict[str, Any]:
+            scores = service.scorer.scores(ask, vectors)
             best = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[: request.top_n or None]
             shows = request.return_documents is not False
             results = [
@@ -113,26 +111,25 @@ def pooling_routes(service: TextService) -> APIRouter:
                 }
                 for at in best
             ]
-            return {"id": terms["client_id"], "model": model, "results": results, "usage": usage_of(generations)}
+            return {"id": terms["client_id"], "model": model, "results": results, "usage": _usage(generations)}
 
-        return await _answered(http, generations, _scores(service, request), answer)
+        return await _answered(http, service, generations, answer)
 
     return routes
 
 
 async def _answered(
     http: Request,
+    service: TextService,
     generations: list[Generation],
-    compute: Callable[[list[Generation]], Awaitable[T]],
-    answer: Callable[[T], dict[str, Any]],
-    num_bytes: Callable[[T], int] = lambda found: 0,
+    answer: Callable[[list[PooledOutput]], dict[str, Any]],
 ) -> Response:
     """Computes all prompts and answers, unless the client leaves first."""
     reserve_tokens(http, generations)
-    found = await unless_disconnected(http.receive, compute(generations))
+    found = await unless_disconnected(http.receive, service.embedder.vectors(generations))
     if found is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    is_large = num_bytes(found) > FEW_NBYTES
+    is_large = sum(len(each.vector) for each in found) > FEW_NBYTES
     return await json_response(lambda: answer(found), large=is_large, headers=served_by(generations))
 
 
@@ -153,12 +150,15 @@ def _head(terms: dict[str, Any], model: str) -> dict[str, Any]:
     return {"id": terms["client_id"], "object": "list", "created": int(time.time()), "model": model}
 
 
-def _instruction(request: ScoreRequest | RerankRequest) -> str:
-    return INSTRUCTION if request.instruction is None else request.instruction
+def _judgement(request: ScoreRequest | RerankRequest) -> dict[str, Any]:
+    """Returns the fields of a ScoreAsk that say how its pairs are judged."""
+    return {"instruction": request.instruction, "is_probability": request.use_activation is not False}
 
 
-def _scores(service: TextService, request: PoolingRequest) -> Callable[[list[Generation]], Awaitable[list[float]]]:
-    return lambda generations: service.scorer.scores(generations, request.use_activation is not False)
+def _usage(generations: list[Generation]) -> dict[str, Any]:
+    usage = usage_of(generations)
+    del usage["completion_tokens"]
+    return usage
 
 
 def _floats(vector: bytes, dimensions: int | None) -> list[float]:

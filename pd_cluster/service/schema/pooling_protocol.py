@@ -65,12 +65,9 @@ class EmbeddingRequest(PoolingRequest):
         several: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         if len(several) > MAX_INPUTS:
             raise RequestError(
-                f"input: {len(several)} inputs are more than the {MAX_INPUTS} that a request may have; send several",
+                f"input: {len(several)} are more than the {MAX_INPUTS} that a request may have; send several",
                 param="input",
             )
-        for at, each in enumerate(several):
-            if not each:
-                raise RequestError(f"input[{at}]: empty; leave it out", param="input")
         return several
 
     @property
@@ -107,13 +104,13 @@ class ScoreRequest(PoolingRequest):
         (one, two) = fields = given[0]
         for name in fields:
             if getattr(self, name) in (None, []):
-                raise RequestError(f"{name}: missing or empty; give a text or a list of them", param=name)
+                raise RequestError(f"{name}: empty; give a text, or a list of texts", param=name)
         queries, documents = (_listed(getattr(self, name)) for name in fields)
         if len(queries) == 1:
             queries *= len(documents)
         if len(queries) != len(documents):
             raise RequestError(
-                f"{two}: {len(documents)} for {len(queries)} in {one}; give one of {one}, or as many", param=two
+                f"{one}: {len(queries)} texts, and {two} has {len(documents)}; give one, or as many", param=one
             )
         _check_pairs(len(documents), two)
         return list(zip(queries, documents, strict=True)), fields

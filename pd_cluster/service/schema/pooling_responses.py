@@ -6,7 +6,13 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from pd_cluster.service.schema.responses import Usage
+from pd_cluster.service.schema.responses import PromptTokensDetails
+
+
+class PoolingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class EmbeddingItem(BaseModel):
@@ -21,13 +27,13 @@ class Embeddings(BaseModel):
     created: int
     model: str
     data: list[EmbeddingItem]
-    usage: Usage
+    usage: PoolingUsage
 
 
 class ScoreItem(BaseModel):
     object: Literal["score"]
     index: int
-    score: float = Field(description="0 to 1; with `use_activation` false any number.")
+    score: float = Field(description="A probability or a cosine; with `use_activation` false any number.")
 
 
 class Scores(BaseModel):
@@ -36,7 +42,7 @@ class Scores(BaseModel):
     created: int
     model: str
     data: list[ScoreItem]
-    usage: Usage
+    usage: PoolingUsage
 
 
 class RerankedText(BaseModel):
@@ -53,4 +59,4 @@ class Reranked(BaseModel):
     id: str
     model: str
     results: list[RerankItem] = Field(description="The best first.")
-    usage: Usage
+    usage: PoolingUsage

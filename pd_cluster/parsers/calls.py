@@ -5,13 +5,17 @@ Knows nothing of the markup around calls.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from pd_cluster.parsers.json_scan import StringDecoder, read_string, scan_string, scan_value, take_sign
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.parsers.reasoning import Unwrapped
 from pd_cluster.parsers.stream import BLANKS, Steps, TextStream, ignore
 
+NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
 ARGUMENTS = ("arguments", "parameters")
 
 # none: not a call; whole: the arguments are complete; torn: the arguments began but did not stay valid JSON
@@ -24,12 +28,19 @@ class Gathered:
     Calls beyond `most_calls` leave no trace.
     """
 
-    def __init__(self, most_calls: int | None = None) -> None:
+    def __init__(self, most_calls: int | None = None, schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS) -> None:
+        """`schemas`: tool -> the JSON schema of its arguments, which some markup needs to tell texts from numbers."""
         self._parts: list[Part] = []
+        self._schemas = schemas
         self._most_calls = most_calls
         self._num_seen = 0
+        self._unwrapped: Unwrapped | None = None
         self._blanks: list[str] = []  # leading blanks of the current stretch of content
         self._has_text = False  # whether that stretch has anything but blanks
+
+    def schema_of(self, name: str) -> Mapping[str, Any]:
+        """Returns the schema of a tool's arguments; empty for a tool that the request does not have."""
+        return self._schemas.get(name, NO_SCHEMAS)
 
     @property
     def num_seen(self) -> int:
@@ -42,7 +53,17 @@ class Gathered:
     def reasoning(self, text: str) -> None:
         self._parts.append(Reasoning(text))
 
+    def unwrap(self, wraps: tuple[str, str]) -> None:
+        """From now on content is shown without these texts around it."""
+        self._unwrapped = Unwrapped(wraps, self._content)
+
     def content(self, text: str) -> None:
+        if self._unwrapped is not None:
+            self._unwrapped.add(text)
+        else:
+            self._content(text)
+
+    def _content(self, text: str) -> None:
         if not self._has_text:
             self._blanks.append(text)
             if not text.strip(BLANKS):
@@ -52,6 +73,7 @@ class Gathered:
         self._parts.append(Content(text))
 
     def begin(self, name: str) -> None:
+        self._flush()
         self._blanks, self._has_text = [], False
         self._num_seen += 1
         if self._num_seen == self.num_calls:
@@ -64,8 +86,13 @@ class Gathered:
 
     def end(self) -> None:
         """Ends the reply. A reply of nothing but blanks is content."""
+        self._flush()
         if not self._num_seen and (text := "".join(self._blanks)):
             self._parts.append(Content(text))
+
+    def _flush(self) -> None:
+        if self._unwrapped is not None:
+            self._unwrapped.flush()
 
     def take(self) -> list[Part]:
         """Returns the parts collected since the last call; neighbours of one kind become one part."""

@@ -1,53 +1,158 @@
-"""The thinking that comes before a reply's content: `<think>…</think>`.
+"""The thinking that comes before a reply's content, such as `<think>…</think>`.
 
 Blanks at both ends of the reasoning, and between it and the content, are markup and are not shown. Reasoning that never
-ends stays reasoning; a later `<think>` is content. Knows nothing of tools.
+ends stays reasoning; later marks are content. Knows nothing of tools.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from pd_cluster.parsers.stream import BLANKS, Emit, Steps, TextStream
 
 OPEN, CLOSE = "<think>", "</think>"
-PARSERS = ("deepseek_r1", "qwen3")
+MOST_BLANKS = 64  # before a text that closes the content, and belong to it
 
-# The model's first text is reasoning (maybe after its own `<think>`), is reasoning only after `<think>`, or is content.
+# The model's first text is reasoning (maybe after its own opening mark), is reasoning only after one, or is content.
 Start = Literal["reasoning", "perhaps", "content"]
 
-_LAST_MARK = re.compile(rf"({OPEN}|{CLOSE})[{BLANKS}]*\Z")
 
+@dataclass(frozen=True)
+class Thinking:
+    """How a kind of model marks its reasoning.
 
-def start_of(parser: str, prompt_end: str) -> Start:
-    """Reads the start from the prompt's last mark. Without one, deepseek_r1 implies reasoning, and qwen3 leaves it
-    open.
+    `unmarked`: how a reply starts if the prompt's end has no mark. `opens` and `closes`: the first of each is what a
+    guide writes; models write the others, too. `ends`: texts that end the reasoning and begin the content. `wraps`: the
+    texts around the content, which are not shown.
     """
-    if not parser:
-        return "content"
-    mark = _LAST_MARK.search(prompt_end)
-    if mark is not None:
-        return "reasoning" if mark[1] == OPEN else "content"
-    return "reasoning" if parser == "deepseek_r1" else "perhaps"
+
+    unmarked: Start
+    opens: tuple[str, ...] = (OPEN,)
+    closes: tuple[str, ...] = (CLOSE,)
+    ends: tuple[str, ...] = ()
+    wraps: tuple[str, str] | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that must reach the reader even if the tokenizer has them as special tokens."""
+        return (*self.opens, *self.closes, *self.ends, *(self.wraps or ()))
+
+    def start_of(self, prompt_end: str) -> Start:
+        """Reads the start from the prompt's last mark, behind which only blanks stand."""
+        mark = self._last_mark.search(prompt_end)
+        if mark is None:
+            return self.unmarked
+        return "reasoning" if mark[1] in self.opens else "content"
+
+    def after(self, content: str) -> str:
+        """Returns the mark that a reply which continues this content stands behind."""
+        last_open = max(content.rfind(mark) for mark in self.opens)
+        last_close = max(content.rfind(mark) for mark in self.closes)
+        return self.opens[0] if last_open > last_close else self.closes[0]
+
+    @cached_property
+    def _last_mark(self) -> re.Pattern[str]:
+        marks = "|".join(re.escape(mark.strip(BLANKS)) for mark in (*self.opens, *self.closes))
+        return re.compile(rf"({marks})[{BLANKS}]*\Z")
 
 
-def read_reasoning(stream: TextStream, start: Start, emit: Emit) -> Steps[None]:
+THINKING: dict[str, Thinking] = {
+    "deepseek_r1": Thinking("reasoning"),
+    "deepseek_v3": Thinking("content"),
+    "ernie45": Thinking("reasoning", wraps=("<response>", "</response>")),
+    "gemma": Thinking("perhaps", opens=("<|channel>thought", "<|channel>"), closes=("<channel|>",)),
+    "glm45": Thinking("perhaps"),
+    "granite": Thinking(
+        "perhaps",
+        opens=("Here is my thought process:", "Here's my thought process:"),
+        closes=("Here is my response:", "Here's my response:"),
+    ),
+    "hunyuan_a13b": Thinking("perhaps", wraps=("<answer>", "</answer>")),
+    "kimi_k2": Thinking("perhaps", ends=("<|tool_calls_section_begin|>",)),
+    "minimax_m2": Thinking("reasoning"),
+    "mistral": Thinking("perhaps", opens=("[THINK]",), closes=("[/THINK]",)),
+    "olmo3": Thinking("reasoning"),
+    "qwen3": Thinking("perhaps"),
+    "seed_oss": Thinking("perhaps", opens=("<seed:think>",), closes=("</seed:think>",)),
+    "step3": Thinking("reasoning"),
+}
+PARSERS = tuple(THINKING)
+
+
+def read_reasoning(stream: TextStream, thinking: Thinking, start: Start, emit: Emit) -> Steps[None]:
     """Takes everything before the content."""
     if start == "content":
         return
     stream.keep()
     yield from stream.blanks()
-    if (yield from stream.begins(OPEN)):
-        stream.take(len(OPEN))
+    opened = yield from _opened(stream, thinking)
+    if opened:
+        stream.take(len(opened))
         yield from stream.blanks()
     elif start == "perhaps":
         stream.put_back()
         return
     stream.kept()
-    if (yield from stream.until((CLOSE,), _Trimmed(emit).add)):
-        stream.take(len(CLOSE))
+    marker = yield from stream.until((*thinking.closes, *thinking.ends), _Trimmed(emit).add)
+    if marker in thinking.closes:
+        stream.take(len(marker))
         yield from stream.blanks()
+
+
+def _opened(stream: TextStream, thinking: Thinking) -> Steps[str]:
+    """Returns the opening mark that comes next; "" if none does."""
+    for mark in thinking.opens:  # a mark that another one begins with comes after it
+        if (yield from stream.begins(mark)):
+            return mark
+    return ""
+
+
+class Unwrapped:
+    """Emits content without the texts around it: the first at its beginning, the last at its end, with blanks."""
+
+    def __init__(self, wraps: tuple[str, str], emit: Emit) -> None:
+        self._before, after = wraps
+        begun = ""
+        for char in reversed(after[:-1]):
+            begun = f"(?:{re.escape(char)}{begun})?"
+        some, ending = f"[{BLANKS}]{{0,{MOST_BLANKS}}}", rf"{re.escape(after)}[{BLANKS}]*"
+        self._may_end = re.compile(rf"{some}(?:{ending}|{begun})\Z")  # the end of a text that may be markup
+        self._ends = re.compile(rf"{some}{ending}\Z")
+        self._emit = emit
+        self._state: Literal["before", "blanks", "within"] = "before"
+        self._held = ""
+
+    def add(self, text: str) -> None:
+        self._held += text
+        if self._state == "before":
+            begun = self._held.lstrip(BLANKS)
+            if begun != self._before and self._before.startswith(begun):  # also nothing but blanks
+                return
+            is_open = begun.startswith(self._before)
+            self._held = begun.removeprefix(self._before) if is_open else self._held
+            self._state = "blanks" if is_open else "within"
+        if self._state == "blanks":
+            self._held = self._held.lstrip(BLANKS)
+            if not self._held:
+                return
+            self._state = "within"
+        found = self._may_end.search(self._held)
+        self._show(found.start() if found is not None else len(self._held))
+
+    def flush(self) -> None:
+        """Emits what was held back: something other than content follows, or nothing."""
+        self._state = "within"
+        if (found := self._ends.search(self._held)) is not None:
+            self._held = self._held[: found.start()]
+        self._show(len(self._held))
+
+    def _show(self, num_chars: int) -> None:
+        if num_chars:
+            shown, self._held = self._held[:num_chars], self._held[num_chars:]
+            self._emit(shown)
 
 
 class _Trimmed:

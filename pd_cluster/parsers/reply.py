@@ -9,34 +9,46 @@ from __future__ import annotations
 import difflib
 import secrets
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers import reasoning, reply_guides, tools
-from pd_cluster.parsers.calls import Gathered
+from pd_cluster.parsers.calls import NO_SCHEMAS, Gathered
+from pd_cluster.parsers.formats import Format
+from pd_cluster.parsers.nodes import Tool
 from pd_cluster.parsers.parts import Part
-from pd_cluster.parsers.reply_guides import Tool, ToolChoice
+from pd_cluster.parsers.reasoning import THINKING, Start, Thinking
+from pd_cluster.parsers.reply_guides import ToolChoice
 from pd_cluster.parsers.stream import Steps, TextStream
+from pd_cluster.parsers.table import FORMATS, UNMARKED
 from pd_cluster.types import Guide
 
 __all__ = ["ReplyFormat", "ReplyReader", "Tool", "ToolChoice"]
+
+NONE = Thinking("content")
 
 
 class ReplyFormat:
     """The two parsers that an operator names; "" for none."""
 
-    def __init__(self, tool_parser: str = "", reasoning_parser: str = "") -> None:
-        """Raises ConfigError for an unknown name."""
-        _must_be_known(called("tool_call_parser"), tool_parser, tools.READERS)
-        _must_be_known(called("reasoning_parser"), reasoning_parser, reasoning.PARSERS)
+    def __init__(
+        self, tool_parser: str = "", reasoning_parser: str = "", more: Mapping[str, Format] = NO_SCHEMAS
+    ) -> None:
+        """`more`: the formats of an operator's file. Raises ConfigError for an unknown name."""
+        formats = {**FORMATS, **more}
+        _must_be_known(called("tool_call_parser"), tool_parser, formats)
+        _must_be_known(called("reasoning_parser"), reasoning_parser, THINKING)
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
+        self._calls = formats[tool_parser] if tool_parser else None
+        self._thinking = THINKING[reasoning_parser] if reasoning_parser else None
 
     @property
     def markers(self) -> frozenset[str]:
         """Texts that must reach the reader even if the tokenizer has them as special tokens."""
-        thinking = (reasoning.OPEN, reasoning.CLOSE) if self.reasoning_parser else ()
-        return frozenset((*tools.MARKERS.get(self.tool_parser, ()), *thinking))
+        calls = self._calls.markers if self._calls is not None else ()
+        return frozenset((*calls, *(self._thinking.markers if self._thinking is not None else ())))
 
     @property
     def history_marks(self) -> frozenset[str]:
@@ -44,13 +56,16 @@ class ReplyFormat:
 
         Without a parser, clients receive replies with all marks and send them back that way.
         """
-        names = (self.tool_parser,) if self.tool_parser else tuple(tools.MARKERS)
-        return frozenset((reasoning.OPEN, reasoning.CLOSE, *(mark for name in names for mark in tools.MARKERS[name])))
+        calls = FORMATS.values() if self._calls is None else (self._calls,)
+        thinking = THINKING.values() if self._thinking is None else (self._thinking,)
+        return frozenset(mark for each in (*calls, *thinking) for mark in each.markers)
 
-    def reader(self, choice: ToolChoice, prompt_end: str, most_calls: int | None = None) -> ReplyReader:
+    def reader(
+        self, choice: ToolChoice, prompt_end: str, most_calls: int | None = None, given: Sequence[Tool] = ()
+    ) -> ReplyReader:
         """Returns a reader for one reply. `prompt_end`: the text of the prompt's last tokens, special ones included."""
-        start = reasoning.start_of(self.reasoning_parser, prompt_end)
-        return ReplyReader(start, self._content_reader(choice), most_calls)
+        schemas = {tool.name: tool.parameters for tool in given}
+        return ReplyReader(self._thinking, self._start(prompt_end), self._content_reader(choice), most_calls, schemas)
 
     def guide(
         self,
@@ -63,8 +78,12 @@ class ReplyFormat:
         """Returns the guide for a whole reply, whose content must follow `answer`; None: anything goes. Raises
         RequestError.
         """
-        start = reasoning.start_of(self.reasoning_parser, prompt_end)
-        return reply_guides.guide_of(self.tool_parser, start, tools, choice, most_calls, answer)
+        start = self._start(prompt_end)
+        return reply_guides.guide_of(self._calls, self._thinking, start, tools, choice, most_calls, answer)
+
+    def mark_after(self, content: str) -> str:
+        """Returns the mark that a reply which continues this content stands behind."""
+        return (self._thinking or NONE).after(content)
 
     def call_id(self) -> str:
         """Returns a new id. Mistral's chat templates accept only nine letters and digits."""
@@ -72,19 +91,29 @@ class ReplyFormat:
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
+    def _start(self, prompt_end: str) -> Start:
+        return self._thinking.start_of(prompt_end) if self._thinking is not None else "content"
+
     def _content_reader(self, choice: ToolChoice) -> tools.Reader:
-        if choice == "none" or (choice == "auto" and not self.tool_parser):
+        if choice == "none" or (choice == "auto" and self._calls is None):
             return tools.read_content
-        return tools.READERS.get(self.tool_parser, tools.read_array)
+        return (self._calls or UNMARKED).read
 
 
 class ReplyReader:
     """Reads one reply as text arrives. How the text is split affects only how the parts are split."""
 
-    def __init__(self, start: reasoning.Start, read_content: tools.Reader, most_calls: int | None) -> None:
+    def __init__(
+        self,
+        thinking: Thinking | None,
+        start: Start,
+        read_content: tools.Reader,
+        most_calls: int | None,
+        schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS,
+    ) -> None:
         self._stream = TextStream()
-        self._out = Gathered(most_calls)
-        self._steps = self._read(start, read_content)
+        self._out = Gathered(most_calls, schemas)
+        self._steps = self._read(thinking or NONE, start, read_content)
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that are certain so far."""
@@ -103,8 +132,10 @@ class ReplyReader:
     def num_calls(self) -> int:
         return self._out.num_calls
 
-    def _read(self, start: reasoning.Start, read_content: tools.Reader) -> Steps[None]:
-        yield from reasoning.read_reasoning(self._stream, start, self._out.reasoning)
+    def _read(self, thinking: Thinking, start: Start, read_content: tools.Reader) -> Steps[None]:
+        yield from reasoning.read_reasoning(self._stream, thinking, start, self._out.reasoning)
+        if thinking.wraps is not None:
+            self._out.unwrap(thinking.wraps)
         yield from read_content(self._stream, self._out)
 
 

@@ -101,6 +101,36 @@ class TextStream:
                 return marker
             yield
 
+    def short_until(self, markers: str | Sequence[str], most: int, emit: Emit) -> Steps[str]:
+        """Does as `until` if a marker comes within `most` characters; otherwise takes nothing and returns ""."""
+        markers = (markers,) if isinstance(markers, str) else markers
+        longest = max(map(len, markers))
+        while True:
+            found = [
+                (at, marker)
+                for marker in markers
+                if (at := self._text.find(marker, self._at, self._at + most + longest)) >= 0
+            ]
+            if found:
+                end, marker = min(found)
+                if self._is_ended or end + longest <= len(self._text) or len(found) == len(markers):
+                    emit(self.take(end - self._at))
+                    return marker
+            elif self._is_ended or len(self._text) - self._at >= most + longest:
+                return ""
+            yield
+
+    def begins_after_blanks(self, text: str) -> Steps[bool]:
+        """Returns whether this text comes next, after blanks, which are taken only then. Ends a `keep`."""
+        self.keep()
+        yield from self.blanks()
+        found = yield from self.begins(text)
+        if found:
+            self.kept()
+        else:
+            self.put_back()
+        return found
+
     def keep(self) -> None:
         """Starts remembering the text taken."""
         self._kept = []

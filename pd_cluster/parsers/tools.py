@@ -1,4 +1,4 @@
-"""How models write tool calls: one reader for each format.
+"""Readers of calls whose markup no description covers: Llama 3, Mistral, and arrays without any markup.
 
 Text that looks like a call and is none is content, as it was written. If a call's arguments stop being valid JSON, the
 call keeps the rest, up to the closing marker or the end, so clients see what the model wrote. Knows nothing of
@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 
 from pd_cluster.parsers.calls import Gathered, read_call
 from pd_cluster.parsers.json_scan import scan_value, take_sign
-from pd_cluster.parsers.stream import BLANK_RUN, BLANKS, Steps, TextStream, ignore
+from pd_cluster.parsers.stream import BLANK_RUN, BLANKS, Steps, TextStream
 
 Reader = Callable[[TextStream, Gathered], Steps[None]]
 
-CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -27,26 +26,6 @@ _BETWEEN = re.compile(f"[{BLANKS};]*")
 def read_content(stream: TextStream, out: Gathered) -> Steps[None]:
     """Reads a reply without any calls."""
     yield from stream.until((), out.content)
-
-
-def read_hermes(stream: TextStream, out: Gathered) -> Steps[None]:
-    """Reads `<tool_call>{"name": …, "arguments": …}</tool_call>` amid content; Qwen's models write this too.
-
-    Everything between complete arguments and the closing marker is skipped, so a brace too few or too many is harmless.
-    """
-    while (yield from stream.until((CALL,), out.content)):
-        stream.keep()
-        stream.take(len(CALL))
-        match (yield from read_call(stream, out)):
-            case "none":
-                out.content(stream.kept())
-                continue
-            case "whole":
-                end = yield from stream.until((CALL_END, CALL), ignore)
-            case "torn":
-                end = yield from stream.until((CALL_END,), out.arguments)
-        if end == CALL_END:
-            stream.take(len(CALL_END))
 
 
 def read_llama3(stream: TextStream, out: Gathered) -> Steps[None]:
@@ -75,7 +54,7 @@ def read_mistral(stream: TextStream, out: Gathered) -> Steps[None]:
         stream.take(len(TOOL_CALLS))
         yield from stream.blanks()
         if (yield from stream.peek()) == "[":
-            yield from _read_array(stream, out, (TOOL_CALLS,))
+            yield from read_array_of(stream, out, (TOOL_CALLS,))
         else:
             yield from _read_named(stream, out)
 
@@ -83,11 +62,11 @@ def read_mistral(stream: TextStream, out: Gathered) -> Steps[None]:
 def read_array(stream: TextStream, out: Gathered) -> Steps[None]:
     """Reads `[{"name": …, "parameters": …}, …]`, the form that guides impose on models without markup of their own."""
     stream.keep()
-    yield from _read_array(stream, out, ())
+    yield from read_array_of(stream, out, ())
     yield from stream.until((), out.content)
 
 
-def _read_array(stream: TextStream, out: Gathered, ends: Sequence[str]) -> Steps[None]:
+def read_array_of(stream: TextStream, out: Gathered, ends: Sequence[str]) -> Steps[None]:
     """Reads an array. The text that the stream keeps is content if no call follows. A torn call extends to one of
     `ends`.
     """
@@ -126,17 +105,3 @@ def _read_named(stream: TextStream, out: Gathered) -> Steps[None]:
     out.begin("".join(name))
     if not (yield from scan_value(stream, out.arguments)):
         yield from stream.until((TOOL_CALLS,), out.arguments)
-
-
-READERS: dict[str, Reader] = {
-    "hermes": read_hermes,
-    "llama3_json": read_llama3,
-    "mistral": read_mistral,
-    "qwen3": read_hermes,
-}
-MARKERS: dict[str, tuple[str, ...]] = {
-    "hermes": (CALL, CALL_END),
-    "llama3_json": (PYTHON_TAG,),
-    "mistral": (TOOL_CALLS, CALL_ID, ARGS),
-    "qwen3": (CALL, CALL_END),
-}

@@ -180,7 +180,7 @@ class TextService:
         )
         generation = self._intake.generation(request, token_ids, None, "messages", shared)
         if reads:
-            generation.new_reader = lambda: form.reader(asked.choice, end, asked.most_calls)
+            generation.new_reader = lambda: form.reader(asked.choice, end, asked.most_calls, asked.tools)
             generation.new_call_id = form.call_id
             generation.calls_finish = asked.choice in ("auto", "required")
         generation.received_s = received_s
@@ -213,8 +213,7 @@ class TextService:
         text = self.tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
         if not request.continue_final_message:
             return text
-        content = request.messages[-1].text
-        return "<think>" if content.rfind("<think>") > content.rfind("</think>") else "</think>"
+        return self._reply_format.mark_after(request.messages[-1].text)
 
     async def completions(
         self, request: CompletionRequest, received_s: float | None = None, caller: Caller = NOBODY

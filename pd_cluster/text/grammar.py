@@ -228,7 +228,7 @@ def _special_tokens(file: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> 
 
 
 class _ReplySource:
-    """Turns a reply's tree (defined in parsers/reply_guides.py) into one grammar, with rules for the guides inside it.
+    """Turns a reply's tree (defined in parsers/nodes.py) into one grammar, with rules for the guides inside it.
 
     A rule that ends at a marker is lazy: the marker's last character ends it, whatever else could have continued it.
     """
@@ -256,6 +256,8 @@ class _ReplySource:
             case ["until", str(text)]:
                 found = self._lazy(f"TEXT {json.dumps(text)}")
                 return f"({found} | TEXT <[{self._special[text]}]>)" if text in self._special else found
+            case ["exact", str(text)]:
+                return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
             case ["text", str(text)]:
                 return json.dumps(text)
             case ["pattern", str(pattern)]:

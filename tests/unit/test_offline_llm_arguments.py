@@ -207,7 +207,10 @@ def test_what_asks_for_nothing_goes_without_a_word(
             "kv_cache_ratio 0.6: blocks are not divided between prompts and answers: every request may have any of "
             "them; leave it out",
         ),
-        ({"reasoning_parser": "ernie-45-vl"}, "reasoning_parser ernie-45-vl: not known; known are deepseek_r1, qwen3"),
+        (
+            {"reasoning_parser": "ernie-45-vl"},
+            "reasoning_parser ernie-45-vl: not known; known are deepseek_r1,",
+        ),
         ({"enable_reasoning": True}, "enable_reasoning: needs reasoning_parser NAME, which says what"),
         ({"enable_lora": True}, "enable_lora True: LoRA adapters are not supported; leave it out"),
         ({"guided_decoding_backend": "mine"}, "guided_decoding_backend 'mine': expected one of auto"),

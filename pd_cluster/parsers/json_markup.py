@@ -1,0 +1,182 @@
+"""Calls as JSON between markers: whole objects, arrays of objects, or a name and then its arguments.
+
+Each is a description of a model's markup. Text that looks like a call and is none is content, as it was written. If a
+call's arguments stop being valid JSON, the call keeps the rest, up to the closing marker or the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pd_cluster.parsers.calls import Gathered, read_call
+from pd_cluster.parsers.json_scan import scan_value
+from pd_cluster.parsers.nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
+from pd_cluster.parsers.stream import Steps, TextStream, ignore
+from pd_cluster.parsers.tools import read_array_of
+
+MAX_NAME_NUM_CHARS = 256  # with what stands around it
+_CLEAN_NAME = re.compile(r"[^\s{}\"<>|]+")
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """`begin` and then `{"name": …, "arguments": …}`, or with `is_array` an array of these; then `end`, if it has one.
+
+    `begins`: other texts that a model writes in place of `begin`. `key`: the member that guides write.
+    """
+
+    begin: str
+    end: str = ""
+    is_array: bool = False
+    begins: tuple[str, ...] = ()
+    key: str = "arguments"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(text for text in (self.begin, *self.begins, self.end) if text)
+
+    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+        starts = (self.begin, *self.begins)
+        while begin := (yield from stream.until(starts, out.content)):
+            stream.keep()
+            stream.take(len(begin))
+            yield from stream.blanks()
+            num_seen = out.num_seen
+            if self.is_array and (yield from stream.peek()) == "[":
+                yield from read_array_of(stream, out, (self.end,) if self.end else ())
+                is_call = out.num_seen > num_seen
+            else:
+                is_call = yield from self._read_one(stream, out)
+            if is_call and self.end and (yield from self._after(stream)):
+                stream.take(len(self.end))
+
+    def _read_one(self, stream: TextStream, out: Gathered) -> Steps[bool]:
+        match (yield from read_call(stream, out)):
+            case "none":
+                out.content(stream.kept())
+                return False
+            case "torn":
+                yield from stream.until((self.end,) if self.end else (), out.arguments)
+            case "whole":
+                if self.end:
+                    yield from stream.until((self.end, self.begin, *self.begins), ignore)
+        return True
+
+    def _after(self, stream: TextStream) -> Steps[bool]:
+        """Returns whether the end marker comes next."""
+        return (yield from stream.begins_after_blanks(self.end))
+
+    def calls(self, given: Sequence[Tool], most: int) -> Node:
+        if self.is_array:
+            return ["seq", ["marker", self.begin], *self._array(given, most)]
+        return ["repeat", 1, most, ["seq", ["marker", self.begin], *self._one(given)]]
+
+    def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
+        body = self._array(given, most or MAX_CALLS) if self.is_array else self._one(given)
+        call: Node = ["seq", ["until", self.begin], *body]
+        return ["seq", ["repeat", 0, 1 if self.is_array else most, call], FREE]
+
+    def _one(self, given: Sequence[Tool]) -> list[Node]:
+        return [BLANK, ["json", call_schema(given, self.key)], *self._end()]
+
+    def _array(self, given: Sequence[Tool], most: int) -> list[Node]:
+        return [BLANK, ["json", array_schema(given, self.key, most)], *self._end()]
+
+    def _end(self) -> list[Node]:
+        return [["marker", self.end]] if self.end else []
+
+
+@dataclass(frozen=True)
+class NamedCalls:
+    """Each call is `begin`, `head`, the name, `tail`, `separator`, arguments, `fence` and `end`.
+
+    All calls of a reply stand between `opening` and `closing`, if those are given. `head` and `tail` are nodes of the
+    guide around the name, and `around` removes from the text before the separator what is not the name.
+    """
+
+    begin: str
+    separator: str
+    end: str
+    opening: str = ""
+    closing: str = ""
+    head: tuple[Node, ...] = ()
+    tail: tuple[Node, ...] = ()
+    around: str = ""  # a regular expression
+    fence: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        inner = [node[1] for node in (*self.head, *self.tail) if node[0] == "marker"]
+        return tuple(
+            text for text in (self.opening, self.begin, self.separator, self.end, self.closing, *inner) if text
+        )
+
+    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+        starts = tuple(text for text in (self.opening, self.begin) if text)
+        closings = (self.closing,) if self.closing else ()
+        while marker := (yield from stream.until(starts + closings, out.content)):
+            stream.keep()
+            stream.take(len(marker))
+            if marker == self.closing and out.num_seen:
+                stream.kept()
+                continue
+            if marker == self.opening:
+                yield from stream.blanks()
+                if not (yield from stream.begins(self.begin)):
+                    out.content(stream.kept())
+                    continue
+                stream.take(len(self.begin))
+            elif marker == self.closing:
+                out.content(stream.kept())
+                continue
+            if (yield from self._read_one(stream, out)):
+                yield from stream.until((self.end, *starts, *closings), ignore)
+            if (yield from stream.begins(self.end)):
+                stream.take(len(self.end))
+
+    def _read_one(self, stream: TextStream, out: Gathered) -> Steps[bool]:
+        """Returns whether a call was read whole; the stream then stands behind its arguments."""
+        name = yield from self._name(stream)
+        if name:
+            yield from stream.blanks()
+        if not name or (yield from stream.peek()) != "{":
+            out.content(stream.kept())
+            return False
+        stream.kept()
+        out.begin(name)
+        if (yield from scan_value(stream, out.arguments)):
+            return True
+        yield from stream.until((self.end,), out.arguments)
+        return False
+
+    def _name(self, stream: TextStream) -> Steps[str]:
+        """Takes the text up to the separator, and with it. Returns the name in it; "" if there is none."""
+        pieces: list[str] = []
+        if not (yield from stream.short_until(self.separator, MAX_NAME_NUM_CHARS, pieces.append)):
+            return ""
+        stream.take(len(self.separator))
+        name = re.sub(self.around, "", "".join(pieces)).strip() if self.around else "".join(pieces).strip()
+        return name if _CLEAN_NAME.fullmatch(name) else ""
+
+    def calls(self, given: Sequence[Tool], most: int) -> Node:
+        calls: Node = ["repeat", 1, most, ["seq", ["marker", self.begin], *self._one(given)]]
+        if not self.opening:
+            return calls
+        return ["seq", ["marker", self.opening], calls, ["marker", self.closing]]
+
+    def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
+        one: Node = ["seq", ["marker", self.begin], *self._one(given)]
+        if self.opening:
+            section: Node = ["seq", ["until", self.opening], ["repeat", 1, most, one], ["marker", self.closing]]
+            return ["seq", ["repeat", 0, 1, section], FREE]
+        return ["seq", ["repeat", 0, most, ["seq", ["until", self.begin], *self._one(given)]], FREE]
+
+    def _one(self, given: Sequence[Tool]) -> list[Node]:
+        named: list[Node] = [
+            ["seq", ["text", tool.name], *self.tail, ["marker", self.separator], BLANK, ["json", object_of(tool)]]
+            for tool in given
+        ]
+        fence: list[Node] = [["marker", self.fence]] if self.fence else []
+        return [*self.head, ["any", *named], *fence, ["marker", self.end]]

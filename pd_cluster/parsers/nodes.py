@@ -1,0 +1,52 @@
+"""The nodes of a reply's guide, and the JSON schemas of calls in them.
+
+A guide of kind "reply" is a JSON tree: ["seq", node…], ["any", node…], ["repeat", least, most or null, node],
+["marker", text] (blanks may come before it), ["exact", text] (none may), ["until", marker] (anything up to and with
+it), ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text]. Markers are given as text, whether or
+not the model's tokenizer has a token for them. Knows nothing of the library that follows guides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Node = list[Any]
+
+MAX_CALLS = 16  # for required calls without a limit in the request, so that the model must come to an end
+FREE: Node = ["pattern", r"(.|\n)*"]
+BLANK: Node = ["repeat", 0, 1, ["pattern", r"[ \n]{1,4}"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """`parameters` is the JSON schema of the arguments. `strict`: optional calls must follow it, too."""
+
+    name: str
+    parameters: dict[str, Any]
+    strict: bool = False
+
+
+def array_schema(given: Sequence[Tool], key: str, most: int) -> dict[str, Any]:
+    return {"type": "array", "items": call_schema(given, key), "minItems": 1, "maxItems": most}
+
+
+def call_schema(given: Sequence[Tool], key: str) -> dict[str, Any]:
+    """Returns the schema of one call of any of the tools. An `$id` keeps a schema's references local to it."""
+    return {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.name}, key: {**object_of(tool), "$id": f"tool:{at}"}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for at, tool in enumerate(given)
+        ]
+    }
+
+
+def object_of(tool: Tool) -> dict[str, Any]:
+    """Returns the arguments' schema. Arguments are always an object, even if the schema does not say so."""
+    return {**tool.parameters, "type": "object"}

@@ -1,0 +1,70 @@
+"""Formats that no description covers: Llama 3's bare JSON, Mistral's two ways, and an array without any markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pd_cluster.parsers import tools
+from pd_cluster.parsers.calls import Gathered
+from pd_cluster.parsers.nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
+from pd_cluster.parsers.stream import Steps, TextStream
+
+_NO_OBJECT: Node = ["pattern", r"[ \t\r\n]*([^ \t\r\n{](.|\n)*)?"]
+
+
+class Llama3Calls:
+    """`{"name": …, "parameters": …}` as the whole reply, or several."""
+
+    markers: tuple[str, ...] = (tools.PYTHON_TAG,)
+
+    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+        return tools.read_llama3(stream, out)
+
+    def calls(self, given: Sequence[Tool], most: int) -> Node:
+        call: Node = ["json", call_schema(given, "parameters")]
+        more: Node = ["repeat", 0, most - 1, ["seq", ["pattern", r";[ \n]?|\n"], call]]
+        tag: Node = ["repeat", 0, 1, ["marker", tools.PYTHON_TAG]]
+        return ["seq", tag, call, more] if most > 1 else ["seq", tag, call]
+
+    def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
+        return ["any", self.calls(given, most or MAX_CALLS), _NO_OBJECT]
+
+
+class MistralCalls:
+    """`[TOOL_CALLS]` and an array of calls, or, from newer models, one call's name and arguments."""
+
+    markers: tuple[str, ...] = (tools.TOOL_CALLS, tools.CALL_ID, tools.ARGS)
+
+    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+        return tools.read_mistral(stream, out)
+
+    def calls(self, given: Sequence[Tool], most: int) -> Node:
+        one: Node = ["seq", ["marker", tools.TOOL_CALLS], ["any", *self._named(given)]]
+        return ["any", ["seq", ["marker", tools.TOOL_CALLS], *self._array(given, most)], ["repeat", 1, most, one]]
+
+    def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
+        array: Node = ["seq", *self._array(given, most or MAX_CALLS)]
+        call: Node = ["seq", ["until", tools.TOOL_CALLS], ["any", array, *self._named(given)]]
+        return ["seq", ["repeat", 0, most, call], FREE]
+
+    def _array(self, given: Sequence[Tool], most: int) -> list[Node]:
+        return [BLANK, ["json", array_schema(given, "arguments", most)]]
+
+    def _named(self, given: Sequence[Tool]) -> list[Node]:
+        args: Node = ["repeat", 0, 1, ["marker", tools.ARGS]]
+        return [["seq", ["text", tool.name], args, ["json", object_of(tool)]] for tool in given]
+
+
+class ArrayCalls:
+    """`[{"name": …, "parameters": …}, …]`, the form that guides impose on models without markup of their own."""
+
+    markers: tuple[str, ...] = ()
+
+    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+        return tools.read_array(stream, out)
+
+    def calls(self, given: Sequence[Tool], most: int) -> Node:
+        return ["json", array_schema(given, "parameters", most)]
+
+    def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
+        return FREE

@@ -1,0 +1,63 @@
+"""The types that a JSON schema allows for a tool's parameter, as far as readers and guides of markup need them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Types = frozenset[str]
+ANY: Types = frozenset()
+MAX_DEPTH = 8  # of references and alternatives
+PYTHON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+def types_of(parameters: Mapping[str, Any], name: str) -> Types:
+    """Returns the types that a parameter may have; empty: not known, or any."""
+    properties = parameters.get("properties")
+    given = properties.get(name) if isinstance(properties, dict) else None
+    return _types(given, parameters, 0)
+
+
+def _types(given: Any, root: Mapping[str, Any], depth: int) -> Types:
+    schema = resolved(given, root)
+    if not schema or depth == MAX_DEPTH:
+        return ANY
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset([named])
+    if isinstance(named, list):
+        return frozenset(map(str, named))
+    fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(fixed, list):
+        return frozenset("null" if value is None else PYTHON_TYPES.get(type(value), "object") for value in fixed)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            found = [_types(each, root, depth + 1) for each in schema[key]]
+            return ANY if ANY in found else frozenset().union(*found)
+    return ANY
+
+
+def resolved(given: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Follows references into the root's own definitions; {} for anything else."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(given, dict):
+            return {}
+        reference = given.get("$ref")
+        if not isinstance(reference, str):
+            return given
+        at: Any = root
+        for part in reference.removeprefix("#/").split("/"):
+            at = at.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(at, dict) else None
+        given = at if reference.startswith("#/") else None
+    return {}
+
+
+def plain_texts(schema: Mapping[str, Any]) -> list[str] | None:
+    """Returns the texts that a string is restricted to; None: it is not."""
+    fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return [value for value in fixed if isinstance(value, str)] if isinstance(fixed, list) else None
+
+
+def as_object(given: Any) -> dict[str, Any]:
+    """Returns a schema as an object, also where it is `true`."""
+    return dict(given) if isinstance(given, dict) else {}

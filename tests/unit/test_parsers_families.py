@@ -1,0 +1,284 @@
+"""Calls and reasoning as the chat templates of many models' cards write them, read however they are cut."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
+from pd_cluster.parsers.table import FORMATS
+from tests.unit.test_parsers import call, joined
+
+WEATHER = Tool(
+    "f",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "flag": {"type": ["boolean", "null"]},
+            "any": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "list": {"$ref": "#/$defs/list"},
+            "free": {},
+        },
+        "$defs": {"list": {"type": "array"}},
+    },
+)
+TOOLS = (WEATHER, Tool("g", {}))
+
+SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+V3 = [
+    (
+        f'{ALL_BEGIN}{BEGIN}function{SEP}f\n```json\n{{"a": 1}}\n```{END}\n{BEGIN}function{SEP}g\n```json\n{{}}\n```'
+        f"{END}{ALL_END}",
+        [*call(0, "f", '{"a": 1}'), *call(1, "g")],
+    ),
+    (f"So.{ALL_BEGIN}{BEGIN}function{SEP}f\n```json\n{{oops}}\n```{END}{ALL_END}", None),
+    (f"{ALL_BEGIN}no call", [Content(f"{ALL_BEGIN}no call")]),
+    (f"{ALL_BEGIN}{BEGIN}function{SEP}f", None),
+]
+V31 = [
+    (
+        f'Well.{ALL_BEGIN}{BEGIN}f{SEP}{{"a": "</x>"}}{END}{BEGIN}g{SEP}{{}}{END}{ALL_END}',
+        [Content("Well."), *call(0, "f", '{"a": "</x>"}'), *call(1, "g")],
+    ),
+    (f'{ALL_BEGIN}{BEGIN}f{SEP}{{"a": "', call(0, "f", '{"a": "')),
+    (f"{BEGIN}f{SEP}{{}}{END}", call(0, "f")),
+    (f"{BEGIN}f g{SEP}{{}}", [Content(f"{BEGIN}f g{SEP}{{}}")]),
+]
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI = [
+    (
+        f"I look.{SECTION}<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        f'{{"a": [1]}}<|tool_call_end|><|tool_call_begin|>functions.g-x.y:12<|tool_call_argument_begin|>{{}}'
+        f"<|tool_call_end|>{SECTION_END}",
+        [Content("I look."), *call(0, "f", '{"a": [1]}'), *call(1, "g-x.y")],
+    ),
+    (f"{SECTION}<|tool_call_begin|>functions.f:0", [Content(f"{SECTION}<|tool_call_begin|>functions.f:0")]),
+]
+QWEN = [
+    (
+        'Yes.\n<tool_call>\n<function=f>\n<parameter=city>\nNew "York"\n\nUS\n</parameter>\n<parameter=days>\n3\n'
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        [Content("Yes.\n"), *call(0, "f", '{"city": "New \\"York\\"\\n\\nUS", "days": 3}'), *call(1, "g")],
+    ),
+    (  # types: a number as a text stays a text, and the words of Python are understood
+        "<tool_call>\n<function=f>\n<parameter=city>\n12\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
+        '<parameter=any>\n12\n</parameter>\n<parameter=list>\n[1, {}]\n</parameter>\n<parameter=free>\n{"a": 1}\n'
+        "</parameter>\n<parameter=other>\nabc\n</parameter>\n</function>\n</tool_call>",
+        call(0, "f", '{"city": "12", "flag": true, "any": "12", "list": [1, {}], "free": {"a": 1}, "other": "abc"}'),
+    ),
+    (
+        "<function=f>\n<parameter=days>\nmany\n</parameter>\n</function>.",
+        [*call(0, "f", '{"days": "many"}'), Content(".")],
+    ),
+    ("<tool_call>\n<function=f>\n<parameter=city>\nBer\nlin", call(0, "f", '{"city": "Ber\\nlin')),
+    ("<tool_call>\n<function=f>\n<parameter=days>\n12", call(0, "f", '{"days": 12')),
+    ("<tool_call>\n<function=f>\n</tool_call>so", [*call(0, "f"), Content("so")]),
+    ("<tool_call>hello</tool_call>", [Content("<tool_call>hello</tool_call>")]),
+    ("<function=a b>", [Content("<function=a b>")]),
+    ("<function=", [Content("<function=")]),
+]
+SEED = [
+    (text.replace("tool_call>", "seed:tool_call>").replace("</seed:", "</seed:"), parts)
+    for text, parts in QWEN
+    if parts is not None and "tool_call>" in text and parts[0] != Content("<tool_call>hello</tool_call>")
+]
+GLM = [
+    (
+        "Hm.<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Köln & Bonn\n</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>g</tool_call>",
+        [Content("Hm."), *call(0, "f", '{"city": "Köln & Bonn\\n", "days": 2}'), *call(1, "g")],
+    ),
+    (
+        "<tool_call>f<arg_key>list</arg_key><arg_value>[1]</arg_value><arg_key>any</arg_key><arg_value>null</arg_value>"
+        "</tool_call>",
+        call(0, "f", '{"list": [1], "any": null}'),
+    ),
+    ("<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Ber", call(0, "f", '{"city": "Ber')),
+    ("<tool_call>\n{}</tool_call>", [Content("<tool_call>\n{}</tool_call>")]),
+]
+MINIMAX = [
+    (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">San "F"</parameter>\n<parameter name="list">[1]'
+        '</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>\n',
+        [*call(0, "f", '{"city": "San \\"F\\"", "list": [1]}'), *call(1, "g")],
+    ),
+    ("<minimax:tool_call>so", [Content("<minimax:tool_call>so")]),
+]
+ONE, TWO = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
+BOTH = [*call(0, "f", '{"a": 1}'), *call(1, "g")]
+CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
+    "deepseek_v3": V3,
+    "deepseek_v31": V31,
+    "glm45": GLM,
+    "glm47": GLM,
+    "granite": [
+        (f"<|tool_call|>[{ONE}, {TWO}]", BOTH),
+        (f"<tool_call>[{ONE}]", BOTH[:2]),
+        ("<|tool_call|>none", [Content("<|tool_call|>none")]),
+    ],
+    "granite4": [(f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>", BOTH)],
+    "hunyuan_a13b": [
+        (f"a<tool_calls>[{ONE}, {TWO}]</tool_calls>", [Content("a"), *BOTH]),
+        (f"<tool_calls>[{ONE}]</tool_calls> b", [*BOTH[:2], Content(" b")]),
+        ("<tool_calls>[]</tool_calls>", [Content("<tool_calls>[]</tool_calls>")]),
+    ],
+    "internlm": [
+        (
+            'a<|action_start|><|plugin|>{"name": "f", "parameters": {"a": 1}}<|action_end|>\n',
+            [Content("a"), *BOTH[:2]],
+        ),
+        ("<|action_start|><|plugin|>x", [Content("<|action_start|><|plugin|>x")]),
+    ],
+    "kimi_k2": KIMI,
+    "minimax_m2": MINIMAX,
+    "phi4_mini": [
+        (f"functools[{ONE}, {TWO}]", BOTH),
+        ("import functools\nx", [Content("import functools\nx")]),
+    ],
+    "qwen3_coder": QWEN,
+    "qwen3_xml": QWEN,
+    "seed_oss": SEED,
+}
+
+
+def read(
+    form: ReplyFormat, pieces: list[str], choice: ToolChoice = "auto", prompt_end: str = "", most: int | None = None
+) -> list[Part]:
+    reader = form.reader(choice, prompt_end, most, TOOLS)
+    parts = [part for piece in pieces for part in reader.feed(piece)]
+    return joined([*parts, *reader.finish()])
+
+
+def cut(text: str, rng: random.Random) -> list[str]:
+    cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 9)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def test_every_format_has_cases() -> None:
+    assert set(CASES) == set(FORMATS) - {"hermes", "llama3_json", "mistral", "qwen3"}
+
+
+@pytest.mark.parametrize("parser", CASES)
+def test_calls_of_the_cards(parser: str) -> None:
+    rng = random.Random(parser)
+    for text, parts in CASES[parser]:
+        form = ReplyFormat(parser)
+        whole = read(form, [text])
+        if parts is not None:
+            assert whole == parts, text
+        assert read(form, list(text)) == whole, text
+        for _ in range(10):
+            assert read(form, cut(text, rng)) == whole, text
+        assert read(form, [text], "none") == [Content(text)]
+
+
+@pytest.mark.parametrize("parser", CASES)
+def test_calls_beyond_the_limit_leave_no_trace(parser: str) -> None:
+    texts = [text for text, parts in CASES[parser] if parts is not None and CallBegin(1, "g") in parts]
+    for text in texts:
+        parts = read(ReplyFormat(parser), list(text), most=1)
+        assert [part for part in parts if isinstance(part, CallBegin)] == [CallBegin(0, "f")]
+        assert not [part for part in parts if isinstance(part, CallArguments) and part.index]
+
+
+@pytest.mark.parametrize("parser", CASES)
+def test_how_random_text_is_cut_changes_nothing(parser: str) -> None:
+    rng = random.Random(parser)
+    form = ReplyFormat(parser, "qwen3")
+    bits = [*form.markers, *(mark[:-1] for mark in form.markers), "f", "g", "\n", " ", "{", "}", "[", "]", ONE, '"a"']
+    bits += [
+        "<function=",
+        "<parameter=city>",
+        "<parameter=days>",
+        ">",
+        "3",
+        "functions.f:0",
+        "```json",
+        "é",
+        "function",
+    ]
+    bits += [text[: rng.randint(1, len(text))] for text, _ in CASES[parser] for _ in range(3)]
+    for _ in range(400):
+        text = "".join(rng.choices(bits, k=rng.randint(1, 14)))
+        most = rng.choice([None, 1])
+        whole = read(form, [text], most=most)
+        assert read(form, list(text), most=most) == whole, text
+        assert read(form, cut(text, rng), most=most) == whole, text
+
+
+def test_a_string_comes_as_it_is_written() -> None:
+    reader = ReplyFormat("qwen3_coder").reader("auto", "", None, TOOLS)
+    assert reader.feed("<tool_call>\n<function=f>") == [CallBegin(0, "f"), CallArguments(0, "{")]
+    assert reader.feed("\n<parameter=city>\nBer") == [CallArguments(0, '"city": "Ber')]
+    assert reader.feed("lin\n") == [CallArguments(0, "lin")]
+    assert reader.feed("or</para") == [CallArguments(0, "\\nor")]
+    assert reader.feed("meter>") == [CallArguments(0, '"')]
+
+
+# ---- reasoning
+
+THOUGHTS = [
+    ("deepseek_v3", "", "so", "", "so"),
+    ("deepseek_v3", "<think>", "so</think>it is", "so", "it is"),
+    ("deepseek_v3", "</think>", "it is", "", "it is"),
+    ("glm45", "<|assistant|>\n", "<think>so</think>\nit is", "so", "it is"),
+    ("glm45", "<think></think>\n", "it is", "", "it is"),
+    ("kimi_k2", "", "<think>so</think>it is", "so", "it is"),
+    ("minimax_m2", "<think>\n", "so\n</think>\n\nit is", "so", "it is"),
+    ("seed_oss", "", "<seed:think>so</seed:think>it is", "so", "it is"),
+    ("seed_oss", "", "it <seed:think>", "", "it <seed:think>"),
+    ("granite", "", "Here is my thought process:\nso\nHere is my response:\nit is", "so", "it is"),
+    ("granite", "", "Here's my thought process: so Here's my response: it is", "so", "it is"),
+    ("granite", "", "Here is my cat", "", "Here is my cat"),
+    ("hunyuan_a13b", "", "<think>\nso\n</think>\n<answer>\nit is\n</answer>", "so", "it is"),
+    ("hunyuan_a13b", "", "<think>\n\n</think>\n<answer>\nit </answer is", "", "it </answer is"),
+    ("hunyuan_a13b", "", "<answer>\nit is\n</answer>\n", "", "it is"),
+    ("hunyuan_a13b", "", "it is", "", "it is"),
+    ("mistral", "", "[THINK]so[/THINK]it is", "so", "it is"),
+    ("gemma", "", "<|channel>thought\nso<channel|>it is", "so", "it is"),
+    ("gemma", "", "it is", "", "it is"),
+    ("ernie45", "<think>\n", "so\n</think>\n\n<response>\nit is\n</response>\n", "so", "it is"),
+    ("ernie45", "<think>\n", "so\n</think>\n\nit is", "so", "it is"),
+    ("step3", "", "so</think>it is", "so", "it is"),
+    ("olmo3", "<think>", "so\n</think>it is", "so", "it is"),
+]
+
+
+@pytest.mark.parametrize(("parser", "prompt_end", "text", "reasoning", "content"), THOUGHTS)
+def test_reasoning_of_the_cards(parser: str, prompt_end: str, text: str, reasoning: str, content: str) -> None:
+    expected = [Reasoning(reasoning)] * bool(reasoning) + [Content(content)] * bool(content)
+    form = ReplyFormat("", parser)
+    rng = random.Random(text)
+    assert read(form, [text], prompt_end=prompt_end) == expected
+    assert read(form, list(text), prompt_end=prompt_end) == expected
+    for _ in range(20):
+        assert read(form, cut(text, rng), prompt_end=prompt_end) == expected
+
+
+def test_a_section_of_calls_ends_the_thinking() -> None:
+    text = f"<think>so{KIMI[0][0].removeprefix('I look.')}"
+    form = ReplyFormat("kimi_k2", "kimi_k2")
+    assert read(form, list(text))[:3] == [Reasoning("so"), *call(0, "f", '{"a": [1]}')]
+
+
+def test_calls_within_an_answer() -> None:
+    text = f"<think>\nso\n</think>\n<answer>\nI look.\n<tool_calls>[{ONE}]</tool_calls>\n</answer>"
+    form = ReplyFormat("hunyuan_a13b", "hunyuan_a13b")
+    expected = [Reasoning("so"), Content("I look.\n"), *BOTH[:2]]
+    assert read(form, list(text)) == read(form, [text]) == expected
+
+
+def test_arguments_are_json() -> None:
+    for parser, cases in CASES.items():
+        for text, parts in cases:
+            if parts is None or text.endswith(("lin", "12", "Ber", '"a": "')):
+                continue
+            for part in read(ReplyFormat(parser), [text]):
+                if isinstance(part, CallArguments):
+                    assert isinstance(json.loads(part.text), dict)

@@ -26,6 +26,7 @@ SETTINGS = {
     "chat_template": "File of a chat template, or the template itself.",
     "allow_control_tokens": "Messages may have control tokens; as of serve.",
     "tool_call_parser": "How the model writes tool calls; as of serve.",
+    "tool_parser_plugin": "",
     "reasoning_parser": "How the model marks its reasoning; as of serve.",
     "try_unlisted": "Serve this model_type as unproven; may be given again.",
     "language_model_only": "",

@@ -137,16 +137,16 @@ class XmlCalls:
 
     def calls(self, given: Sequence[Tool], most: int) -> Node:
         if self.is_section:
-            many: Node = ["repeat", 1, most, ["seq", BLANK, self._one(given)]]
+            many: Node = ["repeat", 1, most, self._one(given)]
             return ["seq", ["marker", self.begin], many, ["marker", self.end]]
-        return ["repeat", 1, most, ["seq", ["marker", self.begin], BLANK, self._one(given), ["marker", self.end]]]
+        return ["repeat", 1, most, ["seq", ["marker", self.begin], self._one(given), ["marker", self.end]]]
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
         if self.is_section:
-            many: Node = ["repeat", 1, most, ["seq", BLANK, self._one(given)]]
+            many: Node = ["repeat", 1, most, self._one(given)]
             section: Node = ["seq", ["until", self.begin], many, ["marker", self.end]]
             return ["seq", ["repeat", 0, 1, section], FREE]
-        call: Node = ["seq", ["until", self.begin], BLANK, self._one(given), ["marker", self.end]]
+        call: Node = ["seq", ["until", self.begin], self._one(given), ["marker", self.end]]
         return ["seq", ["repeat", 0, most, call], FREE]
 
     def _one(self, given: Sequence[Tool]) -> Node:
@@ -156,23 +156,28 @@ class XmlCalls:
         parameters: list[Node] = []
         if not tool.parameters:  # anything goes
             key = self._key_of(["pattern", r"[A-Za-z0-9_.-]{1,64}"])
-            parameters = [["repeat", 0, None, ["seq", BLANK, *key, ["until", self.value[1]]]]]
+            parameters = [["repeat", 0, None, ["seq", *key, ["until", self.value[1]]]]]
         else:
             self._check(tool)
             required = tool.parameters.get("required", [])
             properties: dict[str, Any] = tool.parameters.get("properties", {})
             for name in dict.fromkeys((*properties, *required)):
                 value = self._value(tool, name, properties.get(name, True))
-                one: Node = ["seq", BLANK, *self._key_of(["text", name]), *value]
+                one: Node = ["seq", *self._key_of(["text", name]), *value]
                 parameters.append(one if name in required else ["repeat", 0, 1, one])
         close: list[Node] = [["marker", self.close]] if self.close else []
-        return ["seq", ["text", f"{self.name[0]}{tool.name}{self.name[1]}"], *parameters, *close]
+        return ["seq", *self._opening, ["text", f"{tool.name}{self.name[1]}"], *parameters, *close]
 
     def _key_of(self, name: Node) -> list[Node]:
         """Returns the nodes up to the value's first character, without a line's newline."""
-        before, after = (_tag(text) for text in self.key)
-        opening: list[Node] = [_tag(self.value[0])] if self.value[0] else []
-        return [before, name, after, *([BLANK] if opening else []), *opening]
+        before, after = self.key
+        opening: list[Node] = [["marker", self.value[0]]] if self.value[0] else []
+        return [["marker", before], name, ["exact", after], *opening]
+
+    @property
+    def _opening(self) -> list[Node]:
+        """Returns what comes before a name. Blanks belong to a marker: elsewhere a guide would have to look ahead."""
+        return [["marker", self.name[0]]] if self.name[0] else [BLANK]
 
     def _value(self, tool: Tool, name: str, given: Any) -> list[Node]:
         """Returns the nodes of a value and of its end."""
@@ -199,10 +204,6 @@ class XmlCalls:
         """Raises RequestError for a schema that parameters between tags cannot follow."""
         if others := sorted(set(tool.parameters) - FOLLOWED - REMARKS):
             raise _refused(tool, others[0])
-
-
-def _tag(text: str) -> Node:
-    return ["exact", text]
 
 
 def _refused(tool: Tool, what: str) -> RequestError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ModelNotFound, RequestError
+from pd_cluster.parsers.plugin import formats_of
 from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.service.answering import Answering
 from pd_cluster.service.caller import NOBODY, Caller
@@ -69,7 +70,7 @@ class TextService:
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, chat.template, checkpoint.path)
         self.response_role = chat.response_role
         self.shows_token_ids = config.shows_token_ids or not self.tokenizer.has_text
-        self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser)
+        self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats_of(chat.tool_parser_plugin))
         self.model = config.model
         self.is_unproven = checkpoint.is_unproven
         self.served_model_names = config.served_model_names or [config.model]

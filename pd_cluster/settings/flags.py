@@ -90,7 +90,6 @@ REFUSED: dict[str, str] = {
     "--tokenizer-pool-extra-config": "there is no tokenizer pool",
     "--tokenizer-pool-type": "there is no tokenizer pool",
     "--tokenizer-pool-size": "there is no tokenizer pool",
-    "--tool-parser-plugin": "foreign code is not loaded",
     "--typical-acceptance-sampler-posterior-alpha": "speculative decoding is not supported",
     "--typical-acceptance-sampler-posterior-threshold": "speculative decoding is not supported",
 }

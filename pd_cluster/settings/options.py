@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.parsers.plugin import formats_of
 from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.settings.engine import EngineConfig, RopeSettings
 from pd_cluster.settings.http import KEY_VARIABLE, HttpConfig, Tls
@@ -133,7 +134,8 @@ class ServeOptions(Mapping[str, Any]):
         """Leaves the template as given: text/given_template.py reads it. Raises ConfigError."""
         chat = self.read(ChatConfig)
         self.read(Assurances).check_parsers(chat)
-        ReplyFormat(chat.tool_parser, chat.reasoning_parser)  # raises for unknown names
+        formats = formats_of(chat.tool_parser_plugin)
+        ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats)  # raises for unknown names
         return chat
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.parsers.reasoning import THINKING
+from pd_cluster.parsers.table import FORMATS
 from pd_cluster.settings.sampling_override import OVERRIDE
 from pd_cluster.settings.setting import TEXTS, Check, Form, Panel, Scope, Setting, one_of, within
 
@@ -96,9 +98,13 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "assistant"
     tool_parser: Annotated[
         str,
-        TEXT("How the model writes tool calls: hermes, qwen3, llama3_json or mistral.", name="tool_call_parser"),
+        TEXT(f"How the model writes tool calls: {', '.join(sorted(FORMATS))}.", name="tool_call_parser"),
     ] = ""
-    reasoning_parser: Annotated[str, TEXT("How the model marks its reasoning: qwen3 or deepseek_r1.")] = ""
+    tool_parser_plugin: Annotated[
+        str,
+        TEXT("A Python file whose FORMATS adds names to --tool-call-parser. It runs in the server's processes."),
+    ] = ""
+    reasoning_parser: Annotated[str, TEXT(f"How the model marks its reasoning: {', '.join(sorted(THINKING))}.")] = ""
 
 
 class Assurances(msgspec.Struct, frozen=True, kw_only=True):

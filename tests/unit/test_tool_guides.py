@@ -6,6 +6,7 @@ import functools
 import json
 import random
 from bisect import bisect_left
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ ANSWER = Guide("json", '{"type":"object","properties":{"yes":{"type":"boolean"}}
 class World:
     """A tokenizer of bytes, some longer texts and the markers, and the compiler for it."""
 
-    def __init__(self, folder: Path, markers_are: str) -> None:
+    def __init__(self, folder: Path, markers_are: str, markers: Sequence[str] = MARKERS) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         written = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         longer = ["".join(piece for piece, _ in written.pre_tokenize_str(text)) for text in LONG_TOKENS]
@@ -65,7 +66,7 @@ class World:
         self.tokenizer.decoder = decoders.ByteLevel()
         self.tokenizer.add_special_tokens(["<eos>"])
         if markers_are != "text":
-            self.tokenizer.add_tokens([AddedToken(text, special=markers_are == "special") for text in MARKERS])
+            self.tokenizer.add_tokens([AddedToken(text, special=markers_are == "special") for text in markers])
         self.tokenizer.save(str(folder / "tokenizer.json"))
         self.eos_id = self.tokenizer.token_to_id("<eos>")
         self.compiler = Compiler(folder / "tokenizer.json", self.tokenizer.get_vocab_size(), [self.eos_id])

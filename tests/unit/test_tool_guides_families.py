@@ -1,0 +1,130 @@
+"""Guides in the markup of many models' cards, walked token by token: a reader finds whatever they permit."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from pd_cluster.errors import RequestError
+from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.parsers.reply import ReplyFormat, Tool
+from pd_cluster.parsers.table import FORMATS
+from pd_cluster.parsers.xml_markup import XmlCalls
+from tests.unit.test_parsers_families import CASES
+from tests.unit.test_tool_guides import ADDER, World, calls_of, content_of, must_fit
+
+PARSERS = sorted(CASES)
+XML = [name for name in PARSERS if isinstance(FORMATS[name], XmlCalls)]
+BOOKER: dict[str, Any] = {
+    "type": "object",
+    "description": "Books a trip.",
+    "properties": {
+        "to": {"type": "string", "minLength": 1, "maxLength": 6},
+        "how": {"enum": ["by train", "on foot"]},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]/x$"},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "back": {"type": ["boolean", "null"]},
+        "stops": {"type": "array", "items": {"$ref": "#/$defs/stop"}, "maxItems": 2},
+    },
+    "required": ["to", "days"],
+    "additionalProperties": False,
+    "$defs": {"stop": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "additionalProperties": False}},
+}
+TOOLS = [Tool("book", BOOKER, strict=True), Tool("add", ADDER, strict=True), Tool("free-1.x", {})]
+REASONING = ("granite", "hunyuan_a13b", "mistral", "seed_oss", "gemma", "ernie45", "kimi_k2")
+
+
+@pytest.fixture(scope="module", params=["text", "special"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    formats = [ReplyFormat(name).markers for name in PARSERS] + [ReplyFormat("", name).markers for name in REASONING]
+    markers = sorted({mark for each in formats for mark in each if " " not in mark and mark != "functools"})
+    return World(tmp_path_factory.mktemp(request.param), request.param, markers)
+
+
+def parts_of(form: ReplyFormat, text: str) -> list[Part]:
+    reader = form.reader("auto", "", None, TOOLS)
+    return [*reader.feed(text), *reader.finish()]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: str) -> None:
+    form = ReplyFormat(parser, "qwen3")
+    num_calls = 0
+    for seed in range(12):
+        most = [None, 1, 3][seed % 3]
+        guide = form.guide(TOOLS[:2], "required", "", most)
+        assert guide is not None
+        text = world.walk(guide, random.Random(seed), ["</think>"])
+        parts = parts_of(form, text)
+        calls = calls_of(parts)
+        assert 1 <= len(calls) <= (most or 16), text
+        assert content_of(parts) == "", text
+        must_fit(calls, TOOLS)
+        num_calls += len(calls)
+    assert num_calls > 12
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str) -> None:
+    form = ReplyFormat(parser)
+    guide = form.guide(TOOLS, "auto", "")
+    assert guide is not None
+    goals = [mark for mark in form.markers if mark.startswith("<")] + ["text ", " {", "functools"]
+    num_calls = 0
+    for seed in range(64):
+        parts = parts_of(form, world.walk(guide, random.Random(seed), goals))
+        names = [part.name for part in parts if isinstance(part, CallBegin)]
+        for at, name in enumerate(names):
+            if name in ("book", "add"):
+                text = "".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == at)
+                must_fit([(name, json.loads(text))], TOOLS)
+        num_calls += len(names)
+    assert num_calls >= 4, parser
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_the_card_s_own_example_may_follow(world: World, parser: str) -> None:
+    """Guides permit what the model writes by itself: each first case, whose calls have arguments of any kind."""
+    free = [Tool("f", {}), Tool("g-x.y" if parser == "kimi_k2" else "g", {})]
+    if parser in ("glm45", "glm47"):
+        free[0] = Tool("f", {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
+    guide = ReplyFormat(parser).guide(free, "required", "")
+    for text, parts in CASES[parser][:1]:
+        calls = text[text.index(next(m for m in sorted(FORMATS[parser].markers, key=text.find) if m in text)) :]
+        assert world.verdict(guide, calls.rstrip("\n")) == "whole", (calls, parts)
+
+
+@pytest.mark.parametrize("parser", XML)
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"anyOf": [{"required": ["a"]}]}, "anyOf"),
+        ({"properties": {"a": {"type": "string", "pattern": "b"}}}, "pattern of a"),
+        ({"properties": {"a": {"type": "string", "contentEncoding": "base64"}}}, "contentEncoding of a"),
+    ],
+)
+def test_a_schema_that_tags_cannot_follow_is_refused_by_name(parser: str, schema: dict[str, Any], what: str) -> None:
+    with pytest.raises(RequestError, match=f"parameters of 'h': {what}") as caught:
+        ReplyFormat(parser).guide([Tool("h", schema)], "required", "")
+    assert caught.value.param == "tools"
+    assert ReplyFormat(parser).guide([Tool("h", schema)], "auto", "") is None  # not strict: nothing to follow
+
+
+@pytest.mark.parametrize("reasoning", REASONING)
+def test_reasoning_is_guided_in_its_own_marks(world: World, reasoning: str) -> None:
+    form = ReplyFormat("hunyuan_a13b", reasoning)
+    guide = form.guide(TOOLS[1:2], "required", "", 1)
+    assert guide is not None
+    kinds = set()
+    goals = [mark for mark in form.markers if mark.startswith(("</", "[/", "<channel", "Here is my resp"))]
+    for seed in range(12):
+        text = world.walk(guide, random.Random(seed), goals)
+        parts = parts_of(form, text)
+        assert len(calls_of(parts)) == 1, text
+        assert content_of(parts) == "", text
+        kinds |= {type(part) for part in parts}
+    assert Content not in kinds
+    assert kinds <= {Reasoning, CallBegin, CallArguments}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
+from tests.support.scripted_scenarios import FAMILIES
 
 HELLO = {"role": "user", "content": "hello"}
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -129,9 +131,10 @@ def test_tokens_of_a_text_as_the_vocabulary_writes_them(cluster: LiveCluster) ->
     assert "Ġ" in "".join(answer["token_strs"])
 
 
-def test_reasoning_tokens_are_counted(scripted: LiveCluster) -> None:
+def test_reasoning_tokens_are_counted(scripted: LiveCluster, scripted_model: Path) -> None:
     """In a whole answer and at the end of a stream."""
-    said: Any = {"messages": [{"role": "user", "content": "reasoning, content"}], "max_tokens": 300, "temperature": 0}
+    messages = FAMILIES["qwen3"].ask(scripted_model, "reasoning, content", [{"role": "user", "content": "Well?"}])
+    said: Any = {"messages": messages, "max_tokens": 300, "temperature": 0}
     whole = scripted.client.post(f"{scripted.url}/v1/chat/completions", json=said).json()
     reasoning = whole["choices"][0]["message"]["reasoning"]
     assert reasoning

@@ -79,7 +79,9 @@ class HcclOverGloo:
                 options._timeout = timedelta(seconds=CONNECT_S)
                 self._gloo = ProcessGroupGloo(self._store, self.rank, self.size, options)
 
+    @torch.inference_mode()
     def _run(self) -> None:
+        """Writes what was made in inference mode, as a device does."""
         while (taken := self._calls.get()) is not None:
             call, work = taken
             try:

@@ -97,10 +97,9 @@ if sys.argv[1] == "cpu":
 else:
     if sys.argv[1] == "npu":
         import torch_npu
-    module = getattr(torch, sys.argv[1])
-    if not module.is_available():
+    if not (torch.cuda.is_available() if sys.argv[1] == "cuda" else torch_npu.npu.device_count()):
         sys.exit(1)
-    name = module.get_device_name(0)
+    name = (torch.cuda if sys.argv[1] == "cuda" else torch_npu.npu).get_device_name(0)
 print(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"))
 END
 }

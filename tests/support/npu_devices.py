@@ -83,11 +83,12 @@ def _again(func: Any, args: Any, kwargs: dict[str, Any], outs: list[torch.Tensor
 
 
 def launched(launch: Callable[[], Any]) -> Any:
-    """Makes a launch that is no operator's, which a graph under capture takes up; returns its work."""
+    """Makes a launch that is no operator's; returns its work. A graph under capture only notes it, for its replays."""
     graph: FakeGraph | None = getattr(_here, "graph", None)
-    if graph is not None:
-        graph.launches.append(lambda: launch().wait())
-    return launch()
+    if graph is None:
+        return launch()
+    graph.launches.append(lambda: launch().wait())
+    return SimpleNamespace(wait=lambda: None)
 
 
 class FakeEvent:
@@ -99,7 +100,9 @@ class FakeEvent:
 
 
 class FakeStream:
-    def __init__(self, device: int = 0, priority: int = 0) -> None: ...
+    def __init__(self, device: int = 0, priority: int = 0) -> None:
+        self.index = device
+
     def wait_event(self, event: FakeEvent) -> None: ...
 
 
@@ -117,6 +120,9 @@ class FakeNpu:
 
     def device_count(self) -> int:
         return NUM_DEVICES
+
+    def get_device_name(self, index: int) -> str:
+        return "Ascend910B3, simulated"
 
     def set_device(self, index: int) -> None:
         assert 0 <= index < NUM_DEVICES

@@ -1,13 +1,15 @@
 """The deployment guide's example on NPUs: its line for rank tables, start_servers.sh three times, its requests.
 
 Run by scripts/npu_check.sh on NPUs, and by tests/cluster/test_npu.py on simulated ones. PD_CLUSTER_TEST_CARDS names the
-cards of both instances, PD_CLUSTER_TEST_MODEL a model; by default it is a tiny one, whose tokens are compared.
+cards of both instances, PD_CLUSTER_TEST_FLAGS more flags of theirs, PD_CLUSTER_TEST_MODEL a model; by default it is a
+tiny one, whose tokens are compared.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,12 @@ PREFILL, DECODE = (os.environ.get("PD_CLUSTER_TEST_CARDS") or "4,5 6,7").split()
 MODEL = os.environ.get("PD_CLUSTER_TEST_MODEL", "")
 NUM_TOKENS = 24
 # Layers are not fused in 16 bits on the host; each size of a graph takes a simulation seconds.
-FLAGS = ("--device=npu", *(("--dtype=float32", "--max-num-seqs=4", "--num-blocks=24") if IS_SIMULATED else ()))
+MORE_FLAGS = os.environ.get("PD_CLUSTER_TEST_FLAGS", "").split()
+FLAGS = (
+    "--device=npu",
+    *MORE_FLAGS,
+    *(("--dtype=float32", "--max-num-seqs=4", "--num-blocks=24") if IS_SIMULATED else ()),
+)
 # Of logits: in 16 bits a token may differ where the reference's two best ones are nearer than this.
 NEAR = 1e-4 if IS_SIMULATED else 0.1
 SCHEMA = {
@@ -69,6 +76,15 @@ def test_every_instance_has_the_cards_of_its_table(servers: Servers) -> None:
         assert told["layout"]["tp_size"] == len(cards.split(","))
         assert told["layout"]["block_size"] == 128
         assert "attention by torch-npu" in servers.log(name)
+
+
+@pytest.mark.skipif("--npu-tp-graphs" not in MORE_FLAGS, reason="without --npu-tp-graphs ranks decode eagerly")
+def test_ranks_captured_graphs(servers: Servers) -> None:
+    for name in ("prefill", "decode"):
+        found = [int(n) for n in re.findall(r"captured ([0-9]+) of [0-9]+ decode graphs", servers.log(name))]
+        print(f"{name}: {found} graphs")
+        assert len(found) == len(PREFILL.split(","))
+        assert min(found) > 0
 
 
 def test_the_guides_requests(servers: Servers) -> None:

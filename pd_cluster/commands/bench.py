@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pd_cluster.commands.quality import quality
 from pd_cluster.errors import ConfigError
 
 LAB = "pd_cluster.lab"  # not in wheels
@@ -29,6 +30,9 @@ class Measurements(typer.core.TyperGroup):
 
 
 app = typer.Typer(help="Measure the running or a fresh cluster.", no_args_is_help=True, cls=Measurements)
+
+
+app.command("quality")(quality)
 
 
 @app.command("serve")
@@ -135,6 +139,33 @@ def linear(
     from pd_cluster.lab.engine.linear import run
 
     run(rounds, threads, quick, json)
+
+
+@app.command("context")
+def context(
+    context: Annotated[int, typer.Option(min=16, help="Tokens of each sequence before the step.")] = 4096,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each pool is measured, in turn.")] = 10,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Steps at a long context on CPU, over KV pools of 16, 8 and 4 bits, against float32."""
+    from pd_cluster.lab.engine.variants import context_bench, run
+
+    run(context_bench(context, rounds, threads, quick), json)
+
+
+@app.command("weights")
+def weights(
+    rounds: Annotated[int, typer.Option(min=1, help="How often each kind is measured, in turn.")] = 10,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Whole steps on CPU with weights of 16, 8 and 4 bits, against float32."""
+    from pd_cluster.lab.engine.variants import run, weights_bench
+
+    run(weights_bench(rounds, threads, quick), json)
 
 
 @app.command("kv")

@@ -56,7 +56,7 @@ def quantize(
     before = None
     wanted = num_samples + max(1, min(NUM_EVALUATED, num_samples // 8))
     if needs_samples and calibration:
-        samples = _samples(Path(calibration).expanduser(), Tokenizer(folder), folder, wanted, num_tokens)
+        samples = samples_of_file(Path(calibration).expanduser(), Tokenizer(folder), folder, wanted, num_tokens)
     if needs_samples and (evaluate or not calibration):
         with LLM(model, dtype="float32", max_model_len=num_tokens + 1) as llm:
             if not samples:
@@ -80,7 +80,8 @@ def _held(samples: Samples) -> Samples:
     return samples[-max(1, min(NUM_EVALUATED, len(samples) // 8)) :]
 
 
-def _samples(file: Path, tokenizer: Tokenizer, folder: Path, num_samples: int, num_tokens: int) -> Samples:
+def samples_of_file(file: Path, tokenizer: Tokenizer, folder: Path, num_samples: int, num_tokens: int) -> Samples:
+    """Reads `--calibration`. Raises ConfigError."""
     from pd_cluster.errors import ConfigError
     from pd_cluster.offline.quality import samples_of, texts_of
 

@@ -177,6 +177,49 @@ def test_quick_measures_linear_layers(tmp_path: Path, in_this_process: None) -> 
     assert all(each["met"] is None for each in found.values())
 
 
+def test_quick_measures_pools(tmp_path: Path, in_this_process: None) -> None:
+    """`bench context --quick`: every dtype is faster or slower than float32 by some factor; none is judged."""
+    file = tmp_path / "out.json"
+    arguments = ["context", "--quick", "--context", "40", "--rounds", "1", "--threads", "1", "--json", str(file)]
+    result = CliRunner().invoke(commands.app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    found = {each["name"]: each for each in json.loads(file.read_text())["results"]}
+    for dtype in ("bfloat16", "int8", "fp8_e4m3", "int4"):
+        assert found[f"tiny, batch 2: {dtype}, times float32's speed"]["value"] > 0
+        assert found[f"tiny, prompt of 40: {dtype}, times float32's speed"]["value"] > 0
+    sizes = [found[f"tiny, a token's KV: {dtype}"]["value"] for dtype in ("bfloat16", "int8", "int4")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(each["met"] is None for each in found.values())
+
+
+def test_quick_measures_weights(tmp_path: Path, in_this_process: None) -> None:
+    """`bench weights --quick`: every kind is faster or slower than float32 by some factor; none is judged."""
+    file = tmp_path / "out.json"
+    arguments = ["weights", "--quick", "--rounds", "1", "--threads", "1", "--json", str(file)]
+    result = CliRunner().invoke(commands.app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    found = {each["name"]: each for each in json.loads(file.read_text())["results"]}
+    for kind in ("bfloat16", "int8", "int8_wo", "int4_wo", "fp8"):
+        assert found[f"tiny, batch 2: {kind}, times float32's speed"]["value"] > 0
+        assert found[f"tiny, prompt of 40: {kind}, times float32's speed"]["value"] > 0
+    assert all(each["met"] is None for each in found.values())
+
+
+def test_quality_is_measured_against_the_model_as_it_is(tmp_path: Path, one_thread: None) -> None:
+    """`bench quality` on the shipped model: 8 bits change next to nothing, 4 bits something."""
+    file, texts = tmp_path / "out.json", tmp_path / "texts.txt"
+    texts.write_text("The sea is wide, and the moon pulls the water twice a day. " * 12)
+    arguments = ["quality", "--kv-cache-dtype", "int8,int4", "--quantization", "int8", "--calibration", str(texts)]
+    result = CliRunner().invoke(commands.app, [*arguments, "--json", str(file)], catch_exceptions=False)
+    assert result.exit_code == 0
+    found = {(each["name"], each["unit"]): each["value"] for each in json.loads(file.read_text())["results"]}
+    plain = found["as it is", "perplexity"]
+    assert found["--kv-cache-dtype int8", "perplexity"] == pytest.approx(plain, rel=0.02)
+    assert found["--kv-cache-dtype int4", "perplexity"] != plain
+    assert 90 < found["--kv-cache-dtype int8", "% same"] <= 100
+    assert ("--quantization int8", "perplexity") in found
+
+
 def test_fused_layers_and_modules_take_turns(tmp_path: Path) -> None:
     fused.make(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=32, num_hidden_layers=2, vocab_size=300)
     cores = [fused.engine(tmp_path, is_fused) for is_fused in (True, False)]

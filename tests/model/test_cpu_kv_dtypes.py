@@ -38,7 +38,7 @@ def a_step(
 
 
 def check_attention(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int]) -> None:
-    num_heads, num_kv_heads, head_dim, block_size = shape
+    num_heads, num_kv_heads, head_dim, _ = shape
     rng = random.Random(repr(shape))
     torch.manual_seed(head_dim)
     for window, softcap in itertools.product((None, 24), (None, 5.0)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster import AsyncEngine, pipeline, pytorch, turbomind
+from pd_cluster import LLM, AsyncEngine, SamplingParams, pipeline, pytorch, turbomind
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response, TurbomindEngineConfig
 from tests.support.checkpoints import make_tokenizer, reference_greedy
@@ -87,6 +87,28 @@ def test_fields_that_are_not_given_have_their_defaults(opened: Open, reference: 
         assert pipe.session_len == watched.runner.max_model_len == 512
         assert watched.runner.swap.num_blocks == 0, "eviction_type recompute"
         assert [each.token_ids for each in ask(pipe, TEXTS)] == reference
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (small(turbomind.EngineConfig, quant_policy=4), "int8"),
+        (small(turbomind.EngineConfig, quant_policy=4, kv_bits=8), "int8"),
+        (small(TurbomindEngineConfig, quant_policy=4, kv_bits=4), "int4"),
+        (small(PytorchEngineConfig, quant_policy=8), "int8"),
+        (small(TurbomindEngineConfig, quant_policy=16), "fp8_e4m3"),
+    ],
+)
+def test_quant_policy_and_kv_bits_are_the_cache_s(opened: Open, path: Path, config: Any, dtype: str) -> None:
+    """The pool holds codes, and answers are those of an engine that was asked for them by name."""
+    with opened(backend_config=config) as (pipe, watched):
+        assert watched.runner.pool.layout.dtype == watched.runner.numerics.kv_cache_dtype == dtype
+        found = [each.token_ids for each in ask(pipe, TEXTS)]
+    with LLM(str(path), kv_cache_dtype=dtype, num_blocks=64, generation_config="vllm") as llm:
+        outputs = llm.generate(
+            TEXTS, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True), use_tqdm=False
+        )
+    assert found == [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @of(*KINDS)
@@ -261,9 +283,9 @@ def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (turbomind.EngineConfig(quant_policy=4), "quant_policy 4: the KV cache keeps the model's dtype"),
-        (TurbomindEngineConfig(quant_policy=4), "quant_policy 4: the KV cache keeps the model's dtype"),
-        (turbomind.EngineConfig(kv_bits=4), "kv_bits 4: the KV cache is not quantised"),
+        (TurbomindEngineConfig(quant_policy=42), "quant_policy 42: expected 0"),
+        (turbomind.EngineConfig(kv_bits=2), "kv_bits 2: the KV cache has codes of 4 or 8 bits"),
+        (turbomind.EngineConfig(kv_bits=4), "kv_bits 4: only with quant_policy=4, not 0"),
         *((kind(model_format=each), f"model_format '{each}': ") for kind in TURBOMIND for each in ("llama", "int4")),
         (PytorchEngineConfig(adapters={"a": "/a"}), "adapters {'a': '/a'}: LoRA adapters are not served"),
     ],

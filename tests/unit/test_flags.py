@@ -255,11 +255,10 @@ def test_only_known_values_are_without_effect(name: str) -> None:
     assert str(caught.value).startswith(f"{name} other: not supported ({NO_EFFECT[name].why})")
 
 
-def test_fp8_cache_is_refused() -> None:
-    for argv in (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8"]):
-        with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: not supported \(the pool has the model's dtype"):
-            parse(*argv)
-    assert len(parse("--kv-cache-dtype=auto")[1]) == 1
+def test_kv_cache_dtype() -> None:
+    for argv in (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8"], ["--kv_cache_dtype=fp8"]):
+        options, warnings = parse(*argv)
+        assert (options["kv_cache_dtype"], warnings) == ("fp8", [])
 
 
 @pytest.mark.parametrize("name", REFUSED)

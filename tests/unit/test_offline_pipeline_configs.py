@@ -169,9 +169,9 @@ def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (turbomind.EngineConfig(quant_policy=4), "EngineConfig.quant_policy 4: the KV cache keeps the model's dtype"),
-        (TurbomindEngineConfig(quant_policy=8), "TurbomindEngineConfig.quant_policy 8"),
-        (turbomind.EngineConfig(kv_bits=4), "EngineConfig.kv_bits 4"),
+        (turbomind.EngineConfig(quant_policy=17), "EngineConfig.quant_policy 17: expected 0"),
+        (TurbomindEngineConfig(quant_policy=True), "TurbomindEngineConfig.quant_policy True"),
+        (turbomind.EngineConfig(kv_bits=4), "EngineConfig.kv_bits 4: only with quant_policy=4"),
         (TurbomindEngineConfig(rope_scaling_factor=0.5), "rope_scaling_factor 0.5: must be a number of at least 1"),
         (turbomind.EngineConfig(use_dynamic_ntk=3), "use_dynamic_ntk 3: must be True or False"),  # type: ignore[arg-type]
         (TurbomindEngineConfig(use_logn_attn=None), "use_logn_attn None: must be True or False"),  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ TurboMind's and PyTorch's run the same engine. A field is honoured, reported as 
 
 from __future__ import annotations
 
+import logging
 import math
 import reprlib
 from dataclasses import KW_ONLY, asdict, dataclass
@@ -12,20 +13,24 @@ from typing import Any, NamedTuple
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ConfigError, Naming, flag_of
+from pd_cluster.kv.layout import keys_and_values, vectors_nbytes
 from pd_cluster.offline.lmdeploy.arguments import checks_names, count, idle, refuse
 from pd_cluster.settings.engine import EngineConfig
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 0.5  # of the device's memory, for the KV cache
 GIB = 1 << 30
 USE_LOGN = "use_logn_attn"  # also in config.json: see model/layers/rope.py
-DTYPE_NBYTES = {"float32": 4, "float": 4}
+FLOAT32 = ("float32", "float")
 EVICTIONS = {"recompute": "recompute", "copy": "swap"}
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu", "npu": "npu", "auto": "auto"}
 
 AWQ = "awq"  # of model_format
+KV_CACHE_DTYPES = {0: "auto", 4: "int8", 8: "int8", 16: "fp8_e4m3"}  # of quant_policy, with kv_bits 8
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quant_policy": ((0,), "the KV cache keeps the model's dtype, it is not quantised; give 0"),
-    "kv_bits": ((8,), "the KV cache is not quantised; leave it out"),
+    "quant_policy": ((0, 4, 8, 16), "expected 0 (none), 4 or 8 (int8) or 16 (fp8)"),
+    "kv_bits": ((4, 8), "the KV cache has codes of 4 or 8 bits"),
     "adapters": ((None, {}), "LoRA adapters are not served; merge them into the weights"),
     "model_format": (
         (None, "", "hf", AWQ),
@@ -184,6 +189,7 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
         "enable_prefix_caching": _switch(owner, "enable_prefix_caching", given.get("enable_prefix_caching", True)),
         "dtype": given.get("dtype", "auto"),
         "quantization": AWQ if given.get("model_format") == AWQ else None,
+        "kv_cache_dtype": _kv_cache_dtype(owner, given),
         "device": _one_of(owner, "device_type", given.get("device_type", "auto"), DEVICES),
     }
     if config.session_len is not None:
@@ -194,6 +200,18 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
     if isinstance(config, PytorchEngineConfig):
         fields |= _swap(owner, config, EngineConfig(model=model_path, **fields), remarks)
     return Engine(EngineConfig(model=model_path, **fields), remarks)
+
+
+def _kv_cache_dtype(owner: str, given: dict[str, Any]) -> str:
+    """Returns the pool's dtype. `quant_policy` 4 means 8 bits in the documents and 4 bits in later versions."""
+    policy, bits = given["quant_policy"], given.get("kv_bits", 8)
+    if bits == 4:
+        if policy != 4:
+            raise ConfigError(f"{owner}.kv_bits 4: only with quant_policy=4, not {policy}")
+        return "int4"
+    if policy == 4:
+        log.info("quant_policy 4: the KV cache has 8 bits, as documented; later versions mean 4 bits: kv_bits=4")
+    return KV_CACHE_DTYPES[policy]
 
 
 def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -263,8 +281,10 @@ def _block_nbytes(engine: EngineConfig, config: PytorchEngineConfig) -> int:
     head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     num_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
     dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
-    nbytes = DTYPE_NBYTES.get(str(dtype if config.dtype == "auto" else config.dtype), 2)
-    return int(2 * model["num_hidden_layers"] * num_heads * head_dim * nbytes * config.block_size)
+    own = "float32" if str(dtype if config.dtype == "auto" else config.dtype) in FLOAT32 else "bfloat16"
+    pool = own if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
+    nbytes = vectors_nbytes(keys_and_values(head_dim), pool)
+    return int(model["num_hidden_layers"] * num_heads * nbytes * config.block_size)
 
 
 def _switch(owner: str, name: str, value: Any) -> bool:

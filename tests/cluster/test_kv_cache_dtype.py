@@ -1,0 +1,113 @@
+"""Pools of codes over real processes: the split, unequal ranks and blocks, a death, and pairs that differ."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pd_cluster import LLM, SamplingParams
+from tests.cluster.test_death import NUM_TOKENS, PROMPT, caught
+from tests.cluster.test_unequal_pairs import links_of
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import random_prompt
+
+Checkpoints = Callable[..., Path]
+PROMPTS = [random_prompt(random.Random(8), n) for n in (1, 7, 16, 25, 64, 100)]
+MAX_TOKENS = 10
+
+
+def alone(model: Path, prompts: list[list[int]], dtype: str, max_tokens: int = MAX_TOKENS) -> list[list[int]]:
+    """The tokens of one process."""
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    with LLM(str(model), num_blocks=512, kv_cache_dtype=dtype) as llm:
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=greedy, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def check_tokens(cluster: LiveCluster, expected: list[list[int]]) -> None:
+    def job(prompt: list[int], tokens: list[int]) -> Callable[[], None]:
+        def run() -> None:
+            assert cluster.complete(prompt, MAX_TOKENS, ignore_eos=True) == tokens
+
+        return run
+
+    for _ in range(2):  # the second time behind cached prefixes
+        errors = in_parallel([job(*each) for each in zip(PROMPTS, expected, strict=True)], concurrency=3)
+        assert not errors, errors[0]
+    cluster.assert_home()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8_e4m3"])
+def test_the_split_and_ranks_compute_what_one_process_does(checkpoint: Checkpoints, dtype: str) -> None:
+    model = checkpoint("llama")
+    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    with LLM(
+        str(model),
+        kv_cache_dtype=dtype,
+        num_blocks=128,
+        prefill=1,
+        decode=1,
+        tensor_parallel_size=2,
+        kv_transport="shm",
+    ) as llm:
+        outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=greedy, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == alone(model, PROMPTS, dtype)
+
+
+def test_unequal_pools_and_a_pair_that_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Heads are cut and blocks are refilled without touching a code; over gloo, codes travel as they are."""
+    model = checkpoint("llama")
+    unlike = {
+        "decode-0": ["--kv-transport=shm"],
+        "decode-1": ["--kv-transport=dist", "--block-size=24"],
+        "decode-2": ["--kv-cache-dtype=auto"],
+    }
+    arguments = ["--kv-cache-dtype=int8", "--kv-wire-dtype=int8", "--num-blocks=128"]
+    why = "--kv-cache-dtype differs: int8 on the prefill instance and float32 on the decode instance"
+    cluster = LiveCluster(
+        tmp_path, model, num_decode=3, arguments=arguments, member_arguments=unlike, tp_sizes={"decode-0": 2}
+    )
+    try:
+        cluster.start()
+        cluster.wait_until("the pair is refused", lambda: why in str(cluster.health()[1].get("links")), 90)
+        cluster.wait_until("the others serve", lambda: set(links_of(cluster).values()) >= {"up (shm)", "up (dist)"})
+        check_tokens(cluster, alone(model, PROMPTS, "int8"))
+        received = {name: cluster.instance(name)["kv_received_nbytes"] for name in unlike}
+        assert all(received[name] for name in ("decode-0", "decode-1"))
+        assert not received["decode-2"]
+    finally:
+        cluster.stop()
+
+
+def test_a_stream_goes_on_token_for_token_after_a_death(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    model = checkpoint("llama", max_position_embeddings=4096)
+    arguments = ["--kv-cache-dtype=int8", "--num-blocks=512"]
+    (expected,) = alone(model, [PROMPT], "int8", NUM_TOKENS)
+    with LiveCluster(tmp_path, model, num_prefill=1, num_decode=2, arguments=arguments) as cluster:
+        stream, begun, victim = caught(cluster)
+        cluster.kill(victim)
+        (rest,) = stream.to_the_end()
+        assert begun[0] + rest == expected
+
+
+def test_pairs_that_may_differ(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """--allow-mixed-kv: prompts in float32, decoding in int8. The link says so; first tokens are the prefill's."""
+    model = checkpoint("llama")
+    unlike = {
+        "decode-0": ["--kv-cache-dtype=int8", "--kv-transport=shm"],
+        "decode-1": ["--kv-cache-dtype=int8", "--kv-transport=dist"],
+    }
+    arguments = ["--allow-mixed-kv", "--num-blocks=128"]
+    with LiveCluster(tmp_path, model, num_decode=2, arguments=arguments, member_arguments=unlike) as cluster:
+        assert set(links_of(cluster).values()) == {"up (shm, float32)", "up (dist, float32)"}
+        exact, coded = alone(model, PROMPTS, "auto"), alone(model, PROMPTS, "int8")
+        for prompt, plain, narrow in zip(PROMPTS, exact, coded, strict=True):
+            for _ in range(2):
+                found = cluster.complete(prompt, MAX_TOKENS, ignore_eos=True)
+                assert len(found) == MAX_TOKENS
+                assert found[0] in (plain[0], narrow[0])
+        cluster.assert_home()
+        assert all(cluster.instance(name)["kv_received_nbytes"] for name in unlike)

@@ -15,7 +15,9 @@ import torch
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
+from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture
+from pd_cluster.kv.layout import num_lanes
 from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
@@ -125,6 +127,10 @@ class ModelRunner:
         if device.is_accelerator and not self._why_eager(config):
             peak += nbytes_of_graphs(self.model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
         peak += decode_workspace_nbytes(self.model, layout, num_seqs, self.max_model_len)
+        num_pairs = num_lanes(layout, config.paired_tp_sizes)
+        if nbytes := buffers_nbytes(device, num_pairs, self.group.size > 1):
+            log.info("%.2f GiB are left to communicators, %d of them KV pairs", nbytes / 2**30, num_pairs)
+        peak += nbytes
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))

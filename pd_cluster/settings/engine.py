@@ -237,6 +237,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     num_local_ranks: int = 1  # that share this host's memory
+    paired_tp_sizes: tuple[
+        int, ...
+    ] = ()  # ranks of each instance that KV cache goes to or comes from over device pairs
 
     def __post_init__(self) -> None:
         check(self)

@@ -171,6 +171,16 @@ class Lane(NamedTuple):
     target_rank: int
 
 
+def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:
+    """Counts the lanes of this rank to or from instances with so many ranks, in the direction that has more.
+
+    Instances over whose ranks the heads cannot be spread get none: they are refused when they link.
+    """
+    others = [replace(own, tp_size=size, tp_rank=0) for size in tp_sizes if can_split_heads(own.num_kv_heads, size)]
+    sent = sum(lane.source_rank == own.tp_rank for other in others for lane in lanes(own, other))
+    return max(sent, sum(lane.target_rank == own.tp_rank for other in others for lane in lanes(other, own)))
+
+
 def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:
     """Lists the senders and receivers between two instances: each rank of `target` gets each of its heads exactly once.
 

@@ -44,6 +44,7 @@ def test_without_npus_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_machine_and_its_network(tmp_path: Path) -> None:
     """The tables are made from what the cards say, and KV blocks go from card to card."""
     npu_wheel.environment()  # skips where there is no wheel

@@ -1,8 +1,8 @@
 """The deployment guide's example on NPUs: its line for rank tables, start_servers.sh three times, its requests.
 
-Run by scripts/npu_check.sh on NPUs, and by tests/cluster/test_npu.py on simulated ones. PD_CLUSTER_TEST_CARDS names the
-cards of both instances, PD_CLUSTER_TEST_FLAGS more flags of theirs, PD_CLUSTER_TEST_MODEL a model; by default it is a
-tiny one, whose tokens are compared.
+Run by scripts/npu_check.sh on NPUs, and by tests/cluster/test_npu_check.py on simulated ones. PD_CLUSTER_TEST_CARDS
+names the cards of both instances, PD_CLUSTER_TEST_FLAGS more flags of theirs, PD_CLUSTER_TEST_MODEL a model; by default
+it is a tiny one, whose tokens are compared.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """KV blocks between two NPUs over HCCL and over IPC, in processes of their own, of which one is killed.
 
-Run by scripts/npu_check.sh on NPUs, and by tests/cluster/test_npu.py on simulated ones.
+Run by scripts/npu_check.sh on NPUs, and by tests/cluster/test_npu_check.py on simulated ones.
 """
 
 from __future__ import annotations

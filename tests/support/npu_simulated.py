@@ -17,6 +17,7 @@ import torch
 from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
 from pd_cluster.model.npu import attention
+from pd_cluster.native import products
 from tests.support.npu_devices import NUM_DEVICES, FakeNpu, share_memory
 from tests.support.npu_hccl import HcclOverGloo
 
@@ -41,7 +42,8 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     for name in ("empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.backends.mkldnn.is_available = lambda: False  # weights are packed for CPUs only
+    torch.backends.mkldnn.is_available = lambda: False  # weights are packed for CPUs only,
+    products._library = lambda flags: None  # and multiplied in bfloat16 there
     devices.npu_files = lambda: [f"/dev/davinci{i}" for i in range(NUM_DEVICES)]
 
 

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.cpu import ops, quantized
+from pd_cluster.model.cpu import ops
 from pd_cluster.model.layers.ops import Heads, Rope
-from pd_cluster.native import build
+from pd_cluster.native import build, products
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 PACKAGES = "Debian has them as gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"
@@ -115,15 +115,15 @@ class Emulator:
         self._call("pd_attend", ranges, keep_arena=True)
 
     def pd_way(self, address: int) -> int:
-        return self._call("pd_way", (_Range(address, ctypes.sizeof(quantized._Product)),))
+        return self._call("pd_way", (_Range(address, ctypes.sizeof(products._ProductCall)),))
 
     def pd_scratch_nbytes(self, address: int) -> int:
-        return self._call("pd_scratch_nbytes", (_Range(address, ctypes.sizeof(quantized._Product)),))
+        return self._call("pd_scratch_nbytes", (_Range(address, ctypes.sizeof(products._ProductCall)),))
 
     def pd_product(self, address: int) -> None:
-        nbytes = ctypes.sizeof(quantized._Product)
-        product = quantized._Product.from_buffer_copy(ctypes.string_at(address, nbytes))
-        outputs = -(-product.outputs // quantized.PANEL) * quantized.PANEL
+        nbytes = ctypes.sizeof(products._ProductCall)
+        product = products._ProductCall.from_buffer_copy(ctypes.string_at(address, nbytes))
+        outputs = -(-product.outputs // products.PANEL) * quantized.PANEL
         num_spans = product.num_groups * product.spans_of_group
         out = _Range(product.out, product.num_rows * product.outputs * 4, True)
         sizes = {

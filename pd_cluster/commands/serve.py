@@ -240,7 +240,12 @@ def _run_worker(start: _Start, credentials: Credentials) -> None:
         cores=None if num_threads else _shared_cores(start),
         **msgspec.structs.asdict(handover),
         kv=start.kv,
-        engine=msgspec.structs.replace(engine, tensor_parallel_size=num_devices, num_local_ranks=place.num_local_ranks),
+        engine=msgspec.structs.replace(
+            engine,
+            tensor_parallel_size=num_devices,
+            num_local_ranks=place.num_local_ranks,
+            paired_tp_sizes=place.paired_tp_sizes(handover.kv_transport),
+        ),
         timeouts=start.timeouts,
         ranks=RankPlace(size=num_devices),
         environment=_hccl_environment(

@@ -226,6 +226,11 @@ def reset_peak(device: Device) -> None:
     _module(device).reset_peak_memory_stats(device.index)
 
 
+def product(device: Device) -> str:
+    """Returns the name that an accelerator's driver gives its product."""
+    return str(_module(device).get_device_name(device.index))
+
+
 def uuid(device: Device) -> str:
     """Names an accelerator to every process of the host, whichever devices it sees; "" if its driver does not."""
     name = str(_module(device).get_device_properties(device.index).uuid)

@@ -93,6 +93,13 @@ def hccl_config(buffer_mb: int, env: Mapping[str, str] = os.environ) -> dict[str
     return {} if env.get(BUFFER) else {"hccl_buffer_size": buffer_mb}
 
 
+def device_nbytes(num_pairs: int, has_ranks: bool, env: Mapping[str, str] = os.environ) -> int:
+    """Returns the device memory of so many KV pairs' communicators, and of that of an instance's ranks."""
+    given = env.get(BUFFER, "")
+    pair_mb, group_mb = (int(given),) * 2 if given.isdecimal() else (PAIR_BUFFER_MB, GROUP_BUFFER_MB)
+    return 2 * (num_pairs * pair_mb + has_ranks * group_mb) << 20
+
+
 def _setting(name: str, choose: Callable[[_Given], tuple[str | None, str]], given: _Given) -> HcclVariable:
     yours = given.env.get(name)
     return HcclVariable(name, yours, "set by you", is_yours=True) if yours else HcclVariable(name, *choose(given))

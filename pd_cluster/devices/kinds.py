@@ -20,10 +20,9 @@ class Kind:
     `most_plane_numel`, the numbers of one layer's plane that operators can index, 0 for any.
     Steps: with `large_nbytes` of memory or more, a device takes large ones by default; 0: no device does.
     Attention: `runs_triton`, and FlashInfer with it.
-    Graphs: `most_graph_streams`, 0 without graphs; `graphs_take_any_context` when one serves every length;
-    `captures_at_start_only` when a capture is too long or too risky for a step that clients wait for;
-    `captures_sums` of several ranks; `captures_modules` of transformers; `spreads_tokens` from rank 0 to the others
-    without the host.
+    Graphs: `graphs_take_any_context` when one serves every length; `captures_at_start_only` when a capture is too long
+    or too risky for a step that clients wait for; `captures_sums` of several ranks, and `spreads_tokens` from rank 0 to
+    the others without the host, unasked; `captures_modules` of transformers.
     """
 
     name: DeviceKind
@@ -37,7 +36,6 @@ class Kind:
     most_plane_numel: int = 0
     large_nbytes: int = 0
     runs_triton: bool = False
-    most_graph_streams: int = 0
     graphs_take_any_context: bool = False
     captures_at_start_only: bool = False
     captures_sums: bool = True
@@ -60,12 +58,11 @@ NPU_KIND = Kind(
     block_size=128,
     wants_layers_apart=True,
     most_plane_numel=(1 << 31) - 1,
-    most_graph_streams=1800,  # 2,048 exist, according to others who capture on NPUs
     graphs_take_any_context=True,
     captures_at_start_only=True,  # what a capture costs there is unknown; the step under way would pay it
     captures_modules=False,  # torch-npu's graphs of operators that are not ours are untested
-    captures_sums=False,  # the number of streams that HCCL's sums take in a graph is unknown
-    spreads_tokens=False,  # HCCL's broadcast of tokens is untested
+    captures_sums=False,  # nobody here has seen HCCL's sums in a graph
+    spreads_tokens=False,  # nor its broadcast of tokens between launches; --npu-tp-graphs asks for both
     is_slow_to_name_streams=True,
 )
 BY_KIND: dict[DeviceKind, Kind] = {each.name: each for each in (CPU_KIND, CUDA_KIND, NPU_KIND)}

@@ -109,6 +109,12 @@ def stored_width(dtype: str, width: int) -> int:
     return width if bits is None else width * bits // 8 + SCALE_NBYTES
 
 
+def can_hold(planes: Iterable[Plane], dtype: str) -> bool:
+    """Whether vectors of these planes fill whole bytes."""
+    bits = CODE_BITS.get(dtype, 8)
+    return all(plane.width * bits % 8 == 0 for plane in planes)
+
+
 def vectors_nbytes(planes: Iterable[Plane], dtype: str) -> int:
     """Counts the bytes that a token leaves in a layer for each KV head."""
     return sum(stored_width(dtype, plane.width) for plane in planes) * DTYPE_NBYTES[dtype]
@@ -132,6 +138,8 @@ def check_pair(source: KVLayout, target: KVLayout) -> None:
             )
         if not layout.planes or min(plane.width for plane in layout.planes) < 1:
             raise LinkError("KV layout makes no sense: a layer has no planes, or one of them no numbers")
+        if not can_hold(layout.planes, layout.dtype):
+            raise LinkError(f"KV layout makes no sense: {layout.dtype} holds two numbers a byte, and a width is odd")
         is_rank = 0 <= layout.tp_rank < layout.tp_size
         if layout.dtype not in DTYPE_NBYTES or not 1 <= layout.block_size <= MAX_BLOCK_SIZE or not is_rank:
             raise LinkError(
@@ -161,6 +169,16 @@ class Lane(NamedTuple):
 
     source_rank: int
     target_rank: int
+
+
+def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:
+    """Counts the lanes of this rank to or from instances with so many ranks, in the direction that has more.
+
+    Instances over whose ranks the heads cannot be spread get none: they are refused when they link.
+    """
+    others = [replace(own, tp_size=size, tp_rank=0) for size in tp_sizes if can_split_heads(own.num_kv_heads, size)]
+    sent = sum(lane.source_rank == own.tp_rank for other in others for lane in lanes(own, other))
+    return max(sent, sum(lane.target_rank == own.tp_rank for other in others for lane in lanes(other, own)))
 
 
 def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:

@@ -1,9 +1,9 @@
 """Runs decode steps as graphs: captured once for a padded number of sequences, then replayed on the same buffers.
 
 Graphs are captured at the start as far as time allows, the others on the first use of their size; or all at the start,
-and steps of other sizes take a larger one. All write their logits to one buffer, so that each need not keep its own.
-Rows of padding have no context, and write to the pool's padding block. The capturing function comes from outside: see
-`streams.capture`.
+until the device refuses one, and steps of other sizes take a larger one. All write their logits to one buffer, so that
+each need not keep its own. Rows of padding have no context, and write to the pool's padding block. The capturing
+function comes from outside: see `streams.capture`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 
 from pd_cluster.devices.device import is_out_of_memory
 from pd_cluster.devices.streams import Marker, mark
-from pd_cluster.errors import flag_of
+from pd_cluster.errors import first_line, flag_of
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, Ints, StepInput
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
@@ -90,28 +91,25 @@ class DecodeGraphs:
         max_num_seqs: int,
         longest: int,
         capture: Capture,
-        max_graphs: int | None = None,
         is_for_any_context: bool = False,
         sizes: Sequence[int] = (),
         is_alone: bool = True,
         only_at_start: bool = False,
     ) -> None:
-        """`longest`: the longest context, in tokens. `max_graphs`: the limit of the device. `sizes`: see `sizes_of`.
+        """`longest`: the longest context, in tokens. `sizes`: see `sizes_of`.
 
         `is_for_any_context`: the work of a graph is not divided by its context's length. `is_alone`: no other rank
-        captures the same graphs, so this one may do without. `only_at_start`: only `prepare` captures, and if there
-        are more sizes than the device holds graphs, only some of them, evenly spread; a step takes the next larger one.
+        captures the same graphs, so this one may do without. `only_at_start`: only `prepare` captures, and a step
+        takes the next larger size that there is.
         With transformers' own modules, no more is tried after a capture that fails for another reason than memory.
         """
         self._model, self._pool, self._capture = model, pool, capture
         self._sizes, self._longest, self._only_at_start = sizes_of(sizes, max_num_seqs), longest, only_at_start
         max_num_seqs = self._sizes[-1]
-        self._max_graphs, self._is_alone, self._may_fail = max_graphs, is_alone, isinstance(model, PlainCausalLM)
+        self._is_alone, self._may_fail = is_alone, isinstance(model, PlainCausalLM)
         self._is_over = False  # nothing more is captured
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         self._least_bucket = bucket_of(longest) if is_for_any_context else LEAST_BUCKET
-        if only_at_start and max_graphs is not None:
-            self._sizes = _spread(self._sizes, max(1, max_graphs // len(self._buckets)))
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._parts = _Parts.of(max_num_seqs, max_num_seqs * pool.layout.num_blocks_for(longest))
         device = pool.memory.device
@@ -129,10 +127,6 @@ class DecodeGraphs:
         return len(self._graphs)
 
     @property
-    def _is_full(self) -> bool:
-        return self._is_over or (self._max_graphs is not None and len(self._graphs) >= self._max_graphs)
-
-    @property
     def _buckets(self) -> list[int]:
         """Returns the longest contexts of graphs, ascending; the last takes any."""
         found = [self._least_bucket]
@@ -140,21 +134,25 @@ class DecodeGraphs:
             found.append(found[-1] * BUCKET_FACTOR)
         return found
 
-    def prepare(self, has_time: Callable[[], bool]) -> None:
+    def prepare(self, has_time: Callable[[], bool], agree: Callable[[bool], bool] = bool) -> None:
         """Captures graphs before they are wanted, while there is time: short contexts first, then large sizes first.
 
         Small graphs then use the memory of large ones. The steps write to the pool's first blocks, which must be free.
-        A device that holds fewer graphs than there are sizes captures those that are wanted.
+        Where only this captures, those of some sizes are spread over all, wherever time or the device ends it; `agree`
+        returns whether all ranks that share the model have captured a graph.
         """
-        keys = [(size, bucket) for bucket in self._buckets for size in reversed(self._sizes)]
-        if not self._only_at_start and self._max_graphs is not None and self._max_graphs < len(keys):
-            return
+        sizes = spread_out(self._sizes) if self._only_at_start else self._sizes[::-1]
+        keys = [(size, bucket) for bucket in self._buckets for size in sizes]
         for size, bucket in keys:
-            if self._is_full or not has_time():
+            if self._is_over or not has_time():
                 break
             step = _one_token_each(min(size, self._pool.num_blocks))
             self._put(step, size)
-            self._add(size, bucket, _padded(step.rows[:, 1] + 1, size))
+            lens = _padded(step.rows[:, 1] + 1, size)
+            if self._only_at_start:
+                self._try(size, bucket, lens, agree)
+            else:
+                self._add(size, bucket, lens)
         log.info("captured %d of %d decode graphs at the start", self.num_captured, len(keys))
 
     def compute(self, step: StepInput, input_ids: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -176,7 +174,7 @@ class DecodeGraphs:
             return None
         size = sizes[0]
         key = size, bucket
-        if key not in self._graphs and self._is_full:
+        if key not in self._graphs and self._is_over:
             return None
         self._put(step, size)
         if input_ids is not None:
@@ -194,12 +192,8 @@ class DecodeGraphs:
 
     def _add(self, size: int, context_len: int, lens: Ints) -> _Graph | None:
         """Captures a graph for the step in the buffers, whose lengths are `lens`; None: there is no memory for it."""
-        batch = self._batch(size, context_len)
-        batch.replay_lens = lens
-        if len(self._graphs) + 1 == self._max_graphs and not self._only_at_start:
-            log.warning("decode steps of further sizes run eagerly: the device holds %d graphs", self._max_graphs)
         try:
-            replay = self._capture(lambda: self._kept(self._model(batch)))
+            return self._captured(size, context_len, lens)
         except RuntimeError as error:
             is_full = is_out_of_memory(error)
             if not self._is_alone or not (is_full or self._may_fail):
@@ -214,6 +208,34 @@ class DecodeGraphs:
                 *(self.num_captured, flag_of("gpu_memory_utilization"), flag_of("graph_sizes")),
             )
             return None
+
+    def _try(self, size: int, context_len: int, lens: Ints, agree: Callable[[bool], bool]) -> None:
+        """Captures a graph on all ranks or on none; after the first that is refused, no more.
+
+        How many a device holds is only known from its refusal. One more is then given back: its streams and memory are
+        for what starts later, such as links.
+        """
+        why = "another rank holds no more"
+        try:
+            self._captured(size, context_len, lens)
+        except RuntimeError as error:
+            why = first_line(error)
+        if agree((size, context_len) in self._graphs):
+            return
+        self._is_over = True
+        self._graphs.pop((size, context_len), None)
+        if self._graphs:
+            self._graphs.popitem()
+        log.warning(
+            "%d decode graphs, and no more: %s; steps of other sizes take a larger one or run eagerly, and fewer %s "
+            "are captured without a refusal",
+            *(self.num_captured, why, flag_of("graph_sizes")),
+        )
+
+    def _captured(self, size: int, context_len: int, lens: Ints) -> _Graph:
+        batch = self._batch(size, context_len)
+        batch.replay_lens = lens
+        replay = self._capture(lambda: self._kept(self._model(batch)))
         graph = self._graphs[size, context_len] = _Graph(batch, replay)
         return graph
 
@@ -275,12 +297,15 @@ class DecodeGraphs:
         return self._there[part].view(dtype)[:length]
 
 
-def _spread(sizes: list[int], most: int) -> list[int]:
-    """Returns at most `most` of the ascending sizes, evenly spread, always with the largest."""
-    if len(sizes) <= most:
-        return sizes
-    found = [sizes[(i + 1) * len(sizes) // most - 1] for i in range(most)]
-    log.info("decode graphs of %d of %d sizes: the device holds no more", len(found), len(sizes))
+def spread_out(sizes: Sequence[int]) -> list[int]:
+    """Returns the ascending sizes in an order of which every beginning is spread over them: the largest comes first."""
+    found, gaps = [sizes[-1]], deque([(-1, len(sizes) - 1)])
+    while gaps:
+        below, above = gaps.popleft()
+        middle = (below + above) // 2
+        if middle > below:
+            found.append(sizes[middle])
+            gaps += [(middle, above), (below, middle)]
     return found
 
 

@@ -25,7 +25,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import QUANTIZERS_FIELDS, text_name
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, ModelError, called
-from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.layout import KVLayout, can_hold, keys_and_values
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention import sdpa
@@ -320,6 +320,8 @@ def straight_to(device: Device) -> dict[str, Any]:
 def layout_of(config: Any, block_size: int, dtype: str) -> KVLayout:
     """Returns the KV layout of a transformers config."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not can_hold(keys_and_values(head_dim), dtype):
+        raise ConfigError(f"{called('kv_cache_dtype')} {dtype}: heads have {head_dim} numbers, an odd number; use int8")
     return KVLayout(
         num_layers=config.num_hidden_layers,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,

@@ -15,7 +15,9 @@ import torch
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
+from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture
+from pd_cluster.kv.layout import num_lanes
 from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
@@ -94,7 +96,8 @@ class ModelRunner:
         )
         self._graphs = self._make_graphs(config)
         # Where the device is the host, nothing is gained.
-        self.goes_ahead = device.is_accelerator and (self.group.size == 1 or device.traits.spreads_tokens)
+        spreads = device.traits.spreads_tokens or config.npu_tp_graphs
+        self.goes_ahead = device.is_accelerator and (self.group.size == 1 or spreads)
         self.threads = StepThreads()
         self.group.loaded()
 
@@ -124,6 +127,10 @@ class ModelRunner:
         if device.is_accelerator and not self._why_eager(config):
             peak += nbytes_of_graphs(self.model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
         peak += decode_workspace_nbytes(self.model, layout, num_seqs, self.max_model_len)
+        num_pairs = num_lanes(layout, config.paired_tp_sizes)
+        if nbytes := buffers_nbytes(device, num_pairs, self.group.size > 1):
+            log.info("%.2f GiB are left to communicators, %d of them KV pairs", nbytes / 2**30, num_pairs)
+        peak += nbytes
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
@@ -147,8 +154,12 @@ class ModelRunner:
         graphs = make_graphs(self.model, self.pool, config, self.max_model_len, self.group.size == 1)
         stop_s = time.monotonic() + (MAX_ONLY_START_S if self.device.traits.captures_at_start_only else MAX_START_S)
         with torch.inference_mode():
-            graphs.prepare(lambda: bool(self.group.least(int(time.monotonic() < stop_s))))
+            graphs.prepare(lambda: self._all(time.monotonic() < stop_s), self._all)
         return graphs
+
+    def _all(self, holds: bool) -> bool:
+        """Whether it holds on every rank that shares the model."""
+        return bool(self.group.least(int(holds)))
 
     def _why_eager(self, config: EngineConfig) -> str:
         """Returns why an accelerator captures no graphs, or ""."""
@@ -156,8 +167,8 @@ class ModelRunner:
             return "--enforce-eager"
         if (rope := rope_type(self.model.config)) in ASKING_ROPES:
             return f"rope_type {rope} asks the device for positions"
-        if self.group.size > 1 and not self.device.traits.captures_sums:
-            return "how many streams HCCL's sums take in a graph is not known here"
+        if self.group.size > 1 and not (self.device.traits.captures_sums or config.npu_tp_graphs):
+            return "graphs of ranks have not run on NPUs; --npu-tp-graphs captures them"
         if isinstance(self.model, FusedCausalLM):
             return "" if self.model.ops.is_capturable else "SDPA asks the device for lengths"
         if self.model.attention == SDPA.name:
@@ -257,16 +268,13 @@ def make_graphs(
 ) -> DecodeGraphs:
     """Returns graphs, none of them captured yet. `is_alone`: the model is not shared with other ranks.
 
-    On an NPU every layer of a graph takes one of its few streams, attention divides its work itself, and no step of a
-    client waits for a capture.
+    On an NPU attention divides its work itself, and no step of a client waits for a capture.
     """
     traits = pool.device.traits
-    num_streams = traits.most_graph_streams
     return DecodeGraphs(
         *(model, pool, config.max_num_seqs),
         longest=min(max_model_len, config.max_seq_len_to_capture or max_model_len),
         capture=capture(pool.device),
-        max_graphs=num_streams // (pool.layout.num_layers + 1) if num_streams else None,
         is_for_any_context=traits.graphs_take_any_context,
         sizes=config.graph_sizes,
         is_alone=is_alone,

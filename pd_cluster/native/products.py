@@ -194,7 +194,7 @@ def fp8_weight_only_linear(
 
 
 class PackedProduct:
-    """x [..., K] float32 times packed weights, transposed, plus the bias: [..., N]."""
+    """x [..., K] times packed weights, transposed, plus the bias: [..., N] of x's dtype, computed in float32."""
 
     __slots__ = ("_kept", "_library", "_product", "in_features", "out_features")
 
@@ -204,7 +204,8 @@ class PackedProduct:
         self.in_features, self.out_features = int(product.inputs), int(product.outputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.dtype == torch.float32
+        if x.dtype != torch.float32:  # transformers' modules
+            return self(x.float()).to(x.dtype)
         assert x.shape[-1] == self.in_features
         x = x.contiguous()
         out = torch.empty(*x.shape[:-1], self.out_features)

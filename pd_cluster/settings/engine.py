@@ -160,6 +160,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(one_of(NPU_HEAD_DIMS),),
         ),
     ] = "strict"
+    npu_tp_graphs: Annotated[
+        bool,
+        ENGINE(
+            "On NPUs with --tensor-parallel-size above 1, decode with graphs that hold HCCL's sums, and launch steps "
+            "ahead of the host. Off because it has not run on hardware; without effect elsewhere, where ranks do so.",
+        ),
+    ] = False
     deterministic: Annotated[
         bool,
         ENGINE(
@@ -230,6 +237,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     num_local_ranks: int = 1  # that share this host's memory
+    paired_tp_sizes: tuple[
+        int, ...
+    ] = ()  # ranks of each instance that KV cache goes to or comes from over device pairs
 
     def __post_init__(self) -> None:
         check(self)

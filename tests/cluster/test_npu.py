@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster.client.instances import links_of
 from tests.support import npu_wheel
 from tests.support.cluster import LiveCluster, in_parallel
 from tests.support.engines import assert_same, random_prompt
@@ -63,4 +64,6 @@ def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
     for name in ("decode-0", "decode-1"):
         assert cluster.instance(name)["kv_received_nbytes"] > 0
     logs = {name: cluster.log_file(name).read_text() for name in ("prefill-0", "decode-0", "decode-1")}
+    links = links_of(cluster.instance("prefill-0"))
+    assert {peer: link.over for peer, link in links.items()} == {"decode-0": "hccl", "decode-1": "dist"}
     assert [name for name in logs if "attention by torch-npu (TND)" in logs[name]] == ["prefill-0", "decode-0"]

@@ -91,7 +91,7 @@ def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch
     """The receiver compares with the content of another seed, as if the sender had sent other bytes."""
     begin = trips._begin
 
-    def begin_and_forget(ends: dict[tuple[str, int], trips._End], device: str) -> dict[str, str]:
+    def begin_and_forget(ends: dict[tuple[str, int], trips.RankEnd], device: str) -> dict[str, str]:
         broken = begin(ends, device)
         ends["prefill-0", 0].seed += 1
         return broken
@@ -103,17 +103,17 @@ def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_that_dies_is_named_and_none_remains(one_pair: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[trips._End] = []
-    ask = trips._End.ask
+    started: list[trips.RankEnd] = []
+    ask = trips.RankEnd.ask
 
-    def dies(end: trips._End, command: Listen, timeout_s: float) -> TripAnswer:
+    def dies(end: trips.RankEnd, command: Listen, timeout_s: float) -> TripAnswer:
         started.append(end)
         if not isinstance(command, Listen | Compare):
             end._process.kill()
             end._process.wait()
         return ask(end, command, timeout_s)
 
-    monkeypatch.setattr(trips._End, "ask", dies)
+    monkeypatch.setattr(trips.RankEnd, "ask", dies)
     (finding,) = check(one_pair)
     assert finding.level == "error"
     assert "its process has ended" in finding.text

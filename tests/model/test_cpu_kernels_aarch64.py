@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from pd_cluster.model.layers.gated import Activation
 from pd_cluster.native import products as quantized
 from tests.model import test_cpu_kernels as cases
+from tests.model import test_cpu_kv_dtypes as kv_dtypes
 from tests.model import test_cpu_quantized as products
 from tests.support.aarch64 import EmulatedOps, emulator
 
@@ -26,7 +28,7 @@ def ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         pytest.MonkeyPatch.context() as monkeypatch,
         emulator(request.param, tmp_path_factory.mktemp("aarch64"), monkeypatch) as running,
     ):
-        yield EmulatedOps(running)
+        yield EmulatedOps(float32=running)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,22 @@ def test_attention(ops: EmulatedOps, shape: tuple[int, int, int, int]) -> None:
 def test_keys_and_values_reach_their_slots_and_no_others(ops: EmulatedOps, normed: bool) -> None:
     for head_dim in (16, 80):
         cases.test_keys_and_values_reach_their_slots_and_no_others(ops, head_dim, normed)
+
+
+@pytest.mark.parametrize("dtype", kv_dtypes.NARROW)
+@pytest.mark.parametrize("cpu_flag", CPU_FLAGS)
+def test_attention_over_coded_pools(cpu_flag: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        emulator(cpu_flag, tmp_path, monkeypatch) as exact,
+        emulator(cpu_flag, tmp_path, monkeypatch, dtype) as narrow,
+    ):
+        ops = EmulatedOps(float32=exact, **{dtype: narrow})
+        for shape in ((4, 2, 32, 3), (7, 1, 128, 16)):
+            kv_dtypes.check_attention(ops, dtype, shape)
+        kv_dtypes.test_the_pool_s_bytes_are_those_of_the_reference(ops, dtype, ())
+        kv_dtypes.test_a_row_does_not_depend_on_the_batch_or_the_threads(ops, dtype)
+        if dtype != "bfloat16":
+            kv_dtypes.test_a_prompt_attends_as_if_the_pool_had_its_numbers(ops, dtype)
 
 
 def test_rows_do_not_depend_on_the_batch_or_the_threads(ops: EmulatedOps) -> None:

@@ -111,7 +111,7 @@ def test_norms_round_in_16_bits_as_the_modules_do(checkpoint: Checkpoints, archi
     [
         ("llama", "float32", "model"),
         ("glm4", "float32", "halves"),
-        ("glm4", "bfloat16", "model"),
+        ("glm4", "float16", "model"),
         ("phi3", "float32", "halves"),
     ],
 )
@@ -157,8 +157,8 @@ def test_without_the_kernels(checkpoint: Checkpoints, architecture: str, monkeyp
     assert generate(core, prompts, GREEDY) == with_kernels
 
 
-def test_16_bits_stay_with_transformers(checkpoint: Checkpoints) -> None:
-    model = loader.load_model(Checkpoint.open(str(checkpoint("llama"))), "bfloat16", CPU)
+def test_float16_stays_with_transformers(checkpoint: Checkpoints) -> None:
+    model = loader.load_model(Checkpoint.open(str(checkpoint("llama"))), "float16", CPU)
     assert isinstance(model, PlainCausalLM)
 
 

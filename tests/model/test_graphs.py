@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,22 +116,6 @@ def test_buffers_hold_one_rotary_position_per_sequence(model: CausalLM) -> None:
             assert next(iter(world.graphs._graphs.values())).batch.rope_positions.tolist() == [[8]]
 
 
-def test_a_device_that_holds_few_graphs_gets_no_more(model: CausalLM, caplog: pytest.LogCaptureFixture) -> None:
-    world = World(model, 7)
-    graphs = DecodeGraphs(model, world.pool, MOST, 5000, world.capture, max_graphs=2, is_for_any_context=True)
-    requests = [Request(str(i), Order([1, 2], Sampling()), block_table=[i]) for i in range(4)]
-    for request in requests:
-        request.num_computed_tokens = 1
-    done = []
-    with torch.inference_mode():
-        for num_seqs in (1, 2, 4, 1):
-            step = step_input([(request, 1) for request in requests[:num_seqs]], BLOCK_SIZE)
-            done.append(graphs.compute(step) is not None)
-    assert done == [True, True, False, True]
-    assert {bucket for _, bucket in graphs._graphs} == {bucket_of(5000)}, "contexts make no further ones"
-    assert "decode steps of further sizes run eagerly: the device holds 2 graphs" in caplog.text
-
-
 def test_a_block_that_the_pool_does_not_have_is_refused(model: CausalLM) -> None:
     world = World(model, 8)
     request = Request("0", Order([1], Sampling()), block_table=[NUM_BLOCKS + 1])
@@ -237,13 +223,6 @@ def test_sizes_are_captured_at_the_start_while_there_is_time(model: CausalLM) ->
     assert graphs.num_captured == 8
 
 
-def test_a_device_with_too_few_graphs_prepares_none(model: CausalLM) -> None:
-    world = World(model, 14)
-    graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, world.capture, max_graphs=2)
-    graphs.prepare(lambda: True)
-    assert graphs.num_captured == 0
-
-
 def hidden(error: Exception) -> Exception:
     """Returns the error of a capture that could not end, as torch raises it."""
     other = RuntimeError("CUDA error: operation failed due to a previous error during capture")
@@ -293,10 +272,11 @@ def test_graphs_of_the_start_alone_serve_every_step(model: CausalLM) -> None:
     """No step captures: sizes without a graph take the next larger one."""
     world = World(model, 21)
     world.graphs = DecodeGraphs(
-        model, world.pool, 8, MAX_LEN, world.capture, max_graphs=2, is_for_any_context=True, only_at_start=True
+        model, world.pool, 8, MAX_LEN, world.capture, is_for_any_context=True, only_at_start=True
     )
+    left = iter([True, True, False])
     with torch.inference_mode():
-        world.graphs.prepare(lambda: True)
+        world.graphs.prepare(lambda: next(left))
         assert [size for size, _ in world.graphs._graphs] == [8, 2]
         world.eager.data.copy_(world.pool.data)
         world.start(7)
@@ -326,10 +306,55 @@ def test_what_the_start_had_no_time_for_is_never_captured(model: CausalLM) -> No
     assert len(world.runs) == 1
 
 
-@pytest.mark.parametrize("most", range(1, 9))
-def test_few_graphs_are_spread_over_the_sizes(most: int) -> None:
-    sizes = [1, 2, 4, 8, 16, 24, 32]
-    found = module._spread(sizes, most)
-    assert len(found) == min(most, len(sizes))
-    assert found == sorted(set(found) & set(sizes))
-    assert found[-1] == 32
+@pytest.mark.parametrize("num_sizes", [1, 2, 3, 7, 35])
+def test_graphs_are_spread_over_the_sizes_wherever_captures_end(num_sizes: int) -> None:
+    """Of the first n sizes, no two neighbours are farther apart than twice the even distance."""
+    order = module.spread_out(range(num_sizes))
+    assert sorted(order) == list(range(num_sizes))
+    for count in range(1, num_sizes + 1):
+        chosen = [-1, *sorted(order[:count])]
+        assert chosen[-1] == num_sizes - 1
+        assert max(b - a for a, b in itertools.pairwise(chosen)) <= max(1, math.ceil(2 * num_sizes / count))
+
+
+@pytest.mark.parametrize("who", ["this rank", "another rank"])
+def test_after_a_refusal_no_rank_captures_more_and_one_graph_is_given_back(
+    model: CausalLM, who: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(model, 23)
+    num_asked = 0
+
+    def capture(run: module.Run) -> module.Run:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 4 and who == "this rank":
+            raise RuntimeError("stream resource insufficient\nmore")
+        return world.capture(run)
+
+    told: list[bool] = []
+
+    def agree(is_done: bool) -> bool:
+        told.append(is_done)
+        return is_done and len(told) < 4
+
+    graphs = DecodeGraphs(
+        model, world.pool, 16, MAX_LEN, capture, is_for_any_context=True, is_alone=False, only_at_start=True
+    )
+    with torch.inference_mode():
+        graphs.prepare(lambda: True, agree)
+        assert num_asked == 4
+        assert told == [True, True, True, who == "another rank"]
+        assert [size for size, _ in graphs._graphs] == [16, 2]
+        why = "stream resource insufficient" if who == "this rank" else "another rank holds no more"
+        assert f"2 decode graphs, and no more: {why}; steps" in caplog.text
+        assert graphs.compute(step_input([(r, 1) for r in one_token(3)], BLOCK_SIZE)) is not None
+
+
+def test_a_device_that_refuses_the_first_graph_decodes_eagerly(model: CausalLM) -> None:
+    def capture(run: module.Run) -> module.Run:
+        raise RuntimeError("not supported")
+
+    graphs = DecodeGraphs(model, World(model, 24).pool, 4, MAX_LEN, capture, only_at_start=True)
+    with torch.inference_mode():
+        graphs.prepare(lambda: True)
+        assert graphs.compute(step_input([(r, 1) for r in one_token(1)], BLOCK_SIZE)) is None

@@ -62,6 +62,7 @@ def model(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
     """A fused Llama whose operations are CUDA's, on CPU."""
     from pd_cluster.model.attention_choice import triton_attention
 
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
     monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
     plain = loader.load_plain(Checkpoint.open(str(checkpoint("llama"))), "bfloat16", CPU)
     fused = loader.fuse(plain, loader.choose_ops(plain.config, CPU, triton_attention()))

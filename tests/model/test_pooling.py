@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pd_cluster.devices.device import CPU
 from pd_cluster.types import Order, Pooling, Request, Sampling
 from tests.model.test_company import wide
 from tests.support.checkpoints import CONFIGS, make_checkpoint, reference_model
@@ -180,7 +181,7 @@ def test_more_dimensions_than_the_model_has(checkpoint: Checkpoints) -> None:
 def test_two_ranks(checkpoint: Checkpoints, architecture: str) -> None:
     folder = checkpoint(architecture)
     prompts = prompts_of(7, (1, 16, 41, 90))
-    with ranks(folder, 2, block_size=16, max_num_batched_tokens=40, num_blocks=64, device="cpu") as core:
+    with ranks(folder, 2, block_size=16, max_num_batched_tokens=40, num_blocks=64, device=CPU) as core:
         for pooling in (LAST, MEAN):
             together = embed_all(core, prompts, pooling)
             for prompt, vector in zip(prompts, together, strict=True):

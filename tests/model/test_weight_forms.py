@@ -189,10 +189,11 @@ def test_logits_are_bit_for_bit_those_of_the_plain_form(tmp_path: Path, architec
     assert torch.equal(*found)
 
 
-def test_sixteen_bits_on_a_cpu_are_the_modules_with_this_form(tmp_path: Path) -> None:
-    """There nothing is packed, and no layer may be left with its placeholder."""
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bits_on_a_cpu_have_this_form(tmp_path: Path, dtype: str) -> None:
+    """No layer may be left with its placeholder."""
     _, other = pair(tmp_path, "mixtral")
-    core = make_core(other, dtype="bfloat16", num_blocks=32)
+    core = make_core(other, dtype=dtype, num_blocks=32)
     (output,) = generate(core, [[5, 6, 7]], GREEDY)
     assert len(set(output)) > 2
 

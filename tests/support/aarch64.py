@@ -16,14 +16,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.cpu import ops, quantized
+from pd_cluster.model.cpu import ops
 from pd_cluster.model.layers.ops import Heads, Rope
-from pd_cluster.native import build
+from pd_cluster.native import build, products
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 PACKAGES = "Debian has them as gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"
@@ -115,15 +116,15 @@ class Emulator:
         self._call("pd_attend", ranges, keep_arena=True)
 
     def pd_way(self, address: int) -> int:
-        return self._call("pd_way", (_Range(address, ctypes.sizeof(quantized._Product)),))
+        return self._call("pd_way", (_Range(address, ctypes.sizeof(products._ProductCall)),))
 
     def pd_scratch_nbytes(self, address: int) -> int:
-        return self._call("pd_scratch_nbytes", (_Range(address, ctypes.sizeof(quantized._Product)),))
+        return self._call("pd_scratch_nbytes", (_Range(address, ctypes.sizeof(products._ProductCall)),))
 
     def pd_product(self, address: int) -> None:
-        nbytes = ctypes.sizeof(quantized._Product)
-        product = quantized._Product.from_buffer_copy(ctypes.string_at(address, nbytes))
-        outputs = -(-product.outputs // quantized.PANEL) * quantized.PANEL
+        nbytes = ctypes.sizeof(products._ProductCall)
+        product = products._ProductCall.from_buffer_copy(ctypes.string_at(address, nbytes))
+        outputs = -(-product.outputs // products.PANEL) * products.PANEL
         num_spans = product.num_groups * product.spans_of_group
         out = _Range(product.out, product.num_rows * product.outputs * 4, True)
         sizes = {
@@ -179,27 +180,32 @@ class Emulator:
 
 
 class EmulatedOps(ops.CpuOps):
-    """`CpuOps` over an emulator. Everything but the kernels is the product's."""
+    """`CpuOps` over emulators by the pool's dtype, float32 at least. Everything but the kernels is the product's."""
 
-    def __init__(self, emulator: Emulator) -> None:
-        self.emulator = emulator
-        self._norm, self._gate, self._attend = emulator.pd_norm, emulator.pd_gate, emulator.pd_attend
+    def __init__(self, **emulators: Emulator) -> None:
+        self.emulator, self._emulators = emulators["float32"], emulators
+        self._norm, self._gate = self.emulator.pd_norm, self.emulator.pd_gate
         self._layers = {}
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
-        self.emulator.pool_nbytes = batch.pool.data.nbytes
+        self._emulators[batch.pool.layout.dtype].pool_nbytes = batch.pool.data.nbytes
         return super().attend(heads, qkv, rope, batch)
+
+    def _attention_of(self, pool_dtype: str) -> Any:
+        return self._emulators[pool_dtype].pd_attend
 
 
 @contextmanager
-def emulator(cpu_flag: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+def emulator(
+    cpu_flag: str, folder: Path, monkeypatch: pytest.MonkeyPatch, pool_dtype: str = "float32"
+) -> Iterator[Emulator]:
     """Compiles the kernels with `cpu_flag` (-march=armv8-a, say), starts the emulator. Skips without the tools."""
     missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
     if missing or not SYSROOT.is_dir():
         pytest.skip(f"not found: {', '.join(missing) or SYSROOT}. {PACKAGES}")
     monkeypatch.setenv("CC", COMPILER)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    library = build.build((*FLAGS, cpu_flag))
+    library = build.build((*FLAGS, cpu_flag, f"-DPOOL={ops.POOLS[pool_dtype]}"))
     driver, arena_file = folder / "driver", folder / "arena"
     command = [COMPILER, "-O1", "-std=gnu11", "-Wall", "-Wno-unused-function", f"-I{build.FOLDER}", str(DRIVER)]
     done = subprocess.run(

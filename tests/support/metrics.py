@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.cluster import LiveCluster
 
 Counts = Counter[str]
-LABELS = ("instance_id", "finished_reason", "cause", "reason")  # no metric has two of them
+LABELS = ("instance_id", "finished_reason", "cause", "reason", "source")  # no metric has two of them
 
 
 def told(cluster: LiveCluster) -> dict[tuple[str, str], float]:

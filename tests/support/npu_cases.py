@@ -138,6 +138,20 @@ def test_what_npus_cannot_do_is_refused_at_load(
         core_of(folder, **settings)
 
 
+def test_the_pool_leaves_memory_to_the_pairs_of_other_hosts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """HCCL takes it outside torch's allocator, when the links come up."""
+    folder = make_checkpoint(tmp_path, "llama", head_dim=128, **SIZES)
+    nbytes = []
+    for paired in ((), (1, 2, 1)):  # one rank of ours has four lanes
+        settings = {"num_blocks": None, "gpu_memory_utilization": 0.6, "enforce_eager": True}
+        with caplog.at_level("INFO"):
+            _, runner = core_of(folder, **settings, paired_tp_sizes=paired)
+        nbytes.append(runner.pool.num_blocks * runner.pool.layout.block_nbytes)
+        runner.pool.close()
+    assert nbytes[0] - nbytes[1] == pytest.approx(4 * 128 << 20, abs=2 * runner.pool.layout.block_nbytes)
+    assert "0.50 GiB are left to communicators, 4 of them KV pairs" in caplog.text
+
+
 def test_float32_becomes_bfloat16_unless_it_is_asked_for(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", head_dim=128)
     checkpoint = Checkpoint.open(str(folder))
@@ -258,9 +272,13 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
     from pd_cluster.devices import device as devices
     from pd_cluster.devices import group as device_group
     from pd_cluster.devices.hccl import PAIR_BUFFER_MB
+    from tests.support.npu_devices import replaced
 
-    group = devices.process_group(NPU)
-    assert group is torch_npu._C._distributed_c10d.ProcessGroupHCCL
+    simulated = devices.process_group(NPU)
+    assert simulated is torch_npu._C._distributed_c10d.ProcessGroupHCCL
+    group = simulated.real
+    for name in set(vars(simulated)) - {"real"}:  # the simulation has no method of its own
+        assert name.startswith(("__", "_run", "_begin", "_connect")) or hasattr(group, name)
     options = group.Options()
     options._timeout = timedelta(seconds=5)
     options.hccl_config = {"hccl_buffer_size": PAIR_BUFFER_MB}
@@ -281,7 +299,7 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
     storage = torch.UntypedStorage
     assert storage._release_ipc_counter_npu(b"/none", 0) is None
     with pytest.raises(TypeError):
-        storage._new_shared_npu(0, b"", 1, 0, b"", 0, b"", 0)
+        replaced["_new_shared_npu"](0, b"", 1, 0, b"", 0, b"", 0)
     assert callable(storage._share_npu_)
 
 

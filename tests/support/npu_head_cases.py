@@ -1,4 +1,4 @@
-"""Sizes of heads and windows on the NPU path. Run by tests/model/test_npu.py."""
+"""Sizes of heads on the NPU path. Run by tests/model/test_npu.py."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.masking_utils import sliding_window_causal_mask_function
 
 from pd_cluster.devices.device import Device, bind
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.batch import build_batch
-from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.npu_cases import SIZES, calls, check, core_of
 
@@ -154,29 +149,3 @@ def test_the_trial_sees_every_fault_of_a_device(fault: str, machine: Any, monkey
     monkeypatch.setattr(machine, name, broken(getattr(machine, name)))
     found = why_not(NPU, LAYOUT, 8, has_window=True, has_sinks=True)
     assert found.startswith("its results differ from float32 by "), found
-
-
-@pytest.mark.parametrize("window", [1, 2, 24, 60, 100])
-def test_a_window_of_w_shows_exactly_w_keys_as_in_transformers(window: int) -> None:
-    """Keys are equal and values are one number each, so a row's result lists the keys that it sees."""
-    from pd_cluster.model.npu.attention import NpuAttention
-
-    num_tokens = 60  # in chunks, and decoded one by one
-    pool = KVPool(KVLayout(1, 1, keys_and_values(128), 128, "float32"), num_blocks=1, device=NPU)
-    request = Request("r", Order([0] * num_tokens, Sampling()), block_table=[0])
-    attention, values = NpuAttention(NPU, "TND"), torch.eye(num_tokens, 128)[:, None]
-    rows = []
-    for count in (40, 17, 1, 1, 1):
-        start = request.num_computed_tokens
-        batch = build_batch([(request, count)], pool)
-        query, keys = torch.zeros(1, count, 128), torch.zeros(count, 1, 128)
-        own = values[start : start + count]
-        rows.append(attention.write_and_attend(0, query, keys, own, batch, Scoring(1.0, window))[:, 0, :num_tokens])
-        request.num_computed_tokens += count
-    pool.close()
-    seen = torch.cat(rows) > 0
-    at = torch.arange(num_tokens)
-    is_visible = sliding_window_causal_mask_function(window)
-    expected = is_visible(torch.tensor(0), torch.tensor(0), at[:, None], at[None])
-    assert torch.equal(seen, expected)
-    assert seen.sum(1).tolist() == [min(window, i + 1) for i in range(num_tokens)]

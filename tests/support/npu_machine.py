@@ -31,6 +31,22 @@ def answer(machine: str, command: str) -> str:
     return parts[1].partition("\n$ ")[0] + "\n"
 
 
+def whole() -> str:
+    """Returns a session of an A2 machine whose eight cards all answer as card 4 of `a2_network` does."""
+    told = [recorded("a2"), "$ npu-smi info\n" + answer("a2", "npu-smi info -m")]
+    addresses = [f"192.0.2.{20 + card}" for card in range(8)]
+    for card, address in enumerate(addresses):
+        for query in ("-link -g", "-net_health -g", "-tls -g"):
+            text = answer("a2_network", f"hccn_tool -i 4 {query}").replace("dev_id:4", f"dev_id:{card}")
+            told.append(f"$ hccn_tool -i {card} {query}\n{text}")
+        for other in addresses:
+            if other != address:
+                text = answer("a2_network", "hccn_tool -i 4 -ping -g address 192.0.2.25")
+                text = text.replace("device 4", f"device {card}").replace("192.0.2.25", other)
+                told.append(f"$ hccn_tool -i {card} -ping -g address {other}\n{text}")
+    return "\n".join(each.rstrip("\n") for each in told) + "\n"
+
+
 def install(folder: Path, session: str, programs: tuple[str, ...] = ("npu-smi", "hccn_tool")) -> Path:
     """Returns a folder for PATH with those programs."""
     bin_folder = folder / "bin"

@@ -1,4 +1,4 @@
-"""torch-npu's operators in plain torch on CPU, and a torch.npu whose devices are the host's memory.
+"""torch-npu's operators in plain torch on CPU; npu_devices.py has the devices, npu_hccl.py the groups over them.
 
 Only for processes that have the real torch_npu (npu_wheel.py): schemas are its own, and each call's results must have
 the shapes that its meta kernels give. The operators' meaning and limits follow CANN's descriptions, independently of
@@ -8,31 +8,20 @@ transformers exactly.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
 from pd_cluster.model.npu import attention
+from pd_cluster.native import products
+from tests.support.npu_devices import NUM_DEVICES, FakeNpu, share_memory
+from tests.support.npu_hccl import HcclOverGloo
 
-NUM_DEVICES = 2
-UPDATED = {  # a captured operator -> names of its arguments that replays update
-    "npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
-    "npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
-}
 packed_head_dims = {64, 128, 192}  # that this machine's operator takes; chips and versions of CANN differ
-# Operators that may make the host wait for the device: none may be captured.
-WAITING = {
-    *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select"),
-    *("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"),
-}
 calls: dict[str, int] = {}  # calls of operators, by name
 _library = torch.library.Library("npu", "IMPL")
 
@@ -44,12 +33,17 @@ def install() -> None:
     for name, compute in REFERENCES.items():
         _library.impl(name, _checked(name, compute), "CPU")
     torch_npu.npu = FakeNpu(torch_npu.npu)
+    c10d = torch_npu._C._distributed_c10d
+    HcclOverGloo.real = c10d.ProcessGroupHCCL
+    c10d.ProcessGroupHCCL = HcclOverGloo
+    share_memory()
     Device.torch_name = property(lambda device: "cpu")  # type: ignore[method-assign, assignment]
     attention.DTYPES = ("float32", *attention.DTYPES)  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     for name in ("empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.backends.mkldnn.is_available = lambda: False  # weights are packed for CPUs only
+    torch.backends.mkldnn.is_available = lambda: False  # weights are packed for CPUs only,
+    products._library = lambda flags: None  # and multiplied in bfloat16 there
     devices.npu_files = lambda: [f"/dev/davinci{i}" for i in range(NUM_DEVICES)]
 
 
@@ -299,116 +293,3 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "npu_rotary_mul": rotary_mul,
     "npu_grouped_matmul": grouped_matmul,
 }
-
-
-# ---- torch.npu
-
-
-class FakeGraph(TorchDispatchMode):
-    """Repeats the captured calls, with the values from the host at capture, on the same tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.auto_dispatch_capture = False
-        self._launches: list[tuple[Any, Any, dict[str, Any], list[torch.Tensor]]] = []
-        self._is_told = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func._schema.name not in WAITING, f"{func._schema.name}: a captured launch may ask the device"
-        kwargs = dict(kwargs or {})
-        found = func(*args, **kwargs)
-        outs = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
-        there = {
-            each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
-        }
-        if func._schema.is_mutable or not all(each.untyped_storage().data_ptr() in there for each in outs):
-            self._launches.append((func, args, kwargs, list(outs)))  # otherwise a view, which stays valid
-        return found
-
-    def update(self, cpu_update_input: list[dict[str, list[int]]]) -> None:
-        assert self.auto_dispatch_capture
-        (values,) = cpu_update_input
-        for func, _, kwargs, _ in self._launches:
-            for key in UPDATED.get(func._schema.name.removeprefix("npu::"), ()):
-                if key in values:
-                    assert len(values[key]) == len(kwargs[key])
-                    kwargs[key] = values[key]
-        self._is_told = True
-
-    def replay(self) -> None:
-        assert self._is_told, "an attention waits in the graph for its lengths"
-        self._is_told = False
-        for func, args, kwargs, outs in self._launches:
-            fresh = func(*args, **kwargs)
-            if outs and not func._schema.is_mutable:
-                for to, of in zip(outs, fresh if isinstance(fresh, (list, tuple)) else [fresh], strict=True):
-                    to.copy_(of)
-
-
-class FakeEvent:
-    def __init__(self, blocking: bool = False) -> None: ...
-    def record(self, stream: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
-
-
-class FakeStream:
-    def __init__(self, device: int = 0, priority: int = 0) -> None: ...
-    def wait_event(self, event: FakeEvent) -> None: ...
-
-
-class FakeNpu:
-    """torch.npu as far as it is used, over two devices in the host's memory."""
-
-    Event, Stream, NPUGraph = FakeEvent, FakeStream, FakeGraph
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns attributes that torch-npu itself reads."""
-        return getattr(self._real, name)
-
-    def device_count(self) -> int:
-        return NUM_DEVICES
-
-    def set_device(self, index: int) -> None:
-        assert 0 <= index < NUM_DEVICES
-
-    def mem_get_info(self, index: int) -> tuple[int, int]:
-        return 3 << 30, 4 << 30
-
-    def memory_reserved(self, index: int) -> int:
-        return 1 << 28
-
-    max_memory_reserved = memory_reserved
-
-    def reset_peak_memory_stats(self, index: int) -> None: ...
-    def empty_cache(self) -> None: ...
-    def synchronize(self, index: int) -> None: ...
-
-    def get_device_properties(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(uuid=f"NPU-{index}", cube_core_num=24)
-
-    def can_device_access_peer(self, index: int, other: int) -> bool:
-        return True
-
-    def current_stream(self, index: int) -> FakeStream:
-        return FakeStream(index)
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        yield
-
-    def graph_pool_handle(self) -> tuple[int, int]:
-        return 0, 1
-
-    @contextlib.contextmanager
-    def graph(
-        self, graph: FakeGraph, pool: object, stream: FakeStream, auto_dispatch_capture: bool, capture_error_mode: str
-    ) -> Iterator[None]:
-        assert capture_error_mode in ("global", "thread_local", "relaxed")
-        graph.auto_dispatch_capture = auto_dispatch_capture
-        with graph:
-            yield

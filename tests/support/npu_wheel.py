@@ -2,12 +2,17 @@
 
 Its operators then have their true schemas and shapes; npu_simulated.py registers their results. This module imports
 none of it. PD_CLUSTER_TEST_TORCH_NPU_VERSION names a later build for the installed torch, such as 2.12.0.post3.
+
+`python -m tests.support.npu_wheel FOLDER` prints the variables for a shell, with an Atlas machine's programs on PATH,
+which it writes to FOLDER; for scripts/npu_check.sh.
 """
 
 from __future__ import annotations
 
+import compileall
 import fcntl
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +23,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support import npu_machine
 
 ROOT = Path(__file__).parents[2]
 VERSION = "PD_CLUSTER_TEST_TORCH_NPU_VERSION"
@@ -107,6 +114,7 @@ def _download(requirement: str, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(partial)
     wheel.unlink()
+    compileall.compile_dir(partial, quiet=2)  # once, also where Python is told to write no bytecode
     partial.rename(folder)
 
 
@@ -158,3 +166,21 @@ def _run(
     command: list[str], timeout_s: float, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=timeout_s)
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    try:
+        found = environment()
+    except pytest.skip.Exception as why:
+        print(why)
+        return 1
+    found["PATH"] = f"{npu_machine.install(folder, npu_machine.whole())}{os.pathsep}{os.environ['PATH']}"
+    for name, value in found.items():
+        if os.environ.get(name) != value:
+            print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pd_cluster.devices.device import CPU, Device
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
@@ -29,8 +30,12 @@ _loading = threading.Lock()
 
 
 @contextlib.contextmanager
-def ranks(folder: Path, size: int, **settings: object) -> Iterator[EngineCore]:
-    """Yields the engine's core; its followers end afterwards. Raises a rank's error from loading."""
+def ranks(folder: Path, size: int, device: Device = CPU, **settings: object) -> Iterator[EngineCore]:
+    """Yields the engine's core; its followers end afterwards. Raises a rank's error from loading.
+
+    `device`: that of rank 0; the others have the next ones.
+    """
+    own = [device if device == CPU else Device(device.kind, device.index + rank) for rank in range(size)]
     config = EngineConfig(model=str(folder), tensor_parallel_size=size, **settings)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as store, ThreadPoolExecutor(size) as threads, _one_at_a_time():
         places = [Rendezvous(f"{store}/ranks", rank, size, WAIT_S, WAIT_S) for rank in range(size)]
@@ -38,11 +43,11 @@ def ranks(folder: Path, size: int, **settings: object) -> Iterator[EngineCore]:
         followers = [Channel(ours.detach(), to.FromFollower, WAIT_S) for ours, _ in pairs]
 
         def lead() -> EngineCore:
-            return build_core(config, join(places[0]), followers)[0]
+            return build_core(config, join(places[0], own[0]), followers, device=own[0])[0]
 
         def follow(rank: int) -> None:
             channel = Channel(pairs[rank - 1][1].detach(), to.ToFollower, WAIT_S)
-            follower = Follower(ModelRunner(config, join(places[rank])), channel, None)
+            follower = Follower(ModelRunner(config, join(places[rank], own[rank]), own[rank]), channel, None)
             follower.start()
             follower.run()
 

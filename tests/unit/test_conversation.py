@@ -146,8 +146,9 @@ def test_an_effort_is_honoured_or_refused() -> None:
     levels = ChatTemplate("{{ messages[0].content }}{{ reasoning_effort }}")
     assert rendered(template=levels, reasoning_effort="low") == "hellolow"
     assert rendered(reasoning_effort="none") == "^[user]hello[assistant]quiet"
-    assert refused(reasoning_effort="high").param == "reasoning_effort"
-    assert refused(template=ChatTemplate("{{ messages }}"), reasoning_effort="none").param == "reasoning_effort"
+    assert rendered(reasoning_effort="high") == rendered(), "this template knows thinking or none"
+    plain = ChatTemplate("{{ messages[0].content }}")
+    assert rendered(template=plain, reasoning_effort="none") == rendered(template=plain)
 
 
 # ---- tools that may be called

@@ -146,6 +146,13 @@ def test_a_communicators_buffer() -> None:
     assert hccl.hccl_config(hccl.PAIR_BUFFER_MB, {"HCCL_BUFFSIZE": "64"}) == {}
 
 
+def test_communicators_take_twice_their_buffers() -> None:
+    assert hccl.device_nbytes(32, False, {}) == 32 * 128 << 20
+    assert hccl.device_nbytes(1, True, {}) == (128 + 400) << 20
+    assert hccl.device_nbytes(1, True, {"HCCL_BUFFSIZE": "100"}) == 2 * 200 << 20
+    assert hccl.device_nbytes(0, False, {}) == 0
+
+
 def worker_config(environment: dict[str, str]) -> WorkerConfig:
     return WorkerConfig(
         name="prefill-0",

@@ -14,7 +14,7 @@ from pd_cluster.engine.handover.gather import Gather
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.follower import Gate
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, Route, can_split_heads, check_pair, keys_and_values, lanes
+from pd_cluster.kv.layout import KVLayout, Route, can_split_heads, check_pair, keys_and_values, lanes, num_lanes
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkEvent
@@ -99,6 +99,22 @@ def test_heads_that_cannot_be_spread_are_refused() -> None:
     with pytest.raises(LinkError, match="4 KV heads cannot be spread over 3 ranks"):
         check_pair(source, target)
     check_pair(*sides(4, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("heads", "own", "others", "expected"),
+    [
+        (8, (2, 0), (), 0),
+        (8, (2, 1), (2, 2, 2), 3),  # a rank for a rank
+        (8, (1, 0), (2, 4), 6),
+        (8, (4, 3), (1, 2), 2),
+        (2, (4, 1), (4,), 1),  # each head on two ranks
+        (8, (2, 0), (2, 3), 1),  # 3 is refused
+    ],
+)
+def test_a_rank_counts_its_lanes(heads: int, own: tuple[int, int], others: tuple[int, ...], expected: int) -> None:
+    source, _ = sides(heads, own[0], 1)
+    assert num_lanes(source.of_rank(own[1]), others) == expected
 
 
 # ---- a transfer over several lanes

@@ -220,7 +220,7 @@ def test_what_fails_on_the_way_hurts_only_itself(make: Make) -> None:
         (["a"], {"adapter_name": "lora"}, "adapter_name: LoRA adapters are not served"),
         (["a", ""], {"do_preprocess": False}, r"^prompts\[1\]: no tokens"),
         ("", {"do_preprocess": False}, "^prompts: no tokens"),
-        ([TALK, [{"role": "robot", "content": "b"}]], {}, r"^prompts\[1\]: messages.0.role: 'robot'"),
+        ([TALK, [{"role": "", "content": "b"}]], {}, r"^prompts\[1\]: messages.0.role: ''"),
         (
             [TALK, [{"role": "tool", "content": "b"}]],
             {"chat_template_config": VICUNA},
@@ -357,11 +357,11 @@ def test_sequence_start_begins_anew(make: Make) -> None:
 @pytest.mark.parametrize(
     ("messages", "options"),
     [
-        ([{"role": "robot", "content": "x"}], {"sequence_start": False}),
-        ([{"role": "robot", "content": "x"}], {"sequence_start": True}),
+        ([{"role": "", "content": "x"}], {"sequence_start": False}),
+        ([{"role": "", "content": "x"}], {"sequence_start": True}),
         ("x", {"sequence_start": True, "step": 3}),
         ("x", {"sequence_start": False, "do_preprocess": False}),
-        ([{"role": "robot", "content": "x"}], {"sequence_start": False, "step": 36}),
+        ([{"role": "", "content": "x"}], {"sequence_start": False, "step": 36}),
     ],
 )
 def test_a_turn_that_is_refused_leaves_the_session_as_it_was(
@@ -380,8 +380,8 @@ def test_a_turn_that_is_refused_leaves_the_session_as_it_was(
 
 def test_a_session_that_was_refused_at_its_start_is_none(make: Make) -> None:
     engine, _ = make()
-    with pytest.raises(RequestError, match=r"^messages.0.role: 'robot'"):
-        turn(engine, [{"role": "robot", "content": "x"}], 5, sequence_end=False)
+    with pytest.raises(RequestError, match=r"^messages.0.role: ''"):
+        turn(engine, [{"role": "", "content": "x"}], 5, sequence_end=False)
     with pytest.raises(RequestError, match="there is no session 5"):
         turn(engine, "two", 5, sequence_start=False)
 

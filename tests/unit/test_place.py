@@ -51,6 +51,9 @@ def test_everyone_finds_themselves(tmp_path: Path) -> None:
         assert place.hosts == dict.fromkeys(place.names, "10.0.0.18")
         assert place.bind_address == "10.0.0.18"
         assert place.num_local_ranks == 4
+        if place.role != "scheduler":
+            assert place.paired_tp_sizes("auto") == ()  # over the host's memory, or IPC
+            assert place.paired_tp_sizes("dist") == (1, 1)
         assert not place.spans_hosts
 
 
@@ -71,6 +74,8 @@ def test_spans_hosts(tmp_path: Path, second: str, spans: bool) -> None:
     local = next(one.glob("local*host.json"))
     place = find_place(env_of(merged, local))
     assert place.spans_hosts is spans
+    prefill = find_place(env_of(merged, next(one.glob("local*_0.json"))))
+    assert prefill.paired_tp_sizes("auto") == ((1,) if spans else ())
     assert place.num_local_ranks == (1 if spans else 2)
 
 

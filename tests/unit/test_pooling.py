@@ -85,7 +85,7 @@ def test_one_prefill_instance_takes_it_and_no_decode_leg() -> None:
         assert stats.counters["prompt_tokens"] == len(PROMPT)
         assert stats.counters["generation_tokens"] == 0
         counted = {name for name, each in stats.histograms.items() if sum(each.counts)}
-        assert counted == {"num_prompt_tokens", "whole_s"}
+        assert counted == {"num_prompt_tokens", "num_computed_tokens", "whole_s"}
 
     run(test())
 

@@ -111,7 +111,7 @@ def test_a_text_that_is_too_long_to_generate_from_is_counted(asked: Ask) -> None
         ("/tokenize", {"prompt": "a" * (1 << 21)}, "prompt"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": "yes"}, "add_special_tokens"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": [{"role": "nobody", "content": "a"}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "", "content": "a"}]}, "messages"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "1 2"}, "tokens"),
         ("/detokenize", {"tokens": [1.5]}, "tokens"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pd_cluster.kv.layout import CODE_BITS, KVLayout, Route, keys_and_values, stored_width
+from pd_cluster.errors import ConfigError, LinkError
+from pd_cluster.kv.layout import CODE_BITS, KVLayout, Route, can_hold, check_pair, keys_and_values, stored_width
 from pd_cluster.kv.pool import KVPool, probe_content
 from pd_cluster.kv.vectors import MOST, SMALLEST, convert, decode, encode
+from pd_cluster.model.loader import layout_of
 from pd_cluster.wire import KVPiece
 
 CODED = sorted(CODE_BITS)
@@ -77,6 +80,16 @@ def test_a_token_s_bytes() -> None:
     """132 for each 128 numbers in 8 bits, 68 in 4."""
     sizes = {dtype: KVLayout(1, 1, keys_and_values(128), 16, dtype).token_nbytes for dtype in CODED}
     assert sizes == {"int8": 264, "fp8_e4m3": 264, "int4": 136}
+
+
+def test_odd_widths_have_no_int4() -> None:
+    odd = keys_and_values(15)
+    assert [can_hold(odd, dtype) for dtype in ("float32", "int8", "fp8_e4m3", "int4")] == [True, True, True, False]
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: heads have 15 numbers, an odd number; use int8"):
+        layout_of(SimpleNamespace(head_dim=15, num_hidden_layers=1, num_attention_heads=2), 16, "int4")
+    pair = KVLayout(1, 2, odd, 16, "int4")
+    with pytest.raises(LinkError, match="int4 holds two numbers a byte, and a width is odd"):
+        check_pair(pair, pair)
 
 
 @pytest.mark.parametrize("dtype", CODED)

@@ -128,6 +128,15 @@ REQUEST_COUNTERS = (
         "Tokens of prompts whose first output token has come; of n sequences once.",
         {"": "prompt_tokens"},
     ),
+    OfRequests(
+        "vllm:prompt_tokens_cached", "Tokens of prompts whose KV cache was there.", {"": "prompt_tokens_cached"}
+    ),
+    OfRequests(
+        "vllm:prompt_tokens_by_source",
+        "Tokens of prompts by where their KV cache came from: computed for the request, or from a prefix cache.",
+        {"local_compute": "prompt_tokens_computed", "local_cache_hit": "prompt_tokens_cached"},
+        "source",
+    ),
     OfRequests("vllm:generation_tokens", "Output tokens, of all sequences.", {"": "generation_tokens"}),
     OfRequests(
         "vllm:request_success",
@@ -143,6 +152,12 @@ REQUEST_COUNTERS = (
         "cause",
     ),
     OfRequests(
+        "vllm:admission_rejections",
+        "The same as pd_cluster:requests_refused_total.",
+        {why: f"refused_{why}" for why in get_args(Refusal)},
+        "reason",
+    ),
+    OfRequests(
         "pd_cluster:requests_refused",
         "Requests that nothing was done for: 429, a goal would be missed (slo) or the wait too long (queue); 503, no "
         "instances (unavailable).",
@@ -151,6 +166,16 @@ REQUEST_COUNTERS = (
     ),
 )
 HISTOGRAMS = (
+    OfRequests(
+        "vllm:request_time_per_output_token_seconds",
+        "Decode time of a request over the tokens of its longest sequence after the first.",
+        {"": "token_s"},
+    ),
+    OfRequests(
+        "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens of a request that no prefix cache had.",
+        {"": "num_computed_tokens"},
+    ),
     OfRequests(
         "vllm:time_to_first_token_seconds",
         "From a request's arrival until its first output token was here.",

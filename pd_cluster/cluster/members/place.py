@@ -66,6 +66,15 @@ class Place:
         here = host_key(self.server.server_ip)
         return sum(len(server.device) for server in self.table.instances if host_key(server.server_ip) == here)
 
+    def paired_tp_sizes(self, kv_transport: str) -> tuple[int, ...]:
+        """Returns the devices of each instance of the table that this one may exchange KV cache with over a pair.
+
+        Those are all of the other role, except those of this host, unless `kv_transport` is for pairs alone.
+        """
+        others = self.table.decode if self.role == "prefill" else self.table.prefill
+        here = "" if kv_transport == "dist" else host_key(self.server.server_ip)
+        return tuple(len(server.device) for server in others if host_key(server.server_ip) != here)
+
     @property
     def first_local_rank(self) -> int:
         """The number of devices of the instances before this one, on this host."""

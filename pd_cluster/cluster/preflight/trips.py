@@ -82,7 +82,7 @@ def check_pairs(place: Place, device: str, kv_transport: str, say: Say) -> list[
         ends = {}
         for instance in dict.fromkeys(each for pair in here for each in pair):
             for rank in range(len(instance.server.device)):
-                ends[instance.name, rank] = stack.enter_context(_running(instance, rank, device, kv_transport))
+                ends[instance.name, rank] = stack.enter_context(running(instance, rank, device, kv_transport))
         say(f"starting {len(ends)} processes, one for each device of the pairs on this host")
         broken = _begin(ends, device)
         for p, d in here:
@@ -104,23 +104,15 @@ def _elsewhere(p: ListedInstance, d: ListedInstance, has_end_here: bool) -> Find
     return Finding("unchecked", "KV", where, "not on this host", "run `pd-cluster check --network` there, too")
 
 
-def _check_pair(p: ListedInstance, d: ListedInstance, ends: Mapping[tuple[str, int], _End]) -> Finding:
+def _check_pair(p: ListedInstance, d: ListedInstance, ends: Mapping[tuple[str, int], RankEnd]) -> Finding:
     """Uses one link for each lane, one after the other; the slowest lane is the pair's rate."""
     rates: list[float] = []
     transports: set[str] = set()
     lanes = lanes_of(len(p.server.device), len(d.server.device))
     for source_rank, target_rank in lanes:
         source, target = ends[p.name, source_rank], ends[d.name, target_rank]
-        secret = secrets.token_bytes(32)
         try:
-            there = target.ask(Listen(secret), PAIR_S)
-            try:
-                sent = source.ask(Send(secret, d.name, there.port, there.epoch, NUM_TRIPS), PAIR_S)
-            except LinkError:
-                with contextlib.suppress(LinkError):
-                    target.ask(Compare(source.seed, NUM_TRIPS), PAIR_S)  # closes its end
-                raise
-            target.ask(Compare(source.seed, NUM_TRIPS), PAIR_S)
+            sent = send_blocks(source, target, NUM_TRIPS)
         except LinkError as error:
             lane = f" (rank {source_rank} -> rank {target_rank})" if len(lanes) > 1 else ""
             return _failed(p, d, f"{error}{lane}")
@@ -131,12 +123,26 @@ def _check_pair(p: ListedInstance, d: ListedInstance, ends: Mapping[tuple[str, i
     return Finding("ok", "KV", f"{p.name} -> {d.name}", text)
 
 
+def send_blocks(source: RankEnd, target: RankEnd, num_trips: int) -> TripAnswer:
+    """Sends blocks over a link of their own and compares what has landed last. Raises LinkError; closes the link."""
+    secret = secrets.token_bytes(32)
+    there = target.ask(Listen(secret), PAIR_S)
+    try:
+        sent = source.ask(Send(secret, target.begin.name, there.port, there.epoch, num_trips), PAIR_S)
+    except LinkError:
+        with contextlib.suppress(LinkError):
+            target.ask(Compare(source.seed, num_trips), PAIR_S)  # closes its end
+        raise
+    target.ask(Compare(source.seed, num_trips), PAIR_S)
+    return sent
+
+
 def _failed(p: ListedInstance, d: ListedInstance, reason: str) -> Finding:
     way_out = 'see "The network before the start" in docs/operations.md'
     return Finding("error", "KV", f"{p.name} -> {d.name}", f"no KV blocks came through: {reason}", way_out)
 
 
-def _begin(ends: Mapping[tuple[str, int], _End], device: str) -> dict[str, str]:
+def _begin(ends: Mapping[tuple[str, int], RankEnd], device: str) -> dict[str, str]:
     """Begins all processes together. Returns the reason for each instance that cannot take part."""
     broken: dict[str, str] = {}
     devices: dict[tuple[str, int], str] = {}
@@ -172,16 +178,19 @@ def shared_npus(devices: Mapping[tuple[str, int], str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _running(instance: ListedInstance, rank: int, device: str, kv_transport: str) -> Iterator[_End]:
-    end = _End(instance, rank, device, kv_transport)
+def running(instance: ListedInstance, rank: int, device: str, kv_transport: str) -> Iterator[RankEnd]:
+    end = RankEnd(instance, rank, device, kv_transport)
     try:
         yield end
     finally:
         end.close()
 
 
-class _End:
-    """A process of engine/trip. Each method raises LinkError with the end's own reason."""
+class RankEnd:
+    """A process of engine/trip. Each method raises LinkError with the end's own reason.
+
+    `lines` are its answers, in order; an empty one is its end.
+    """
 
     def __init__(self, instance: ListedInstance, rank: int, device: str, kv_transport: str) -> None:
         self.server = instance.server
@@ -209,7 +218,7 @@ class _End:
             stderr=self._log,
             env=_environment(self.server, host, device),
         )
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, name=f"answers of {instance.name}", daemon=True).start()
 
     def tell(self, command: Command) -> None:
@@ -226,7 +235,7 @@ class _End:
         if self._why:
             raise LinkError(self._why)
         try:
-            line = self._lines.get(timeout=timeout_s)
+            line = self.lines.get(timeout=timeout_s)
         except queue.Empty:
             self._why = f"no answer within {timeout_s:g} s"
             raise LinkError(self._last_words(self._why)) from None
@@ -242,6 +251,10 @@ class _End:
         self.tell(command)
         return self.hear(timeout_s)
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(END_S)
+
     def close(self) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -256,8 +269,8 @@ class _End:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(b"")
+            self.lines.put(line)
+        self.lines.put(b"")
 
     def _last_words(self, what: str) -> str:
         self._log.seek(0)

@@ -46,7 +46,9 @@ BOUNDS: dict[str, Bounds] = {
     "decode_s": REQUEST_S,
     "inference_s": REQUEST_S,
     "handover_s": HANDOVER_S,
+    "token_s": INTER_TOKEN_S,
     "num_prompt_tokens": NUM_TOKENS,
+    "num_computed_tokens": NUM_TOKENS,
     "num_output_tokens": NUM_TOKENS,
     "most_output_tokens": NUM_TOKENS,
     "max_tokens": NUM_TOKENS,
@@ -54,6 +56,8 @@ BOUNDS: dict[str, Bounds] = {
 }
 COUNTERS = (
     "prompt_tokens",
+    "prompt_tokens_cached",
+    "prompt_tokens_computed",
     "generation_tokens",
     *(f"finished_{reason}" for reason in get_args(FinishReason)),
     *(f"replays_{cause}" for cause in get_args(ReplayCause)),
@@ -92,6 +96,7 @@ class Outcome:
     last_token_s: float
     admitted_s: float | None = None  # when a prefill instance had room for the prompt; None: not reported
     handovers_s: list[float] = field(default_factory=list)  # duration of each
+    num_cached_tokens: int | None = None  # of the prompt; None: not reported
 
 
 class RequestStats:
@@ -116,6 +121,11 @@ class RequestStats:
         """Counts a request's first token: its prompt has been computed."""
         self.num_prompt_tokens += num_prompt_tokens
         self._histograms["first_token_s"].observe(after_s)
+
+    def prompted(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """Counts where a prompt's KV cache came from."""
+        self._counters["prompt_tokens_cached"] += num_cached_tokens
+        self._counters["prompt_tokens_computed"] += num_prompt_tokens - num_cached_tokens
 
     def pooled(self, num_prompt_tokens: int) -> None:
         """Counts a prompt that has become a vector."""
@@ -154,6 +164,10 @@ def _measures(outcome: Outcome) -> dict[str, float]:
             "num_sequences": len(outcome.reasons),
             "decode_s": outcome.last_token_s - outcome.first_token_s,
         }
+        if (most := max(outcome.num_output_tokens)) > 1:
+            measures["token_s"] = (outcome.last_token_s - outcome.first_token_s) / (most - 1)
+    if outcome.num_cached_tokens is not None:
+        measures["num_computed_tokens"] = outcome.num_prompt_tokens - outcome.num_cached_tokens
     if outcome.admitted_s is not None:  # another clock, delayed by a message's way: clamped to lie between these two
         admitted_s = min(max(outcome.admitted_s, outcome.received_s), outcome.first_token_s)
         measures["queue_s"] = admitted_s - outcome.received_s

@@ -119,6 +119,7 @@ class RequestStream:
     send: Callable[[str, wire.Body], None]
     prompted: Callable[[PromptOutput], None] = lambda prompt: None
     is_prompted: bool = False
+    num_cached_tokens: int | None = None  # of its prompt, once they are told
     pooled: PooledOutput | None = None  # the vector of a pooling request, once it is over
     has_prefill_spoken: bool = False  # the prompt's own outputs, which must precede the first token, have arrived
     inbox: Inbox = field(init=False)
@@ -193,6 +194,8 @@ class RequestStream:
     def put_prompt(self, prompt: PromptOutput) -> None:
         if prompt.attempt == self.attempt and not self.is_prompted:
             self.is_prompted = True
+            self.num_cached_tokens = prompt.num_cached_tokens
+            self.stats.prompted(len(self.order.prompt_token_ids), prompt.num_cached_tokens)
             self.prompted(prompt)
 
     def put_pooled(self, pooled: PooledOutput) -> None:
@@ -202,6 +205,8 @@ class RequestStream:
             return
         self.pooled = pooled
         self.first_s = sequence.last_s = self.stats.clock()
+        self.num_cached_tokens = pooled.num_cached_tokens
+        self.stats.prompted(len(self.order.prompt_token_ids), pooled.num_cached_tokens)
         self.stats.pooled(len(self.order.prompt_token_ids))
         sequence.is_finished = sequence.is_over = True
         sequence.finish_reason = "stop"
@@ -261,6 +266,7 @@ class RequestStream:
             max(sequence.last_s for sequence in self.sequences),
             admitted_s,
             handovers_s,
+            self.num_cached_tokens,
         )
 
     def num_decoding(self, instance: Instance) -> int:

@@ -47,7 +47,7 @@ class End:
         self._pool = _pool_on(device)
         for block in range(NUM_BLOCKS) if command.role == "prefill" else ():
             self._pool.put_block(block, content_of(command.seed, block))
-        return TripAnswer(device=device.torch_name)
+        return TripAnswer(device=f"{device.kind}:{device.index}" if device.is_accelerator else device.kind)
 
     def _send(self, command: Send) -> TripAnswer:
         end = SendingEnd(self._begin, command, self._pool)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from pd_cluster.devices.device import Device, memory, resolve, use
+from pd_cluster.devices.device import Device, memory, product, resolve, use
 from pd_cluster.lab.gpu.spec import Device as Name
 from pd_cluster.lab.gpu.spec import GpuSpec, Writer, child_main
 from pd_cluster.lab.peers.gpu_clock import Timed, time_launches
@@ -35,7 +35,7 @@ def described(device: Device) -> str:
     if not device.is_accelerator:
         return "CPU"
     versions = f"torch {torch.__version__}, transformers {version('transformers')}, triton {_version('triton')}"
-    return f"{torch.get_device_module(device.torch_name).get_device_name(device.index)}; {versions}"
+    return f"{product(device)}; {versions}"
 
 
 def _version(package: str) -> str:

@@ -209,9 +209,12 @@ class CpuOps:
             k_norm=heads.k_norm.weight.data_ptr() if heads.k_norm is not None else None,
             sinks=heads.sinks.data_ptr() if heads.sinks is not None else None,
         )
-        attend = _attend_in(self._flags, layout.dtype)
+        attend = self._attention_of(layout.dtype)
         bound = self._layers[heads] = _Bound(pool, layer, ctypes.addressof(layer), attend)
         return bound
+
+    def _attention_of(self, pool_dtype: str) -> Any:
+        return _attend_in(self._flags, pool_dtype)
 
 
 def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:

@@ -67,18 +67,15 @@ def conversation_of(request: ChatFields, known: frozenset[str], shows_tools: boo
 
 
 def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
-    """Maps an effort to the template's variable: several efforts, or whether to think at all."""
+    """Maps an effort to the template's variable: several efforts, or whether to think at all.
+
+    Clients send one to every model; where the template knows none, the model thinks as it does.
+    """
     if effort is None:
         return {}
     if "reasoning_effort" in known:
         return {"reasoning_effort": effort}
-    if "enable_thinking" in known and effort == "none":
-        return {"enable_thinking": False}
-    raise RequestError(
-        f"reasoning_effort: {effort!r} means nothing to this model's chat template; "
-        + ("'none' switches its thinking off" if "enable_thinking" in known else "leave it out"),
-        param="reasoning_effort",
-    )
+    return {"enable_thinking": False} if "enable_thinking" in known and effort == "none" else {}
 
 
 def _for_template(message: dict[str, Any], at: int) -> dict[str, Any]:

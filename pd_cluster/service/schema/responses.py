@@ -28,11 +28,18 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Tokens of the prompt whose KV cache was there already.")
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int = Field(description="Those of the text before the answer, tokenized by itself.")
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int = Field(description="Of all choices together.")
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        default=None, description="Of a chat whose answers are read for reasoning or calls."
+    )
 
 
 class PromptLogprob(BaseModel):
@@ -75,7 +82,7 @@ class AnswerMessage(BaseModel):
     content: str | None
     reasoning: str | None = Field(default=None, description="What the model wrote before its answer.")
     reasoning_content: str | None = Field(default=None, description="The same, under its older name.")
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall]
 
 
 class ChatChoice(BaseModel):
@@ -128,7 +135,6 @@ class ChatChunkChoice(BaseModel):
     finish_reason: FinishReason | None
     stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
 
 
 class ChatCompletionChunk(BaseModel):
@@ -140,6 +146,7 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
 
 
 class CompletionLogprobs(BaseModel):

@@ -1,0 +1,117 @@
+#!/bin/sh
+# The first hour on Ascend NPUs, in stages; without a name, all of them in this order:
+#
+#   sh scripts/npu_check.sh [machine] [operators] [graphs] [pairs] [guide] [figures] [--cards 0,1,2,3] [--model FOLDER]
+#   sh scripts/npu_check.sh --simulate [STAGES...]   without NPUs, on torch-npu's own wheel: shows that the script works
+#   sh scripts/npu_check.sh --download FOLDER        on a machine with a network: fetches the wheels of --wheels FOLDER
+#
+# machine: cards, versions, rank tables, the network between the cards. operators: each operator of torch-npu that is
+# used, in bfloat16 and real shapes, against float64. graphs: captured decode steps against eager ones, and how long
+# captures take. pairs: KV blocks over HCCL and IPC and their GB/s, with either end killed. guide: the deployment
+# guide's example, its commands and requests, without and with --npu-tp-graphs. figures: `bench gpu` on the first card.
+# --cards: as the driver numbers them; the first half prefill, the others decode (default 0,1,2,3; at least two).
+# --model: a model for the guide's example; default: a tiny one.
+# $OUT receives summary.txt and logs.tar.gz (all logs, which is what to send), and report.json with README.md, its
+# table, after every step; default: docs/benchmarks/npu-<device name>. A later stage adds to what is there. $PYTHON,
+# default python3, must have torch-npu; CANN is sourced if this shell has not done so. $STAGE_S: seconds of a stage, 600.
+# $FOLDER: a folder with room for 18 GB of models. Exits with 0 if every test passed and every part was measured.
+
+set -eu
+
+PARTS_OF_FIGURES="ceilings,engine,cluster" # of `pd-cluster bench gpu`; the pairs have the rates of the handover
+
+own_option() {
+    case "$1" in
+    --simulate) quick=--quick && slower=2 ;; # limits are for hardware
+    --cards) cards=${2:?"--cards needs numbers, such as 0,1,2,3"} && num_words=2 ;;
+    --model) model=${2:?"--model needs a folder"} && num_words=2 ;;
+    *) return 1 ;;
+    esac
+}
+
+# Puts torch-npu's wheel over stub libraries in this shell, with recorded answers of npu-smi and hccn_tool.
+simulate() {
+    simulated=$(mktemp -d)
+    PYTHONPATH="$root" "$python" -m tests.support.npu_wheel "$simulated" >"$simulated/environment" ||
+        fail "no simulated NPUs: $(tail -n 1 "$simulated/environment")"
+    # shellcheck disable=SC1091
+    . "$simulated/environment"
+    before_root=$PYTHONPATH
+    OUT=${OUT:-${TMPDIR:-/tmp}/npu-check-simulated}
+    more_of_gen="--server-ip 127.0.0.1"
+}
+
+# The two instances' cards, as the tables have them: 0,1 and 2,3 of 0,1,2,3.
+split_cards() {
+    num_cards=$(echo "$cards" | tr ',' '\n' | grep -c .)
+    [ "$num_cards" -ge 2 ] || fail "--cards $cards: at least two are needed"
+    prefill=$(echo "$cards" | cut -d, -f"1-$((num_cards / 2))")
+    decode=$(echo "$cards" | cut -d, -f"$((num_cards / 2 + 1))-$((num_cards / 2 * 2))")
+    export PD_CLUSTER_TEST_CARDS="$prefill $decode"
+}
+
+run_machine() {
+    step npu-smi 60 npu-smi info || failed=1
+    step versions 120 "$python" -m pip list --disable-pip-version-check || failed=1
+    mkdir -p "$work/tables"
+    # shellcheck disable=SC2086
+    step tables 120 "$python" scripts/pd_ranktable_tools.py --mode gen --prefill-server-list "$prefill" \
+        --decode-server-list "$decode" --api-server --device npu $more_of_gen --save-dir "$work/tables" || failed=1
+    for table in "$work"/tables/global_ranktable_*.json; do
+        [ -f "$table" ] || return 0
+        local=$(find "$work/tables" -name "local_ranktable_*_$(echo "$prefill" | tr -d ,).json")
+        for way in "" --network; do
+            # shellcheck disable=SC2086
+            GLOBAL_RANK_TABLE_FILE_PATH=$table RANK_TABLE_FILE_PATH=$local PD_CLUSTER_SERVE_DEVICE=npu \
+                step "check$way" 400 "$python" -m pd_cluster check $way || failed=1
+        done
+    done
+}
+
+run_operators() {
+    tests operators 400 -n 0 tests/support/npu_parity_cases.py
+}
+
+run_graphs() {
+    tests graphs 400 -n 0 tests/support/npu_graph_cases.py
+}
+
+run_pairs() {
+    tests pairs 500 -n 0 tests/support/npu_pair_cases.py
+}
+
+run_guide() {
+    export PD_CLUSTER_TEST_MODEL="$model" PD_CLUSTER_TEST_START_S=400
+    tests guide 300 -n 0 tests/support/npu_guide_cases.py
+    PD_CLUSTER_TEST_FLAGS=--npu-tp-graphs tests guide-graphs 300 -n 0 tests/support/npu_guide_cases.py
+}
+
+run_figures() {
+    bench "$PARTS_OF_FIGURES"
+}
+
+tool=npu_check
+kind=npu
+device=npu
+stage_s=600
+STAGES="machine operators graphs pairs guide figures"
+cards=0,1,2,3
+model=""
+simulated=""
+more_of_gen=""
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
+# shellcheck source=scripts/check_steps.sh
+. "$root/scripts/check_steps.sh"
+parse "$@"
+split_cards
+if [ "$quick" ]; then
+    simulate
+else
+    # shellcheck source=deploy/ascend_env.sh
+    . "$root/deploy/ascend_env.sh"
+fi
+begin
+# For start_servers.sh, which looks for pd-cluster and python3 there.
+PATH=$("$python" -c 'import os, sys; print(os.path.dirname(sys.executable))'):$PATH
+trap 'finish; rm -rf ${simulated:+"$simulated"}' EXIT
+run_stages

@@ -1,0 +1,124 @@
+"""Ranks of one instance on simulated NPUs, each a thread: graphs that hold HCCL's sums, and steps launched ahead.
+
+Run by tests/model/test_npu.py. On NPUs scripts/npu_check.sh runs the deployment guide's example in both ways instead.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.devices.device import Device, bind
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.types import Order, Request, Sampling
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
+from tests.support.ranks import ranks
+
+NPU = Device("npu")
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+DRAWN = Sampling(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, seed=5, ignore_eos=True)
+LENS = (1, 9, 150, 127, 128)
+SETTINGS: dict[str, Any] = {
+    "num_blocks": 24,
+    "max_model_len": 300,
+    "max_num_batched_tokens": 96,
+    "max_num_seqs": 8,
+    "dtype": "float32",
+}
+HEADS = {"head_dim": 128, "max_position_embeddings": 1024}
+slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[ModelRunner]:
+    bind("npu", (), 0)  # imports torch-npu
+    made: list[ModelRunner] = []
+    plain_init = ModelRunner.__init__
+
+    def init(runner: ModelRunner, *arguments: Any) -> None:
+        plain_init(runner, *arguments)
+        made.append(runner)
+
+    monkeypatch.setattr(ModelRunner, "__init__", init)
+    return made
+
+
+def sizes_of(runner: ModelRunner) -> list[int]:
+    assert runner._graphs is not None
+    return [size for size, _ in runner._graphs._graphs]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size"),
+    [("llama", 2), ("mixtral", 2), pytest.param("qwen3", 2, marks=slow), pytest.param("llama", 4, marks=slow)],
+)
+def test_tokens_are_those_of_transformers(
+    architecture: str, size: int, tmp_path: Path, runners: list[ModelRunner]
+) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if size == 4 else {}
+    folder = make_checkpoint(tmp_path, architecture, **HEADS, **heads)
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, length) for length in LENS]
+    with ranks(folder, size, NPU, npu_tp_graphs=True, **SETTINGS) as core:
+        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+        assert core.ahead.num_ahead > GREEDY.max_tokens
+    assert len(runners) == size
+    for runner in runners:
+        assert sizes_of(runner) == [8, 2, 4, 1]
+        assert runner.model.kernels == "fused layers, NPU kernels, attention by torch-npu (TND)"
+
+
+def test_without_the_flag_ranks_decode_eagerly_and_wait(
+    tmp_path: Path, runners: list[ModelRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint(tmp_path, "llama", **HEADS)
+    prompt = random_prompt(random.Random(2), 20)
+    with caplog.at_level("INFO"), ranks(folder, 2, NPU, **SETTINGS) as core:
+        assert_all_same(folder, [prompt], generate(core, [prompt], GREEDY), GREEDY.max_tokens)
+        assert core.ahead.num_ahead == 0
+    assert all(runner._graphs is None for runner in runners)
+    assert (
+        "decode steps run eagerly: graphs of ranks have not run on NPUs; --npu-tp-graphs captures them" in caplog.text
+    )
+
+
+def test_a_rank_that_holds_fewer_graphs_sets_the_number_for_all(
+    tmp_path: Path, runners: list[ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were the graphs of the ranks different, sums of different sizes would meet."""
+    from tests.support.npu_devices import FakeNpu
+
+    folder = make_checkpoint(tmp_path, "llama", **HEADS)
+    plain, num_captured = FakeNpu.graph, {}
+
+    def graph(npu: FakeNpu, own: Any, pool: Any, stream: Any, **options: Any) -> Any:
+        num_captured[stream.index] = num_captured.get(stream.index, 0) + 1
+        if (stream.index, num_captured[stream.index]) == (1, 3):
+            raise RuntimeError("EE1023: stream resource insufficient")
+        return plain(npu, own, pool, stream, **options)
+
+    monkeypatch.setattr(FakeNpu, "graph", graph)
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, length) for length in LENS[:3]]
+    with ranks(folder, 2, NPU, npu_tp_graphs=True, **SETTINGS) as core:
+        assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+    assert [sizes_of(runner) for runner in runners] == [[8], [8]]
+
+
+def test_drawn_tokens_beside_greedy_ones_are_those_of_the_cpu(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", **HEADS)
+    rng = random.Random(4)
+    prompts = [random_prompt(rng, length) for length in (5, 140)]
+
+    def tokens(core: Any) -> list[list[int]]:
+        requests = [Request(str(i), Order(p, s)) for i, (p, s) in enumerate(zip(prompts, (GREEDY, DRAWN), strict=True))]
+        found = run(core, requests)
+        return [[token.token_id for token in found[str(i)][0]] for i in range(2)]
+
+    alone = tokens(make_core(folder, device="cpu", **SETTINGS))
+    with ranks(folder, 2, NPU, npu_tp_graphs=True, **SETTINGS) as core:
+        assert tokens(core) == alone

@@ -1,9 +1,9 @@
 """The nodes of a reply's guide, and the JSON schemas of calls in them.
 
 A guide of kind "reply" is a JSON tree: ["seq", node…], ["any", node…], ["repeat", least, most or null, node],
-["marker", text] (blanks may come before it), ["exact", text] (none may), ["until", marker] (anything up to and with
-it), ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text]. Markers are given as text, whether or
-not the model's tokenizer has a token for them. Knows nothing of the library that follows guides.
+["marker", text] (blanks may come before it), ["exact", text] (none may), ["until", marker…] (anything up to and with
+the first of them), ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text]. Markers are given as
+text, whether or not the model's tokenizer has a token for them. Knows nothing of the library that follows guides.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from pd_cluster.parsers.nodes import BLANK, Node
 from pd_cluster.parsers.stream import BLANKS, Emit, Steps, TextStream
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -24,9 +25,9 @@ Start = Literal["reasoning", "perhaps", "content"]
 class Thinking:
     """How a kind of model marks its reasoning.
 
-    `unmarked`: how a reply starts if the prompt's end has no mark. `opens` and `closes`: the first of each is what a
-    guide writes; models write the others, too. `ends`: texts that end the reasoning and begin the content. `wraps`: the
-    texts around the content, which are not shown.
+    `unmarked`: how a reply starts if the prompt's end has no mark. `opens` and `closes`: the first of each is the one
+    that stands for it in a prompt; models write the others, too. `ends`: texts that end the reasoning and begin the
+    content. `wraps`: the texts around the content, which are not shown.
     """
 
     unmarked: Start
@@ -53,33 +54,44 @@ class Thinking:
         last_close = max(content.rfind(mark) for mark in self.closes)
         return self.opens[0] if last_open > last_close else self.closes[0]
 
+    def before(self, start: Start) -> list[Node]:
+        """Returns the guide's nodes for everything before the content. The reader takes whatever they permit."""
+        if start == "content":
+            return []
+        opening: Node = ["any", *(["marker", mark] for mark in self.opens)]
+        again: Node = [
+            "repeat",
+            0,
+            None,
+            ["until", *self.opens, *(self.wraps or ())],
+        ]  # marks that are text within the reasoning
+        thought: list[Node] = [again, ["until", *self.closes], BLANK]
+        if start == "perhaps":
+            return [["repeat", 0, 1, ["seq", opening, *thought]]]
+        return [["repeat", 0, 1, opening], *thought]
+
+    def around(self, content: Node) -> list[Node]:
+        """Allows the texts that a model writes around its content."""
+        if self.wraps is None:
+            return [content]
+        before, after = self.wraps
+        return [
+            ["repeat", 0, 1, ["seq", ["marker", before], BLANK]],
+            content,
+            ["repeat", 0, 1, ["seq", ["marker", after], BLANK]],
+        ]
+
+    def answer(self, start: Start, node: Node) -> Node:
+        """Returns the node of an answer with the mark that tells it from calls, if the model has such a mark."""
+        return node
+
     @cached_property
     def _last_mark(self) -> re.Pattern[str]:
         marks = "|".join(re.escape(mark.strip(BLANKS)) for mark in (*self.opens, *self.closes))
         return re.compile(rf"({marks})[{BLANKS}]*\Z")
 
 
-THINKING: dict[str, Thinking] = {
-    "deepseek_r1": Thinking("reasoning"),
-    "deepseek_v3": Thinking("content"),
-    "ernie45": Thinking("reasoning", wraps=("<response>", "</response>")),
-    "gemma": Thinking("perhaps", opens=("<|channel>thought", "<|channel>"), closes=("<channel|>",)),
-    "glm45": Thinking("perhaps"),
-    "granite": Thinking(
-        "perhaps",
-        opens=("Here is my thought process:", "Here's my thought process:"),
-        closes=("Here is my response:", "Here's my response:"),
-    ),
-    "hunyuan_a13b": Thinking("perhaps", wraps=("<answer>", "</answer>")),
-    "kimi_k2": Thinking("perhaps", ends=("<|tool_calls_section_begin|>",)),
-    "minimax_m2": Thinking("reasoning"),
-    "mistral": Thinking("perhaps", opens=("[THINK]",), closes=("[/THINK]",)),
-    "olmo3": Thinking("reasoning"),
-    "qwen3": Thinking("perhaps"),
-    "seed_oss": Thinking("perhaps", opens=("<seed:think>",), closes=("</seed:think>",)),
-    "step3": Thinking("reasoning"),
-}
-PARSERS = tuple(THINKING)
+NONE = Thinking("content")
 
 
 def read_reasoning(stream: TextStream, thinking: Thinking, start: Start, emit: Emit) -> Steps[None]:
@@ -96,7 +108,7 @@ def read_reasoning(stream: TextStream, thinking: Thinking, start: Start, emit: E
         stream.put_back()
         return
     stream.kept()
-    marker = yield from stream.until((*thinking.closes, *thinking.ends), _Trimmed(emit).add)
+    marker = yield from stream.until((*thinking.closes, *thinking.ends), Trimmed(emit).add)
     if marker in thinking.closes:
         stream.take(len(marker))
         yield from stream.blanks()
@@ -155,7 +167,7 @@ class Unwrapped:
             self._emit(shown)
 
 
-class _Trimmed:
+class Trimmed:
     """Emits text without the blanks at its end."""
 
     def __init__(self, emit: Emit) -> None:

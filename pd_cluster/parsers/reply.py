@@ -10,23 +10,23 @@ import difflib
 import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers import reasoning, reply_guides, tools
 from pd_cluster.parsers.calls import NO_SCHEMAS, Gathered
 from pd_cluster.parsers.formats import Format
+from pd_cluster.parsers.harmony import MARKS, ChannelCalls, Channels, read_channels
 from pd_cluster.parsers.nodes import Tool
 from pd_cluster.parsers.parts import Part
-from pd_cluster.parsers.reasoning import THINKING, Start, Thinking
+from pd_cluster.parsers.reasoning import NONE, Start, Thinking
 from pd_cluster.parsers.reply_guides import ToolChoice
 from pd_cluster.parsers.stream import Steps, TextStream
-from pd_cluster.parsers.table import FORMATS, UNMARKED
+from pd_cluster.parsers.table import CHANNEL_CALLS, FORMATS, THINKING, UNMARKED
 from pd_cluster.types import Guide
 
 __all__ = ["ReplyFormat", "ReplyReader", "Tool", "ToolChoice"]
-
-NONE = Thinking("content")
 
 
 class ReplyFormat:
@@ -43,6 +43,13 @@ class ReplyFormat:
         self.reasoning_parser = reasoning_parser
         self._calls = formats[tool_parser] if tool_parser else None
         self._thinking = THINKING[reasoning_parser] if reasoning_parser else None
+        if isinstance(self._thinking, Channels):
+            self._calls = self._calls or CHANNEL_CALLS
+        if isinstance(self._calls, ChannelCalls) != isinstance(self._thinking, Channels):
+            raise ConfigError(
+                f"{called('tool_call_parser')} {tool_parser!r} and {called('reasoning_parser')} {reasoning_parser!r}: "
+                f"gpt-oss's calls and reasoning are one format; name it for both (openai, openai_gptoss), or neither"
+            )
 
     @property
     def markers(self) -> frozenset[str]:
@@ -54,18 +61,24 @@ class ReplyFormat:
     def history_marks(self) -> frozenset[str]:
         """Marks that stay control tokens in the assistant's earlier replies, because the model's template reads them.
 
-        Without a parser, clients receive replies with all marks and send them back that way.
+        Without a parser, clients receive replies with all marks and send them back that way. Marks of turns are never
+        among them: whoever wrote an earlier reply could write a turn of another role.
         """
         calls = FORMATS.values() if self._calls is None else (self._calls,)
         thinking = THINKING.values() if self._thinking is None else (self._thinking,)
-        return frozenset(mark for each in (*calls, *thinking) for mark in each.markers)
+        return frozenset(mark for each in (*calls, *thinking) for mark in each.markers).difference(MARKS)
 
     def reader(
         self, choice: ToolChoice, prompt_end: str, most_calls: int | None = None, given: Sequence[Tool] = ()
     ) -> ReplyReader:
         """Returns a reader for one reply. `prompt_end`: the text of the prompt's last tokens, special ones included."""
         schemas = {tool.name: tool.parameters for tool in given}
-        return ReplyReader(self._thinking, self._start(prompt_end), self._content_reader(choice), most_calls, schemas)
+        start = self._start(prompt_end)
+        if isinstance(self._thinking, Channels):
+            reads_calls = choice in ("required", "named") or (choice == "auto" and bool(self.tool_parser))
+            read = partial(read_channels, start=start, reads_calls=reads_calls)
+            return ReplyReader(NONE, "content", read, most_calls)
+        return ReplyReader(self._thinking, start, self._content_reader(choice), most_calls, schemas)
 
     def guide(
         self,

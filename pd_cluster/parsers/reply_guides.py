@@ -12,8 +12,9 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 from pd_cluster.parsers.formats import Format
-from pd_cluster.parsers.nodes import BLANK, MAX_CALLS, Node, Tool
-from pd_cluster.parsers.reasoning import Start, Thinking
+from pd_cluster.parsers.harmony import Channels
+from pd_cluster.parsers.nodes import MAX_CALLS, Node, Tool
+from pd_cluster.parsers.reasoning import NONE, Start, Thinking
 from pd_cluster.parsers.table import UNMARKED
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 
@@ -35,10 +36,14 @@ def guide_of(
             f"tool_choice: {choice} leaves no room for an answer, which response_format or guided_* constrain",
             param="tool_choice",
         )
-    content = _content(form, given, choice, most_calls, answer)
-    if content is None or (start == "content" and answer is not None and content == _of(answer)):
+    thinking = thinking or NONE
+    content = _content(form, thinking, start, given, choice, most_calls, answer)
+    if content is None:
+        return None
+    nodes = [*thinking.before(start), *thinking.around(content)]
+    if answer is not None and nodes == [_of(answer)]:
         return answer
-    text = msgspec.json.encode(["seq", *_thinking(thinking, start), *_wrapped(thinking, start, content)]).decode()
+    text = msgspec.json.encode(["seq", *nodes]).decode()
     if len(text) > MAX_GUIDE_NUM_CHARS:
         field = "tools" if given else "response_format"
         raise RequestError(
@@ -48,36 +53,33 @@ def guide_of(
 
 
 def _content(
-    form: Format | None, given: Sequence[Tool], choice: ToolChoice, most_calls: int | None, answer: Guide | None
+    form: Format | None,
+    thinking: Thinking,
+    start: Start,
+    given: Sequence[Tool],
+    choice: ToolChoice,
+    most_calls: int | None,
+    answer: Guide | None,
 ) -> Node | None:
     """Returns the node for the content after the reasoning; None: anything goes."""
+    shown = None if answer is None else thinking.answer(start, _of(answer))
+    if start == "content" and isinstance(thinking, Channels):
+        if choice in ("required", "named") and given:
+            raise RequestError(
+                f"tool_choice: {choice}: an answer of this model that has begun can make no calls; leave out "
+                f"continue_final_message",
+                param="tool_choice",
+            )
+        return shown
     if choice in ("required", "named") and given:
         return (form or UNMARKED).calls(given, 1 if choice == "named" else most_calls or MAX_CALLS)
     if choice == "auto" and form is not None and given:
         lenient = [tool if tool.strict else Tool(tool.name, {}) for tool in given]
-        if answer is not None:
-            return ["any", form.calls(lenient, most_calls or MAX_CALLS), _of(answer)]
+        if shown is not None:
+            return ["any", form.calls(lenient, most_calls or MAX_CALLS), shown]
         return form.perhaps(lenient, most_calls) if any(tool.strict for tool in given) else None
-    return None if answer is None else _of(answer)
+    return shown
 
 
 def _of(answer: Guide) -> Node:
     return ["guide", answer.kind, answer.text]
-
-
-def _thinking(thinking: Thinking | None, start: Start) -> list[Node]:
-    if thinking is None or start == "content":
-        return []
-    opening: Node = ["marker", thinking.opens[0]]
-    thought: list[Node] = [["until", thinking.closes[0]], BLANK]
-    if start == "perhaps":
-        return [["repeat", 0, 1, ["seq", opening, *thought]]]
-    return [["repeat", 0, 1, opening], *thought]
-
-
-def _wrapped(thinking: Thinking | None, start: Start, content: Node) -> list[Node]:
-    """Allows the texts that a model writes around its content."""
-    if thinking is None or thinking.wraps is None or start == "content":
-        return [content]
-    before, after = thinking.wraps
-    return [["repeat", 0, 1, ["seq", ["marker", before], BLANK]], content, ["repeat", 0, 1, ["marker", after]]]

@@ -120,6 +120,14 @@ class TextStream:
                 return ""
             yield
 
+    def ends_within(self, num_chars: int) -> Steps[bool]:
+        """Returns whether the text ends within this many characters."""
+        while len(self._text) - self._at <= num_chars:
+            if self._is_ended:
+                return True
+            yield
+        return False
+
     def begins_after_blanks(self, text: str) -> Steps[bool]:
         """Returns whether this text comes next, after blanks, which are taken only then. Ends a `keep`."""
         self.keep()

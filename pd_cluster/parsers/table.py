@@ -1,10 +1,13 @@
-"""The formats of tool calls by name, each as the chat template of the models' card writes it."""
+"""The formats of tool calls and of reasoning by name, each as the chat template of the models' card writes it."""
 
 from __future__ import annotations
 
 from pd_cluster.parsers.formats import Format
+from pd_cluster.parsers.harmony import CHANNEL, MESSAGE, ChannelCalls, Channels
 from pd_cluster.parsers.json_markup import JsonCalls, NamedCalls
 from pd_cluster.parsers.own_markup import ArrayCalls, Llama3Calls, MistralCalls
+from pd_cluster.parsers.pythonic import PythonicCalls
+from pd_cluster.parsers.reasoning import Thinking
 from pd_cluster.parsers.xml_markup import XmlCalls
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>")
@@ -27,6 +30,7 @@ GLM = XmlCalls(
     value=("<arg_value>", "</arg_value>"),
 )
 UNMARKED = ArrayCalls()
+CHANNEL_CALLS = ChannelCalls()
 FORMATS: dict[str, Format] = {
     "deepseek_v3": NamedCalls(
         begin="<｜tool▁call▁begin｜>",
@@ -64,6 +68,7 @@ FORMATS: dict[str, Format] = {
         around=r"^\s*functions\.|:[0-9]+\s*$",
     ),
     "llama3_json": Llama3Calls(),
+    "llama4_pythonic": PythonicCalls("<|python_start|>", "<|python_end|>"),
     "minimax_m2": XmlCalls(
         begin="<minimax:tool_call>",
         end="</minimax:tool_call>",
@@ -74,7 +79,9 @@ FORMATS: dict[str, Format] = {
         is_section=True,
     ),
     "mistral": MistralCalls(),
+    "openai": CHANNEL_CALLS,
     "phi4_mini": JsonCalls("functools", is_array=True),
+    "pythonic": PythonicCalls(),
     "qwen3": HERMES,
     "qwen3_coder": QWEN_XML,
     "qwen3_xml": QWEN_XML,
@@ -87,4 +94,25 @@ FORMATS: dict[str, Format] = {
         value=("", "</parameter>"),
         line="\n",
     ),
+}
+THINKING: dict[str, Thinking] = {
+    "deepseek_r1": Thinking("reasoning"),
+    "deepseek_v3": Thinking("content"),
+    "ernie45": Thinking("reasoning", wraps=("<response>", "</response>")),
+    "gemma": Thinking("perhaps", opens=("<|channel>thought", "<|channel>"), closes=("<channel|>",)),
+    "glm45": Thinking("perhaps"),
+    "granite": Thinking(
+        "perhaps",
+        opens=("Here is my thought process:", "Here's my thought process:"),
+        closes=("Here is my response:", "Here's my response:"),
+    ),
+    "hunyuan_a13b": Thinking("perhaps", wraps=("<answer>", "</answer>")),
+    "kimi_k2": Thinking("perhaps", ends=("<|tool_calls_section_begin|>",)),
+    "minimax_m2": Thinking("reasoning"),
+    "mistral": Thinking("perhaps", opens=("[THINK]",), closes=("[/THINK]",)),
+    "olmo3": Thinking("reasoning"),
+    "openai_gptoss": Channels("perhaps", opens=(f"{CHANNEL}analysis{MESSAGE}",), closes=(f"{CHANNEL}final{MESSAGE}",)),
+    "qwen3": Thinking("perhaps"),
+    "seed_oss": Thinking("perhaps", opens=("<seed:think>",), closes=("</seed:think>",)),
+    "step3": Thinking("reasoning"),
 }

@@ -13,18 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pd_cluster.errors import RequestError
 from pd_cluster.parsers.calls import Gathered
 from pd_cluster.parsers.nodes import BLANK, FREE, Node, Tool
-from pd_cluster.parsers.schema_types import Types, as_object, plain_texts, resolved, types_of
+from pd_cluster.parsers.schema_types import Types, plain_texts, resolved, types_of
 from pd_cluster.parsers.stream import Emit, Steps, TextStream, ignore
+from pd_cluster.parsers.tool_schema import REMARKS, must_be_plain, refused, schema_of
 
 MAX_NAME_NUM_CHARS = 256
 PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
-FOLLOWED = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 FOLLOWED_IN_TEXT = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format", "default", "examples"}
-DEFINITIONS = ("$defs", "definitions")
-REMARKS = {"title", "description"}
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ class XmlCalls:
             key = self._key_of(["pattern", r"[A-Za-z0-9_.-]{1,64}"])
             parameters = [["repeat", 0, None, ["seq", *key, ["until", self.value[1]]]]]
         else:
-            self._check(tool)
+            must_be_plain(tool)
             required = tool.parameters.get("required", [])
             properties: dict[str, Any] = tool.parameters.get("properties", {})
             for name in dict.fromkeys((*properties, *required)):
@@ -185,33 +182,19 @@ class XmlCalls:
         line: list[Node] = [["text", self.line]] if self.line else []
         end: Node = ["exact", self.value[1]]
         if types_of(tool.parameters, name) != {"string"}:
-            definitions = {name: tool.parameters[name] for name in DEFINITIONS if name in tool.parameters}
-            return [*line, ["json", {**as_object(given), **definitions}], *line, end]
+            return [*line, ["json", schema_of(tool, given)], *line, end]
         if others := sorted(set(schema) - FOLLOWED_IN_TEXT - REMARKS):
-            raise _refused(tool, f"{others[0]} of {name}")
+            raise refused(tool, f"{others[0]} of {name}")
         if (texts := plain_texts(schema)) is not None:
             return [*line, ["any", *(["text", text] for text in texts)], *line, end]
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if pattern := schema.get("pattern"):
             if least or most is not None or not (pattern.startswith("^") and pattern.endswith("$")):
-                raise _refused(tool, f"pattern of {name}, unless it is from ^ to $ and has no lengths beside it,")
+                raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and has no lengths beside it,")
             return [*line, ["pattern", pattern[1:-1].replace("/", r"\/")], *line, end]
         if least or most is not None:
             return [*line, ["pattern", f"[^<\\n]{{{least},{'' if most is None else most}}}"], *line, end]
         return [*line, ["until", f"{self.line}{self.value[1]}"]] if self.line else [["until", self.value[1]]]
-
-    def _check(self, tool: Tool) -> None:
-        """Raises RequestError for a schema that parameters between tags cannot follow."""
-        if others := sorted(set(tool.parameters) - FOLLOWED - REMARKS):
-            raise _refused(tool, others[0])
-
-
-def _refused(tool: Tool, what: str) -> RequestError:
-    return RequestError(
-        f"tools: parameters of {tool.name!r}: {what} cannot be followed in this model's markup; leave it out, or use "
-        f'tool_choice "auto" and strict: false',
-        param="tools",
-    )
 
 
 class _Lines:

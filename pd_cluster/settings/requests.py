@@ -8,8 +8,7 @@ from typing import Annotated
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.parsers.reasoning import THINKING
-from pd_cluster.parsers.table import FORMATS
+from pd_cluster.parsers.table import FORMATS, THINKING
 from pd_cluster.settings.sampling_override import OVERRIDE
 from pd_cluster.settings.setting import TEXTS, Check, Form, Panel, Scope, Setting, one_of, within
 

@@ -253,9 +253,10 @@ class _ReplySource:
             case ["marker", str(text)]:
                 token_id = self._special.get(text)
                 return f"BLANKS? <[{token_id}]>" if token_id is not None else self._lazy(f"BLANKS? {json.dumps(text)}")
-            case ["until", str(text)]:
-                found = self._lazy(f"TEXT {json.dumps(text)}")
-                return f"({found} | TEXT <[{self._special[text]}]>)" if text in self._special else found
+            case ["until", *texts]:
+                found = self._lazy(f"TEXT ({' | '.join(map(json.dumps, texts))})")
+                tokens = [f"TEXT <[{self._special[text]}]>" for text in texts if text in self._special]
+                return f"({' | '.join([found, *tokens])})" if tokens else found
             case ["exact", str(text)]:
                 return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
             case ["text", str(text)]:

@@ -112,6 +112,38 @@ MINIMAX = [
 ]
 ONE, TWO = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
 BOTH = [*call(0, "f", '{"a": 1}'), *call(1, "g")]
+LISTED = """[f(city='New "York"', days=-2, flag=True, list=[1, {'a': None}], free={"b": "\\u00e9"}), g()]"""
+LISTED_PARTS = [
+    *call(
+        0,
+        "f",
+        '{"city": "New \\"York\\"", "days": -2, "flag": true, "list": [1, {"a": null}], "free": {"b": "\\u00e9"}}',
+    ),
+    *call(1, "g"),
+]
+PYTHONIC: list[tuple[str, list[Part] | None]] = [
+    (
+        """[f(city='New "York"', days=-2, flag=True), g()]""",
+        [*call(0, "f", '{"city": "New \\"York\\"", "days": -2, "flag": true}'), *call(1, "g")],
+    ),
+    (LISTED, LISTED_PARTS),
+    (f"\n{LISTED} so", [*LISTED_PARTS, Content(" so")]),
+    ("[ f ( city = 'a, (b)]\\'' , days=(1, 2), ) ]", call(0, "f", '{"city": "a, (b)]\'", "days": [1, 2]}')),
+    ("[f(city='\\ud800')]", call(0, "f", '{"city": "\ufffd"}')),
+    ("[1, 2]", [Content("[1, 2]")]),
+    ("[f](http://x)", [Content("[f](http://x)")]),
+    ("[f(x)]", [Content("[f(x)]")]),
+    ("[f(", [Content("[f(")]),
+    ("So [g()]", [Content("So [g()]")]),
+]
+TORN = [
+    ("[f(city='Ber", """{"city": 'Ber"""),
+    ("[f(days=2", '{"days": 2'),
+    ("[f(days=x), g()] so", '{"days": x), g()] so'),
+    ("[f(days={1}), g()]", '{"days": {1}), g()]'),
+    ("[f(days=1, 2)]", '{"days": 1)]'),
+    (f"[f(days={'[' * 500}", f'{{"days": {"[" * 500}'),
+]
 CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
     "deepseek_v3": V3,
     "deepseek_v31": V31,
@@ -137,10 +169,17 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
     ],
     "kimi_k2": KIMI,
     "minimax_m2": MINIMAX,
+    "llama4_pythonic": [
+        (f"<|python_start|>{PYTHONIC[0][0]}<|python_end|>", PYTHONIC[0][1]),
+        (f"<|python_start|>{LISTED}<|python_end|> so", [*LISTED_PARTS, Content(" so")]),
+        *PYTHONIC,
+        ("<|python_start|>so", [Content("<|python_start|>so")]),
+    ],
     "phi4_mini": [
         (f"functools[{ONE}, {TWO}]", BOTH),
         ("import functools\nx", [Content("import functools\nx")]),
     ],
+    "pythonic": PYTHONIC,
     "qwen3_coder": QWEN,
     "qwen3_xml": QWEN,
     "seed_oss": SEED,
@@ -161,7 +200,7 @@ def cut(text: str, rng: random.Random) -> list[str]:
 
 
 def test_every_format_has_cases() -> None:
-    assert set(CASES) == set(FORMATS) - {"hermes", "llama3_json", "mistral", "qwen3"}
+    assert set(CASES) == set(FORMATS) - {"hermes", "llama3_json", "mistral", "openai", "qwen3"}
 
 
 @pytest.mark.parametrize("parser", CASES)
@@ -210,6 +249,12 @@ def test_how_random_text_is_cut_changes_nothing(parser: str) -> None:
         whole = read(form, [text], most=most)
         assert read(form, list(text), most=most) == whole, text
         assert read(form, cut(text, rng), most=most) == whole, text
+
+
+@pytest.mark.parametrize(("text", "arguments"), TORN)
+def test_a_call_in_python_that_stops_being_one_keeps_the_rest(text: str, arguments: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(ReplyFormat("pythonic"), pieces) == call(0, "f", arguments)
 
 
 def test_a_string_comes_as_it_is_written() -> None:

@@ -1,0 +1,173 @@
+"""gpt-oss's replies (harmony): messages in channels, for reasoning, for the answer, and for one call of a function.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
+
+Commentary without a recipient is content: the model means it for the user. Messages of one kind are joined by newlines.
+A header that the end of the reply cuts short is not shown. The model stops after a call, so guides permit one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pd_cluster.parsers.calls import Gathered
+from pd_cluster.parsers.json_scan import scan_value
+from pd_cluster.parsers.nodes import FREE, Node, Tool, object_of
+from pd_cluster.parsers.reasoning import Start, Thinking, Trimmed
+from pd_cluster.parsers.stream import Emit, Steps, TextStream, ignore
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
+ENDS = (END, RETURN, CALL)
+MAX_HEADER_NUM_CHARS = 512
+FUNCTIONS, TO = "functions.", "to="
+
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class Channels(Thinking):
+    """The reasoning of such replies, whose reader takes the calls, too."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return MARKS
+
+    def before(self, start: Start) -> list[Node]:
+        if start == "content":
+            return []
+        rest = [["until", END], *_NEXT] if start == "reasoning" else []
+        return [*rest, ["repeat", 0, None, _THOUGHT]]
+
+    def answer(self, start: Start, node: Node) -> Node:
+        return node if start == "content" else ["seq", *_head("final"), node]
+
+
+class ChannelCalls:
+    """Calls of such replies. They come without reasoning only where no reply has any."""
+
+    markers = MARKS
+
+    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+        return read_channels(stream, out, "perhaps", reads_calls=True)
+
+    def calls(self, given: Sequence[Tool], most: int) -> Node:
+        form: Node = ["any", ["seq", ["marker", CONSTRAIN], ["text", "json"]], ["text", " json"]]
+        channel: Node = ["seq", ["marker", CHANNEL], ["text", "commentary"]]
+        found: list[Node] = []
+        for tool in given:
+            to: Node = ["text", f" to={FUNCTIONS}{tool.name}"]
+            body: list[Node] = [["repeat", 0, 1, form], ["marker", MESSAGE], ["json", object_of(tool)]]
+            found += [["seq", channel, to, *body], ["seq", to, channel, *body]]  # models write both orders
+        return ["any", *found]
+
+    def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
+        earlier: Node = ["any", _THOUGHT, ["seq", *_head("commentary"), ["until", END], *_NEXT]]
+        return ["seq", ["repeat", 0, None, earlier], ["any", ["seq", *_head("final"), FREE], self.calls(given, 1)]]
+
+
+def _head(channel: str) -> list[Node]:
+    return [["marker", CHANNEL], ["text", channel], ["marker", MESSAGE]]
+
+
+_NEXT: list[Node] = [["marker", START], ["text", "assistant"]]
+_THOUGHT: Node = ["seq", *_head("analysis"), ["until", END], *_NEXT]
+
+
+def read_channels(stream: TextStream, out: Gathered, start: Start, reads_calls: bool) -> Steps[None]:
+    """Reads a whole reply. `start`: the message that the prompt's end has begun, if any."""
+    reasoning, content = _Joined(out.reasoning), _Joined(out.content)
+    if start != "perhaps":
+        yield from _body(stream, Trimmed(reasoning.next()).add if start == "reasoning" else content.next())
+    while (yield from stream.peek()):
+        header = yield from _header(stream)
+        if header is None:
+            yield from _body(stream, content.next())
+            continue
+        channel = (_CHANNEL.findall(header) or [""])[-1]
+        recipient = (_RECIPIENT.findall(header) or [""])[-1]
+        is_function = recipient.startswith(FUNCTIONS) or (recipient != "" and channel != "analysis")
+        if is_function and reads_calls:
+            yield from _call(stream, out, recipient.removeprefix(FUNCTIONS))
+        elif channel == "analysis":
+            yield from _body(stream, Trimmed(reasoning.next()).add)
+        else:
+            yield from _body(stream, content.next())
+
+
+def _header(stream: TextStream) -> Steps[str | None]:
+    """Takes a message's header; None: the text has none here."""
+    stream.keep()
+    yield from stream.blanks()
+    for mark in (START, CHANNEL, MESSAGE, CONSTRAIN, TO):
+        if (yield from stream.begins(mark)):
+            break
+    else:
+        stream.put_back()
+        return None
+    pieces: list[str] = []
+    if (yield from stream.short_until(MESSAGE, MAX_HEADER_NUM_CHARS, pieces.append)):
+        stream.take(len(MESSAGE))
+        stream.kept()
+        return "".join(pieces)
+    if mark == TO:
+        stream.put_back()
+        return None
+    stream.kept()
+    if (yield from stream.ends_within(MAX_HEADER_NUM_CHARS + len(MESSAGE))):
+        stream.take(MAX_HEADER_NUM_CHARS + len(MESSAGE))
+        return ""
+    stream.take(len(mark))
+    return None
+
+
+def _body(stream: TextStream, emit: Emit) -> Steps[None]:
+    """Takes a message's text and the mark that ends it."""
+    marker = yield from stream.until((*ENDS, START, CHANNEL), emit)
+    if marker in ENDS:
+        stream.take(len(marker))
+
+
+def _call(stream: TextStream, out: Gathered, name: str) -> Steps[None]:
+    yield from stream.blanks()
+    out.begin(name)
+    is_whole = False
+    if (yield from stream.peek()) == "{":
+        is_whole = yield from scan_value(stream, out.arguments)
+    elif (yield from _ends_here(stream)):
+        out.arguments("{}")
+        is_whole = True
+    yield from _body(stream, ignore if is_whole else out.arguments)
+
+
+def _ends_here(stream: TextStream) -> Steps[bool]:
+    for mark in ENDS:
+        if (yield from stream.begins(mark)):
+            return True
+    return False
+
+
+class _Joined:
+    """Emits the texts of several messages with a newline between them."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._has_text = False
+        self._is_next = False
+
+    def next(self) -> Emit:
+        """Begins a message."""
+        self._is_next = self._has_text
+        return self._add
+
+    def _add(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_next:
+            self._emit("\n")
+            self._is_next = False
+        self._has_text = True
+        self._emit(text)

@@ -1,0 +1,204 @@
+"""Calls as a Python list of function calls, `[f(city="Bonn", days=2), g()]`, which is the whole reply.
+
+Values are Python's literals or JSON; clients receive JSON, one argument at a time. A guide writes JSON values. Text
+that looks like a list of calls and is none is content, as it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pd_cluster.parsers.calls import Gathered
+from pd_cluster.parsers.json_scan import take_sign
+from pd_cluster.parsers.nodes import MAX_CALLS, Node, Tool
+from pd_cluster.parsers.stream import Steps, TextStream
+from pd_cluster.parsers.tool_schema import must_be_plain, schema_of
+
+MAX_DEPTH = 64  # of brackets in one value
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+_NAME = re.compile(r"[\w.-]*")
+_KEY = re.compile(r"\w*")
+_PLAIN = re.compile(r"[^\"'()\[\]{},]*")
+_IN_QUOTES = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
+_COMMA: Node = ["pattern", ", ?"]
+_ANY_VALUE: Node = ["any", ["json", {}], ["pattern", r"'([^'\\\n]|\\.)*'|True|False|None"]]
+
+
+@dataclass(frozen=True)
+class PythonicCalls:
+    """`begin` and `end`: texts that may stand around the list."""
+
+    begin: str = ""
+    end: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(text for text in (self.begin, self.end) if text)
+
+    # ---- reading
+
+    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+        stream.keep()
+        yield from stream.blanks()
+        if self.begin and (yield from stream.begins(self.begin)):
+            stream.take(len(self.begin))
+        is_open = yield from take_sign(stream, "[")
+        while is_open:
+            num_seen = out.num_seen
+            if not (yield from _read_call(stream, out)):
+                if out.num_seen > num_seen:  # torn
+                    yield from stream.until((self.end,) if self.end else (), out.arguments)
+                    return
+                break
+            stream.keep()
+            is_open = yield from take_sign(stream, ",")
+        if out.num_seen and not is_open and (yield from take_sign(stream, "]")):
+            stream.kept()
+            if self.end and (yield from stream.begins_after_blanks(self.end)):
+                stream.take(len(self.end))
+        else:
+            out.content(stream.kept())
+        yield from stream.until((), out.content)
+
+    # ---- guides
+
+    def calls(self, given: Sequence[Tool], most: int) -> Node:
+        one: Node = ["any", *map(_tool, given)]
+        more: list[Node] = [["repeat", 0, most - 1, ["seq", _COMMA, one]]] if most > 1 else []
+        begin, end = ([["repeat", 0, 1, ["marker", mark]]] if mark else [] for mark in (self.begin, self.end))
+        return ["seq", *begin, ["text", "["], one, *more, ["text", "]"], *end]
+
+    def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
+        first = r"[^ \t\r\n\[<](.|\n)*|<([^|](.|\n)*)?" if self.begin else r"[^ \t\r\n\[](.|\n)*"
+        return ["any", self.calls(given, most or MAX_CALLS), ["pattern", rf"[ \t\r\n]*({first})?"]]
+
+
+def _tool(tool: Tool) -> Node:
+    if not tool.parameters:  # anything goes
+        one: Node = ["seq", ["pattern", r"[A-Za-z_][A-Za-z0-9_]{0,63}"], ["text", "="], _ANY_VALUE]
+        given: Node = ["repeat", 0, 1, ["seq", one, ["repeat", 0, None, ["seq", _COMMA, one]]]]
+        return ["seq", ["text", f"{tool.name}("], given, ["text", ")"]]
+    must_be_plain(tool)
+    properties = tool.parameters.get("properties", {})
+    required = list(dict.fromkeys(tool.parameters.get("required", [])))
+    by_name: dict[str, Node] = {
+        name: ["seq", ["text", f"{name}="], ["json", schema_of(tool, properties.get(name, True))]]
+        for name in dict.fromkeys((*required, *properties))
+    }
+    needed = [by_name[name] for name in required]
+    others = [node for name, node in by_name.items() if name not in required]
+    return ["seq", ["text", f"{tool.name}("], *_listed(needed, others), ["text", ")"]]
+
+
+def _listed(needed: Sequence[Node], others: Sequence[Node]) -> list[Node]:
+    """Returns the nodes of a list with all that are needed and any of the others, in their order."""
+    if needed:
+        more: list[Node] = [["seq", _COMMA, node] for node in needed[1:]]
+        return [needed[0], *more, *(["repeat", 0, 1, ["seq", _COMMA, node]] for node in others)]
+    if not others:
+        return []
+    firsts: list[Node] = [["seq", *_listed(others[at : at + 1], others[at + 1 :])] for at in range(len(others))]
+    return [["repeat", 0, 1, ["any", *firsts]]]
+
+
+# ---- one call
+
+
+def _read_call(stream: TextStream, out: Gathered) -> Steps[bool]:
+    """Reads `name(key=value, …)`. Returns whether it is whole; it has begun if the stream no longer keeps its text."""
+    yield from stream.blanks()
+    name: list[str] = []
+    yield from stream.run(_NAME, name.append)
+    if not name or not (yield from take_sign(stream, "(")):
+        return False
+    key = yield from _key(stream)
+    if key is None or (not key and not (yield from take_sign(stream, ")"))):
+        return False
+    stream.kept()
+    out.begin("".join(name))
+    out.arguments("{" if key else "{}")
+    comma = ""
+    while key:
+        out.arguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
+        pieces: list[str] = []
+        is_whole = yield from _value(stream, pieces)
+        written = "".join(pieces).strip()
+        shown = as_json(written) if is_whole else None
+        out.arguments(written if shown is None else shown)
+        if shown is None:
+            return False
+        comma = ", "
+        key = (yield from _key(stream)) if (yield from take_sign(stream, ",")) else ""
+        if key is None or (not key and not (yield from take_sign(stream, ")"))):
+            return False
+        out.arguments("" if key else "}")
+    return True
+
+
+def _key(stream: TextStream) -> Steps[str | None]:
+    """Takes `key=` and the blanks before it; "" if no name follows, None if a name without `=` does."""
+    yield from stream.blanks()
+    pieces: list[str] = []
+    yield from stream.run(_KEY, pieces.append)
+    return "".join(pieces) if not pieces or (yield from take_sign(stream, "=")) else None
+
+
+def _value(stream: TextStream, pieces: list[str]) -> Steps[bool]:
+    """Takes the text of a value up to the sign behind it. Returns whether that sign comes."""
+    closers: list[str] = []
+    while True:
+        yield from stream.run(_PLAIN, pieces.append)
+        char = yield from stream.peek()
+        if not char or len(closers) > MAX_DEPTH:
+            return False
+        if not closers and char in ",)":
+            return True
+        if char in _IN_QUOTES:
+            if not (yield from _quoted(stream, char, pieces)):
+                return False
+            continue
+        if char in BRACKETS:
+            closers.append(BRACKETS[char])
+        elif char != "," and (not closers or char != closers.pop()):
+            return False
+        pieces.append(stream.take(1))
+
+
+def _quoted(stream: TextStream, quote: str, pieces: list[str]) -> Steps[bool]:
+    pieces.append(stream.take(1))
+    while True:
+        yield from stream.run(_IN_QUOTES[quote], pieces.append)
+        match (yield from stream.peek()):
+            case "\\":
+                pieces.append((yield from stream.take_pair()))
+            case "":
+                return False
+            case _:
+                pieces.append(stream.take(1))
+                return True
+
+
+def as_json(written: str) -> str | None:
+    """Returns a value's JSON text; None if it is neither JSON nor a literal of Python that JSON can say."""
+    try:
+        json.loads(written, parse_constant=_no_constant)
+        return written
+    except (ValueError, RecursionError):
+        pass
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unknown escapes
+            text = json.dumps(ast.literal_eval(written), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)

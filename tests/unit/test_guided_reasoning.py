@@ -1,0 +1,67 @@
+"""Guided and unguided replies are read alike: a guide permits a text exactly where the content read from it fits.
+
+The texts include those of models that open no reasoning although their parser expects it.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pd_cluster.parsers.parts import Content, Part, Reasoning
+from pd_cluster.parsers.reply import ReplyFormat
+from pd_cluster.parsers.table import THINKING
+from pd_cluster.types import Guide
+from tests.unit.test_tool_guides import World
+
+WORDS = ["yes", "no", "so"]
+ANSWER = Guide("choice", '["yes","no"]')
+MARKS = sorted({mark for each in THINKING.values() for mark in each.markers if " " not in mark})
+
+
+@pytest.fixture(scope="module", params=["text", "special"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp(request.param), request.param, MARKS)
+
+
+def parts_of(form: ReplyFormat, text: str, prompt_end: str) -> list[Part]:
+    reader = form.reader("none", prompt_end)
+    return [*reader.feed(text), *reader.finish()]
+
+
+@pytest.mark.parametrize("parser", sorted(set(THINKING) - {"openai_gptoss"}))  # test_harmony.py
+def test_a_guide_permits_a_text_where_its_content_fits(world: World, parser: str) -> None:
+    form, thinking = ReplyFormat("", parser), THINKING[parser]
+    rng = random.Random(parser)
+    bits = [
+        *WORDS,
+        *WORDS,
+        *thinking.opens,
+        *thinking.closes,
+        *thinking.opens,
+        *thinking.closes,
+        "\n",
+        *(thinking.wraps or ()),
+    ]
+    num_permitted = 0
+    for prompt_end in ("", f"a {thinking.opens[0]}", f"{thinking.closes[0]}\n"):
+        guide = form.guide([], "none", prompt_end, answer=ANSWER)
+        for _ in range(300):
+            text = "".join(rng.choices(bits, k=rng.randint(1, 5)))
+            content = "".join(part.text for part in parts_of(form, text, prompt_end) if isinstance(part, Content))
+            is_permitted = world.verdict(guide, text) == "whole"
+            if is_permitted:
+                assert content in ("yes", "no"), text
+            else:
+                assert content not in ("yes", "no"), text
+            num_permitted += is_permitted
+    assert num_permitted > 30
+
+
+@pytest.mark.parametrize("parser", ["deepseek_r1", "minimax_m2", "step3"])
+def test_a_reply_that_never_closes_its_reasoning_is_reasoning_for_both(world: World, parser: str) -> None:
+    form = ReplyFormat("", parser)
+    assert parts_of(form, "yes", "") == [Reasoning("yes")]
+    assert world.verdict(form.guide([], "none", "", answer=ANSWER), "yes") == "begun"
+    assert parts_of(form, "so</think>yes", "") == [Reasoning("so"), Content("yes")]

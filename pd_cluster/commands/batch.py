@@ -25,6 +25,8 @@ SETTINGS = {
     "dtype": "auto, float32, float16 or bfloat16.",
     "chat_template": "File of a chat template, or the template itself.",
     "allow_control_tokens": "Messages may have control tokens; as of serve.",
+    "default_chat_template_kwargs": "JSON object; as of serve.",
+    "chat_template_content_format": "auto, string or openai; as of serve.",
     "tool_call_parser": "How the model writes tool calls; as of serve.",
     "tool_parser_plugin": "",
     "reasoning_parser": "How the model marks its reasoning; as of serve.",

@@ -23,7 +23,8 @@ from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
 from pd_cluster.commands.quantize import quantize
 from pd_cluster.commands.signature import takes
-from pd_cluster.errors import KEEPS_MARKS, PdClusterError
+from pd_cluster.errors import KEEPS_MARKS, PdClusterError, flag_of
+from pd_cluster.settings.flag_file import expanded
 from pd_cluster.settings.flags import choice_of_model, judge, normalize, split_keys, split_values
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.transport import table as transports
@@ -55,7 +56,7 @@ def serve(context: typer.Context, **given: Any) -> None:
 
     Reads GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH; of the scheduler NODE_PORTS, NODE_PORTS_FILE, USE_OPENAI.
     Any instance takes every flag, so that one command line serves all roles. vLLM's other flags: docs/flags.md.
-    A flag may be a variable, too: --max-num-seqs is PD_CLUSTER_SERVE_MAX_NUM_SEQS.
+    A flag may be a variable, too: --max-num-seqs is PD_CLUSTER_SERVE_MAX_NUM_SEQS; --config FILE has flags as YAML.
     """
     gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
     from pd_cluster.commands.serve import run
@@ -163,14 +164,18 @@ def _warn_extras(context: typer.Context) -> list[str]:
     return judge(context.args, honoured)
 
 
+def _serve_flags() -> list[str]:
+    return [flag_of(name) for each in settings().values() for name in (each.name, *each.setting.also)]
+
+
 def main() -> None:
     """Returns exit code 0; 1 with one line on stderr; 2 for a command line that typer refuses."""
     keeps_marks = os.environ.pop(KEEPS_MARKS, "")  # removed, so that processes started by this one do not inherit it
     logging.captureWarnings(True)
     argv = sys.argv[1:]
-    if argv[:1] == ["serve"]:
-        argv = normalize(argv)
     try:
+        if argv[:1] == ["serve"]:
+            argv = ["serve", *expanded(argv[1:], _serve_flags())]
         app(args=argv, prog_name="pd-cluster", auto_envvar_prefix="PD_CLUSTER")
     except PdClusterError as error:
         print(f"pd-cluster: {error.text if keeps_marks else error}", file=sys.stderr)

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -163,7 +164,7 @@ def _run_scheduler(start: _Start, credentials: Credentials, env: Mapping[str, st
     import uvloop
 
     from pd_cluster.api.admin.admin_app import AdminAccess
-    from pd_cluster.api.front.server import bind, bind_several, raise_descriptor_limit
+    from pd_cluster.api.front.server import bind, bind_path, bind_several, raise_descriptor_limit
     from pd_cluster.api.scheduler_app import SchedulerServer
     from pd_cluster.cluster.members.auto_role import AutoRole
     from pd_cluster.cluster.members.elastic import Tables
@@ -185,10 +186,14 @@ def _run_scheduler(start: _Start, credentials: Credentials, env: Mapping[str, st
         log.warning("--allow-credentials: any web page may send its visitors' credentials; name --allowed-origins")
     keys = KeyStore(http, config.served_model_names or [start.engine.model]) if http.key_file else None
     host, port = start.process.host, start.process.port
-    listeners = bind_several(host, port, entrance.api_workers)
+    if entrance.uds:
+        listeners = bind_path(entrance.uds, entrance.api_workers)
+    else:
+        listeners = bind_several(host, port, entrance.api_workers)
     admin_port = admin.admin_port if admin.admin_port is not None else port + 1
     admin_listener = bind(admin.admin_host, admin_port, "--admin-port")
-    log.info("serving at %s:%d, admin at %s:%d", host, port, admin.admin_host, admin_port)
+    public = entrance.uds or f"{host}:{port}"
+    log.info("serving at %s, admin at %s:%d", public, admin.admin_host, admin_port)
     tables = Tables(
         lambda: find_place(env) if place.table.file else place,
         lambda place: _ports_of_file(env, place),
@@ -203,7 +208,9 @@ def _run_scheduler(start: _Start, credentials: Credentials, env: Mapping[str, st
         await scheduler.run(admin_listener, access, AutoRole() if entrance.auto_role else None)
 
     tune()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with contextlib.ExitStack() as ending, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if entrance.uds:
+            ending.callback(Path(entrance.uds).unlink, missing_ok=True)
         runner.run(serve())
 
 

@@ -138,6 +138,8 @@ def text_service(
         config.returns_tokens_as_token_ids,
         defaults,
         config.requires_model,
+        config.forces_usage,
+        config.stream_interval,
     )
     return TextService(router, checkpoint, served)
 

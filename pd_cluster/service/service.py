@@ -27,6 +27,7 @@ from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequ
 from pd_cluster.service.schema.tool_fields import tools_of
 from pd_cluster.service.scoring import Scorer
 from pd_cluster.service.sequence import Piece
+from pd_cluster.service.spacing import spaced
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.tokenizer import Tokenizer
@@ -44,7 +45,8 @@ class ServiceConfig:
     """The settings of a text service.
 
     `shows_token_ids`: logprobs name tokens by their ids unless a request chooses. `sampling_defaults`: the result of
-    sampling_defaults.py. `requires_model`: a request must name one.
+    sampling_defaults.py. `requires_model`: a request must name one. `forces_usage`: every stream ends with its usage.
+    `stream_interval`: tokens of a choice in each piece of a stream.
     """
 
     model: str
@@ -59,6 +61,8 @@ class ServiceConfig:
     shows_token_ids: bool = False
     sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
     requires_model: bool = False
+    forces_usage: bool = False
+    stream_interval: int = 1
 
 
 class TextService:
@@ -101,6 +105,7 @@ class TextService:
             self.tokenizer.special_tokens,
             chat.trusts_request_templates,
             config.guided_timeout_s,
+            chat,
         )
 
     @property
@@ -148,6 +153,10 @@ class TextService:
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
         return self.tokenizer.template is not None and "tools" in self.tokenizer.template.variables
+
+    @property
+    def forces_usage(self) -> bool:
+        return self._config.forces_usage
 
     async def close(self) -> None:
         await self._intake.close()
@@ -260,7 +269,7 @@ class TextService:
 
     def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
         """Yields the pieces of all prompts of a request as they come. The first error or closing it ends all."""
-        return self._answering.pieces(generations)
+        return spaced(self._answering.pieces(generations), self._config.stream_interval)
 
     def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
         """Yields a piece whenever a sequence has text, and a last one with its finish_reason. Closing it aborts."""

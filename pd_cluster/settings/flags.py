@@ -24,6 +24,14 @@ class Ignored:
 
 
 NO_EFFECT: dict[str, Ignored] = {
+    "--async-scheduling": Ignored("steps are always prepared ahead where the device allows it", 0),
+    "--no-async-scheduling": Ignored("steps are always prepared ahead where the device allows it", 0),
+    "--compilation-config": Ignored(f"nothing is compiled; see {called('enforce_eager')}"),
+    "--no-enable-chunked-prefill": Ignored("prefill is always chunked, which changes no answer", 0),
+    "--exclude-tools-when-tool-choice-none": Ignored("the model never sees tools that it may not call", 0),
+    "--enable-log-outputs": Ignored("answers are never logged", 0),
+    "--disable-access-log-for-endpoints": Ignored("requests are not logged"),
+    "--h11-max-incomplete-event-size": Ignored("a request's line and headers are limited to 64 KiB"),
     "--disable-log-requests": Ignored("requests are not logged", 0),
     "--enable-log-requests": Ignored("requests are not logged", 0),
     "--disable-uvicorn-access-log": Ignored("requests are not logged", 0),
@@ -176,11 +184,12 @@ def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:
                 value = rest.pop(0)
             raise ConfigError(f"{flag}{f' {value}' if value else ''}: {REFUSED[flag]}")
         else:
-            raise ConfigError(_unknown(argument, [*honoured, *NO_EFFECT, *REFUSED]))
+            raise ConfigError(unknown(argument, [*honoured, *NO_EFFECT, *REFUSED]))
     return warnings
 
 
-def _unknown(argument: str, known: list[str]) -> str:
+def unknown(argument: str, known: Sequence[str]) -> str:
+    """Returns the error for a flag in none of the lists, with the nearest known one."""
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}"

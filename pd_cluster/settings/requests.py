@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers.table import FORMATS, THINKING
 from pd_cluster.settings.sampling_override import OVERRIDE
-from pd_cluster.settings.setting import TEXTS, Check, Form, Panel, Scope, Setting, one_of, within
+from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, one_of, within
 
 # One library does it, whichever vLLM name is given.
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
 MOST_LOGPROBS = 1000  # all tokens of a step are sent in one message
+# Request fields that are also variables of chat templates, and so may not be given twice.
+OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 
 TEXT = partial(Setting, panel=Panel.REQUESTS, scope=Scope.TEXT)
 SERVER = partial(Setting, panel=Panel.REQUESTS, scope=Scope.SERVER)
 NAMES = Form(TEXTS.kind, lambda name, written: list(written), TEXTS.write)
+
+
+ContentFormat = Literal["auto", "string", "openai"]
+
+
+def _template_kwargs(name: str, written: str) -> dict[str, Any]:
+    found: dict[str, Any] = OBJECT.read(name, written)
+    for each in (each for each in OWN_VARIABLES if each in found):
+        raise ConfigError(f"{called(name)}: {each}: is a field of requests; leave it out here")
+    return found
+
+
+TEMPLATE_KWARGS = OBJECT._replace(read=_template_kwargs)
 
 
 class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,20 +78,47 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
             name="return_tokens_as_token_ids",
         ),
     ] = False
+    forces_usage: Annotated[
+        bool, SERVER("End every stream with its usage, asked for or not.", name="enable_force_include_usage")
+    ] = False
+    stream_interval: Annotated[
+        int,
+        SERVER(
+            "Tokens of a choice in each chunk of a stream, after a first chunk with what there is.",
+            checks=(at_least(1),),
+        ),
+    ] = 1
 
 
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a chat becomes a prompt, and a model's text becomes a message.
 
     `template`: a source that replaces the model folder's; "" for that one. The parsers' names are those of
-    parsers/reply.py; without a name answers are not searched for calls or reasoning. `allows_control_tokens`: a control
-    token's text in a message is that token.
+    parsers/reply.py; without a name answers are not searched for calls or reasoning. `template_kwargs`: variables of
+    the template, unless a request has its own. `allows_control_tokens`: a control token's text in a message is that
+    token.
     """
 
     template: Annotated[
         str,
         TEXT("File of a chat template, or the template itself; default: the model folder's.", name="chat_template"),
     ] = ""
+    template_kwargs: Annotated[
+        dict[str, Any],
+        TEXT(
+            "JSON object of variables for the chat template, such as enable_thinking, unless a request has its own.",
+            name="default_chat_template_kwargs",
+            form=TEMPLATE_KWARGS,
+        ),
+    ] = {}
+    content_format: Annotated[
+        ContentFormat,
+        TEXT(
+            "A message's content as chat templates get it: string; or openai, a list of parts of type text; auto is "
+            "string.",
+            name="chat_template_content_format",
+        ),
+    ] = "auto"
     trusts_request_templates: Annotated[
         bool, SERVER("Allow requests to bring a chat template.", name="trust_request_chat_template")
     ] = False

@@ -95,8 +95,19 @@ class EntranceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The processes at the public port, and whether instances change their roles."""
 
     api_workers: Annotated[
-        int, SCHEDULER("Processes that serve the public port.", checks=(within(1, MAX_API_WORKERS),))
+        int,
+        SCHEDULER(
+            "Processes that serve the public port.",
+            checks=(within(1, MAX_API_WORKERS),),
+            also=("api_server_count",),
+        ),
     ] = 1
+    uds: Annotated[
+        str,
+        SCHEDULER(
+            "Path of a Unix socket to serve in place of the public port. The admin port stays.", after="api_workers"
+        ),
+    ] = ""
     auto_role: Annotated[
         bool,
         SCHEDULER("Let instances change between prefill and decode as the load requires.", after="scheduling_policy"),

@@ -80,7 +80,12 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
         600.0
     )
     drain_timeout_s: Annotated[
-        float, SERVER("Seconds for running requests after SIGTERM.", detail="running requests after SIGTERM")
+        float,
+        SERVER(
+            "Seconds for running requests after SIGTERM.",
+            detail="running requests after SIGTERM",
+            also=("shutdown_timeout",),
+        ),
     ] = 30.0
     replay_wait_s: Annotated[
         float,

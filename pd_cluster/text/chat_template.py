@@ -26,8 +26,6 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 MAX_ERROR_NUM_CHARS = 300  # templates can raise errors with text of their own
 REASONING = ("reasoning", "reasoning_content")  # names of the same field of a message; templates know one or the other
-# Request fields that are also template variables, and so may not be given twice.
-OWN = ("messages", "add_generation_prompt", "tools", "documents")
 
 
 class ChatTemplate:
@@ -64,7 +62,7 @@ class ChatTemplate:
         mark = ""
         if continue_final_message:
             mark = secrets.token_hex(8) + " "  # a template that trims removes the space
-            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
+            messages = [*messages[:-1], {**messages[-1], "content": _with_mark(messages[-1]["content"], mark)}]
         defaults = {"tools": None, "documents": None}  # transformers always passes these, and templates test them
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
@@ -73,6 +71,12 @@ class ChatTemplate:
             why = str(error)[:MAX_ERROR_NUM_CHARS]
             raise RequestError(f"the chat template refuses these messages: {why}", param="messages") from None
         return _cut_at(text, mark) if mark else text
+
+
+def _with_mark(content: str | list[dict[str, str]], mark: str) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content + mark
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
 
 
 def _cut_at(text: str, mark: str) -> str:

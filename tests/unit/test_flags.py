@@ -38,6 +38,7 @@ TOP = """# Flags
 (one warning each), refused with the reason. A flag in none of them is an error that names the nearest known one.
 Every instance takes every flag, so that one command line serves prefill, decode and scheduler.
 
+`--config FILE` reads flags from a YAML file (`max-model-len: 4096`); the command line goes before the file.
 `--flag=value` and `--flag value` mean the same, and so do `--max_model_len` and `--max-model-len`.
 """
 

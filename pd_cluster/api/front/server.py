@@ -12,6 +12,7 @@ import logging
 import resource
 import signal
 import socket
+import stat
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +25,7 @@ from pd_cluster.api.front.doorman import Doorman
 from pd_cluster.api.front.front_door import GuardedProtocol, probes_under
 from pd_cluster.api.front.refusals import RefusalLog
 from pd_cluster.api.front.tls import TlsFiles
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.http import Tls
 from pd_cluster.settings.routing import ConnectionLimits
 
@@ -55,6 +56,35 @@ def bind_unix(path: Path) -> socket.socket:
         raise ConfigError(f"cannot listen at {path}: {error}; is TMPDIR too long?") from None
     listener.listen(BACKLOG)
     return listener
+
+
+def bind_path(path: str, count: int) -> list[socket.socket]:
+    """Returns Unix sockets at this path, one per process, all with one queue of connections. Raises ConfigError.
+
+    A socket that nobody listens at any more is replaced.
+    """
+    where = f"{called('uds')} {path}"
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            if not stat.S_ISSOCK(Path(path).stat().st_mode):
+                raise ConfigError(f"{where}: a file is there that is no socket; choose another path") from None
+            Path(path).unlink()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot listen there: {error}") from None
+        else:
+            raise ConfigError(f"{where}: a process listens there; stop it or choose another path")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot listen there: {error}") from None
+    listener.listen(BACKLOG)
+    return [listener, *(listener.dup() for _ in range(count - 1))]
 
 
 def bind(host: str, port: int, flag: str = "--port", is_shared: bool = False) -> socket.socket:

@@ -30,10 +30,10 @@ class Wanted(NamedTuple):
     prompt_logprobs: bool
 
     @classmethod
-    def of(cls, request: GenerationRequest) -> Wanted:
+    def of(cls, request: GenerationRequest, forces_usage: bool = False) -> Wanted:
         return cls(
             bool(request.stream),
-            request.include_usage,
+            request.include_usage or forces_usage,
             request.include_usage_so_far,
             bool(request.return_token_ids),
             request.num_logprobs is not None,
@@ -55,7 +55,7 @@ class Answer(ABC):
     def __init__(
         self, request: GenerationRequest, model: str, service: TextService, generations: list[Generation]
     ) -> None:
-        self.wanted = Wanted.of(request)
+        self.wanted = Wanted.of(request, service.forces_usage)
         self.generations = generations
         self._num_choices = request.num_choices  # per prompt
         self._tokenizer = service.tokenizer

@@ -13,10 +13,11 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
-from pd_cluster.service.prompts.conversation import Conversation, conversation_of
+from pd_cluster.service.prompts.conversation import AS_GIVEN, Conversation, conversation_of
 from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.prompts.template_child import Rendered, RenderJob
 from pd_cluster.service.schema.chat_protocol import ChatFields
+from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate
 from pd_cluster.text.control_tokens import PromptText
 
@@ -28,17 +29,24 @@ Rendering = Generator[Conversation, str, PromptText]  # yields a conversation to
 class ChatPrompts:
     """`children` render the templates of requests; None where requests may not have any."""
 
-    def __init__(self, template: ChatTemplate | None, children: Children | None) -> None:
+    def __init__(self, template: ChatTemplate | None, children: Children | None, config: ChatConfig = AS_GIVEN) -> None:
         self._template = template
         self._children = children
+        self._config = config
 
     @classmethod
     def make(
-        cls, template: ChatTemplate | None, constants: dict[str, str], trusts_requests: bool, timeout_s: float
+        cls,
+        template: ChatTemplate | None,
+        constants: dict[str, str],
+        trusts_requests: bool,
+        timeout_s: float,
+        config: ChatConfig = AS_GIVEN,
     ) -> ChatPrompts:
         settings = msgspec.json.encode(constants)
         module = "pd_cluster.service.prompts.template_child"
-        return cls(template, Children(module, settings, timeout_s, "template") if trusts_requests else None)
+        children = Children(module, settings, timeout_s, "template") if trusts_requests else None
+        return cls(template, children, config)
 
     async def render(
         self,
@@ -55,7 +63,7 @@ class ChatPrompts:
             return await self._render_own(request.chat_template, request, shows_tools, check, guard)
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
-        conversation = conversation_of(request, self._template.variables, shows_tools)
+        conversation = conversation_of(request, self._template.variables, shows_tools, self._config)
         check(conversation.num_chars)
         if conversation.nbytes <= LONG_NBYTES:
             return rendered(conversation, self._template, guard)
@@ -79,7 +87,7 @@ class ChatPrompts:
                 param="chat_template",
             )
         known = (await self._ask(self._children, source)).variables
-        conversation = conversation_of(request, known, shows_tools)
+        conversation = conversation_of(request, known, shows_tools, self._config)
         check(conversation.num_chars)
         rendering = _steps(conversation, guard)
         wanted = next(rendering)

@@ -12,7 +12,12 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatFields
-from pd_cluster.text.chat_template import OWN, ChatTemplate, with_both_reasonings
+from pd_cluster.settings.requests import OWN_VARIABLES, ChatConfig
+from pd_cluster.text.chat_template import ChatTemplate, with_both_reasonings
+
+
+def _texts(content: Any) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content or ()]
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -26,7 +31,7 @@ class Conversation(msgspec.Struct, frozen=True):
     @property
     def num_chars(self) -> int:
         """A lower bound of the prompt's characters."""
-        return sum(len(content) for m in self.messages if isinstance(content := m.get("content"), str))
+        return sum(len(text) for message in self.messages for text in _texts(message.get("content")))
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +43,12 @@ class Conversation(msgspec.Struct, frozen=True):
         return template.render(self.messages, self.add_generation_prompt, self.variables, self.continue_final_message)
 
 
-def conversation_of(request: ChatFields, known: frozenset[str], shows_tools: bool = True) -> Conversation:
+AS_GIVEN = ChatConfig()
+
+
+def conversation_of(
+    request: ChatFields, known: frozenset[str], shows_tools: bool = True, config: ChatConfig = AS_GIVEN
+) -> Conversation:
     """`known` are the template's variables: anything that it has no place for is refused. Raises RequestError."""
     continues = bool(request.continue_final_message)
     messages = [_for_template(message.to_template(at), at) for at, message in enumerate(request.messages)]
@@ -52,8 +62,8 @@ def conversation_of(request: ChatFields, known: frozenset[str], shows_tools: boo
         raise RequestError(
             "continue_final_message: the last message has no text to continue", param="continue_final_message"
         )
-    variables = dict(request.chat_template_kwargs or {})
-    for name in (name for name in OWN if name in variables):
+    variables = {**config.template_kwargs, **(request.chat_template_kwargs or {})}
+    for name in (name for name in OWN_VARIABLES if name in variables):
         raise RequestError(f"chat_template_kwargs.{name}: is a field of its own", param="chat_template_kwargs")
     given: dict[str, Any] = {"documents": request.documents}
     if request.tools and shows_tools:
@@ -63,7 +73,14 @@ def conversation_of(request: ChatFields, known: frozenset[str], shows_tools: boo
             raise RequestError(f"{name}: this model's chat template has no place for them", param=name)
     variables |= {name: value for name, value in given.items() if value}
     variables |= _effort(request.reasoning_effort, known)
+    if config.content_format == "openai":
+        messages = [_in_parts(message) for message in messages]
     return Conversation(messages, variables, request.opens_answer, continues)
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _effort(effort: str | None, known: frozenset[str]) -> dict[str, Any]:

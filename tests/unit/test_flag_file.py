@@ -1,0 +1,110 @@
+"""`--config FILE`: flags from YAML; the command line goes before them, and a wrong line names the file and the key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.settings.flag_file import expanded
+from tests.unit.test_flags import HONOURED, parse
+
+FILE = """
+model: some/folder
+max_model_len: 4096
+api-server-count: 2
+served-model-name: [chat, small]
+enable-prefix-caching: false
+enable-force-include-usage: true
+enable-auto-tool-choice: false
+override-generation-config: {temperature: 0.5}
+allowed-origins: ["*"]
+compilation-config: {level: 3}
+seed: null
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "serve.yaml"
+    path.write_text(FILE)
+    return str(path)
+
+
+def options_of(*argv: str) -> tuple[dict[str, object], list[str]]:
+    return parse(*expanded(argv, HONOURED))
+
+
+def test_a_file_gives_flags(file: str) -> None:
+    for argv in (["--config", file], [f"--config={file}"]):
+        options, warnings = options_of(*argv)
+        assert options["model"] == "some/folder"
+        assert options["max_model_len"] == 4096
+        assert options["api_workers"] == 2
+        assert options["served_model_name"] == ["chat", "small"]
+        assert options["enable_prefix_caching"] is False
+        assert options["enable_force_include_usage"] is True
+        assert options["enable_auto_tool_choice"] is False
+        assert options["override_generation_config"] == '{"temperature": 0.5}'
+        assert options["seed"] is None
+        assert [each.partition(" ")[0] for each in warnings] == ["--compilation-config"]
+
+
+def test_the_command_line_goes_before_the_file(file: str) -> None:
+    options, _ = options_of(
+        *("--max_model_len", "8", "--config", file, "--served-model-name", "mine", "--enable-prefix-caching"),
+        *("--api-workers=3",),
+    )
+    assert options["max_model_len"] == 8
+    assert options["served_model_name"] == ["mine"]
+    assert options["enable_prefix_caching"] is True
+    assert options["api_workers"] == 3
+    assert options["model"] == "some/folder"
+
+
+def test_without_a_file_nothing_changes() -> None:
+    assert expanded(["--max_model_len", "8"], HONOURED) == ["--max-model-len", "8"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "expected a mapping"),
+        ("", "expected a mapping"),
+        ("1: 2", "expected a mapping"),
+        ("a: [", "is not YAML"),
+        ("max-model-lenn: 4", "unknown flag --max-model-lenn; did you mean --max-model-len"),
+        ("config: other.yaml", "unknown flag --config"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        expanded(["--config", str(path)], HONOURED)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("argv", [["--config"], ["--config", "--port"], ["--config=a", "--config=b"]])
+def test_not_one_file(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="expected one file"):
+        expanded(argv, HONOURED)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        expanded(["--config", "/no/such.yaml"], HONOURED)
+
+
+def test_the_command_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("max-model-len: -3")
+    env = {**os.environ, "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "pd_cluster", "serve", "--config", str(path), "--role", "scheduler"]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "--max-model-len -3: must be at least 1" in ended.stderr

@@ -52,7 +52,10 @@ async def serve(channel: socket.socket) -> None:
         is_openai = config.api.is_openai
         app = public_app(service, mirror.instances, is_openai, drain, http, lambda: mirror.totals, file_keys)
         servers = [
-            (make_server(app, http.connections, http.root_path, http.tls), socket.socket(fileno=config.listener_fd)),
+            (
+                make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields),
+                socket.socket(fileno=config.listener_fd),
+            ),
             (make_server(timelines, ADMIN_CONNECTIONS), socket.socket(fileno=config.admin_fd)),
         ]
         stops: list[Callable[[], None]] = []

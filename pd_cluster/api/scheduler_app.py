@@ -101,7 +101,10 @@ class SchedulerServer:
         app = public_app(
             service, self.membership.instances, self._config.is_openai, drain, http, file_keys=self._file_keys
         )
-        public = make_server(app, http.connections, http.root_path, http.tls), self._listeners[0]
+        public = (
+            make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields),
+            self._listeners[0],
+        )
         try:
             await serve_until_signal([public, admin], failure, drain.begin, drain)
         finally:

@@ -140,6 +140,7 @@ def text_service(
         config.requires_model,
         config.forces_usage,
         config.stream_interval,
+        config.structured_outputs.disable_any_whitespace,
     )
     return TextService(router, checkpoint, served)
 

@@ -22,7 +22,7 @@ from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS, Limits
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
-from pd_cluster.service.schema.guide_fields import Asked
+from pd_cluster.service.schema.guide_fields import Asked, compact
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
 from pd_cluster.service.schema.tool_fields import tools_of
 from pd_cluster.service.scoring import Scorer
@@ -46,7 +46,8 @@ class ServiceConfig:
 
     `shows_token_ids`: logprobs name tokens by their ids unless a request chooses. `sampling_defaults`: the result of
     sampling_defaults.py. `requires_model`: a request must name one. `forces_usage`: every stream ends with its usage.
-    `stream_interval`: tokens of a choice in each piece of a stream.
+    `stream_interval`: tokens of a choice in each piece of a stream. `has_compact_json`: guided JSON has no blanks
+    between its parts, unless a request says which.
     """
 
     model: str
@@ -63,6 +64,7 @@ class ServiceConfig:
     requires_model: bool = False
     forces_usage: bool = False
     stream_interval: int = 1
+    has_compact_json: bool = False
 
 
 class TextService:
@@ -174,7 +176,7 @@ class TextService:
         `allows_control_tokens`: None for the service's own setting.
         """
         form = self._reply_format
-        asked, answer = tools_of(request, bool(form.tool_parser)), request.asked
+        asked, answer = tools_of(request, bool(form.tool_parser)), self._guide_of(request)
         token_ids = await self.chat_token_ids(
             request, request.truncate_prompt_tokens is not None, bool(asked.tools), caller, allows_control_tokens
         )
@@ -225,12 +227,16 @@ class TextService:
             return text
         return self._reply_format.mark_after(request.messages[-1].text)
 
+    def _guide_of(self, request: GenerationRequest) -> Asked | None:
+        asked = request.asked
+        return compact(asked) if asked is not None and self._config.has_compact_json else asked
+
     async def completions(
         self, request: CompletionRequest, received_s: float | None = None, caller: Caller = NOBODY
     ) -> list[Generation]:
         """Prepares one generation for each prompt. Raises RequestError."""
         prompts, special = request.prompts(), request.add_special_tokens is not False
-        shared = await self._intake.shared(request, request.asked, num_prompts=len(prompts), caller=caller)
+        shared = await self._intake.shared(request, self._guide_of(request), num_prompts=len(prompts), caller=caller)
         found = []
         for at, token_ids in enumerate(await self._intake.token_ids(request, prompts, special, caller)):
             generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
@@ -250,7 +256,7 @@ class TextService:
         caller: Caller = NOBODY,
     ) -> Generation:
         """Prepares a single completion. Raises RequestError."""
-        shared = await self._intake.shared(request, request.asked, caller=caller)
+        shared = await self._intake.shared(request, self._guide_of(request), caller=caller)
         (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
         generation = self._intake.generation(request, token_ids, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s

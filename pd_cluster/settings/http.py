@@ -11,8 +11,9 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.routing import ConnectionLimits
-from pd_cluster.settings.setting import NEGATED, TEXTS, Form, Panel, Scope, Setting, declared, variable_of
+from pd_cluster.settings.setting import NEGATED, TEXTS, Form, Panel, Scope, Setting, declared, variable_of, within
 
+MAX_HEADER_FIELDS = 4096  # their size is limited, too
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it: no path, no trailing slash
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -152,6 +153,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_docs: Annotated[
         bool, HTTP("Do not serve /docs and /openapi.json.", name="disable_fastapi_docs", form=NEGATED)
     ] = True
+    max_header_fields: Annotated[
+        int,
+        HTTP(
+            "Most header fields of a request; others get a 431.",
+            name="h11_max_header_count",
+            checks=(within(16, MAX_HEADER_FIELDS),),
+        ),
+    ] = 256
     connections: ConnectionLimits = ConnectionLimits()
     tls: Tls | None = None
 

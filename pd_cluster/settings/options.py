@@ -18,7 +18,7 @@ from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.settings.engine import EngineConfig, RopeSettings
 from pd_cluster.settings.http import KEY_VARIABLE, HttpConfig, Tls
 from pd_cluster.settings.processes import HandoverSettings, JoinSettings, KeyFiles, KVSettings, ProcessSettings
-from pd_cluster.settings.requests import Assurances, ChatConfig, RequestSettings
+from pd_cluster.settings.requests import GUIDED_BACKENDS, Assurances, ChatConfig, RequestSettings
 from pd_cluster.settings.routing import AdminSettings, ConnectionLimits, EntranceSettings, RoutingConfig
 from pd_cluster.settings.setting import Declared, Panel, declared, one_of, read
 from pd_cluster.settings.timeouts import Timeouts
@@ -132,8 +132,22 @@ class ServeOptions(Mapping[str, Any]):
 
     def chat(self) -> ChatConfig:
         """Leaves the template as given: text/given_template.py reads it. Raises ConfigError."""
-        chat = self.read(ChatConfig)
-        self.read(Assurances).check_parsers(chat)
+        chat, assurances = self.read(ChatConfig), self.read(Assurances)
+        structured = self.read(RequestSettings).structured_outputs
+        if not (rule := one_of(GUIDED_BACKENDS)).accepts(structured.backend):
+            raise ConfigError(f"{called('structured_outputs_config')}: backend {structured.backend!r}: {rule.says}")
+        others = {
+            "structured_outputs_config": structured.reasoning_parser,
+            "reasoning_config": assurances.reasoning.reasoning_parser,
+        }
+        for name, parser in others.items():
+            if parser and chat.reasoning_parser not in ("", parser):
+                both = f"{called('reasoning_parser')} {chat.reasoning_parser}"
+                raise ConfigError(
+                    f"{called(name)}: reasoning_parser {parser!r} is not that of {both}; give one of them"
+                )
+            chat = msgspec.structs.replace(chat, reasoning_parser=parser or chat.reasoning_parser)
+        assurances.check_parsers(chat)
         formats = formats_of(chat.tool_parser_plugin)
         ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats)  # raises for unknown names
         return chat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -34,6 +34,38 @@ def _template_kwargs(name: str, written: str) -> dict[str, Any]:
 
 
 TEMPLATE_KWARGS = OBJECT._replace(read=_template_kwargs)
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's settings of guided output. `disable_any_whitespace`: guided JSON has no blanks between its parts."""
+
+    backend: str = "auto"
+    disable_fallback: bool = False  # there is one library
+    disable_any_whitespace: bool = False
+    reasoning_parser: str = ""
+
+
+class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's settings of reasoning. The parser knows the marks."""
+
+    reasoning_parser: str = ""
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def _object_of(kind: type[T]) -> Form:
+    """Returns the form of a JSON object with the struct's fields."""
+
+    def read(name: str, written: str) -> T:
+        try:
+            return msgspec.convert(OBJECT.read(name, written), kind)
+        except msgspec.ValidationError as error:
+            known = ", ".join(kind.__struct_fields__)
+            what = str(error).partition(" - at `$")[0]
+            raise ConfigError(f"{called(name)}: {what[:1].lower()}{what[1:]}; known are {known}") from None
+
+    return Form(str, read, lambda value: msgspec.json.encode(value).decode() if value != kind() else "{}", True)
 
 
 class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +113,15 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     forces_usage: Annotated[
         bool, SERVER("End every stream with its usage, asked for or not.", name="enable_force_include_usage")
     ] = False
+    structured_outputs: Annotated[
+        StructuredOutputs,
+        TEXT(
+            "JSON object with backend, disable_any_whitespace (guided JSON without blanks between its parts), "
+            "disable_fallback and reasoning_parser.",
+            name="structured_outputs_config",
+            form=_object_of(StructuredOutputs),
+        ),
+    ] = StructuredOutputs()
     stream_interval: Annotated[
         int,
         SERVER(
@@ -166,6 +207,16 @@ class Assurances(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         TEXT("Needs --reasoning-parser, which alone has the same effect.", after="reasoning_parser"),
     ] = False
+
+    reasoning: Annotated[
+        Reasoning,
+        TEXT(
+            "JSON object with reasoning_parser.",
+            name="reasoning_config",
+            form=_object_of(Reasoning),
+            after="reasoning_parser",
+        ),
+    ] = Reasoning()
 
     def check_parsers(self, chat: ChatConfig) -> None:
         """Raises ConfigError where a setting lacks the parser that it needs."""

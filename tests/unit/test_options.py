@@ -220,6 +220,35 @@ def test_a_switch_without_its_parser(flag: str, needed: str) -> None:
         chat_of(flag)
 
 
+def test_a_reasoning_parser_in_a_config_of_vllm() -> None:
+    for flag in ("--reasoning-config", "--structured-outputs-config"):
+        named = f'{flag}={{"reasoning_parser": "qwen3"}}'
+        assert options(named).chat().reasoning_parser == "qwen3"
+        assert options(named, "--reasoning-parser=qwen3", "--enable-reasoning").chat().reasoning_parser == "qwen3"
+        with pytest.raises(
+            ConfigError, match=f"{flag}: reasoning_parser 'qwen3' is not that of --reasoning-parser glm45"
+        ):
+            options(named, "--reasoning-parser=glm45").chat()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ('--structured-outputs-config={"backend": "mine"}', "backend 'mine': expected one of auto"),
+        ('--structured-outputs-config={"no": 1}', "unknown field `no`; known are backend"),
+        ('--structured-outputs-config={"disable_any_whitespace": 1}', "expected `bool`, got `int`"),
+        ('--reasoning-config={"reasoning_start_str": "<t>"}', "unknown field `reasoning_start_str`; known are reason"),
+        ('--default-chat-template-kwargs={"tools": []}', "tools: is a field of requests"),
+        ("--default-chat-template-kwargs=x", "expected a JSON object"),
+        ("--chat-template-content-format=xml", "expected one of auto, string, openai"),
+    ],
+)
+def test_what_is_wrong_with_a_config_of_vllm(flag: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        options(flag).chat()
+    assert flag.partition("=")[0] in str(caught.value)
+
+
 def test_an_empty_role() -> None:
     with refused("--response-role '': must not be empty"):
         chat_of("--response-role=")

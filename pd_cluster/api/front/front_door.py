@@ -51,17 +51,20 @@ class GuardedProtocol(HttpToolsProtocol):
 
     __slots__ = (  # thousands of connections are open, and uvicorn's own attributes already fill a dict
         *("_body_left", "_doorman", "_framing_nbytes", "_has_begun", "_head_nbytes", "_held", "_ignored_nbytes"),
-        *("_last_bytes", "_most_ignored_nbytes", "_num_trailers", "_probes", "_reading", "_refusals"),
+        *("_last_bytes", "_most_fields", "_most_ignored_nbytes", "_num_trailers", "_probes", "_reading", "_refusals"),
         *("_trailers_nbytes",),
         *("opening", "visit"),
     )
     visit: Visit
 
-    def __init__(self, doorman: Doorman, refusals: RefusalLog, probes: frozenset[bytes], **uvicorn: Any) -> None:
+    def __init__(
+        self, doorman: Doorman, refusals: RefusalLog, probes: frozenset[bytes], most_fields: int, **uvicorn: Any
+    ) -> None:
         super().__init__(**uvicorn)
         self._doorman = doorman
         self._refusals = refusals
         self._probes = probes
+        self._most_fields = most_fields
         self.opening: asyncio.Task[None] | None = None  # ends when the connection is made
         self._reading = Reading.HEAD
         self._held = b""  # input after a request that waits for another's answer
@@ -239,8 +242,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._reading is not Reading.HEAD:
             self._ignore_trailer(name, value)
             return
-        if len(self.headers) == MAX_FIELDS:
-            raise Refusal(431, f"the request has more than {MAX_FIELDS} header fields")
+        if len(self.headers) == self._most_fields:
+            raise Refusal(431, f"the request has more than {self._most_fields} header fields")
         super().on_header(name, value)
 
     def _ignore_trailer(self, name: bytes, value: bytes) -> None:

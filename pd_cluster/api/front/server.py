@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from pd_cluster.api.front.door import Door
 from pd_cluster.api.front.doorman import Doorman
-from pd_cluster.api.front.front_door import GuardedProtocol, probes_under
+from pd_cluster.api.front.front_door import MAX_FIELDS, GuardedProtocol, probes_under
 from pd_cluster.api.front.refusals import RefusalLog
 from pd_cluster.api.front.tls import TlsFiles
 from pd_cluster.errors import ConfigError, called
@@ -118,13 +118,19 @@ class Server(uvicorn.Server):
     """Leaves signals to `serve_until_signal`, and admission to a doorman."""
 
     def __init__(
-        self, config: uvicorn.Config, doorman: Doorman, probes: frozenset[bytes], tls: TlsFiles | None
+        self,
+        config: uvicorn.Config,
+        doorman: Doorman,
+        probes: frozenset[bytes],
+        tls: TlsFiles | None,
+        most_fields: int = MAX_FIELDS,
     ) -> None:
         super().__init__(config)
         self.doorman = doorman
         self._refusals = RefusalLog()
         self._probes = probes
         self._tls = tls
+        self._most_fields = most_fields
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -152,6 +158,7 @@ class Server(uvicorn.Server):
             self.doorman,
             self._refusals,
             self._probes,
+            self._most_fields,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
@@ -159,7 +166,11 @@ class Server(uvicorn.Server):
 
 
 def make_server(
-    app: ASGIApp, limits: ConnectionLimits = DEFAULT_LIMITS, root_path: str = "", tls: Tls | None = None
+    app: ASGIApp,
+    limits: ConnectionLimits = DEFAULT_LIMITS,
+    root_path: str = "",
+    tls: Tls | None = None,
+    most_fields: int = MAX_FIELDS,
 ) -> Server:
     """Creates a server. Raises ConfigError for unusable TLS files."""
     config = uvicorn.Config(
@@ -177,7 +188,7 @@ def make_server(
     )
     num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = TlsFiles(tls) if tls is not None else None
-    return Server(config, Doorman(limits, num_descriptors), probes_under(root_path), files)
+    return Server(config, Doorman(limits, num_descriptors), probes_under(root_path), files, most_fields)
 
 
 def raise_descriptor_limit(limits: ConnectionLimits) -> None:

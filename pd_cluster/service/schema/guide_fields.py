@@ -18,12 +18,13 @@ from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 
 MAX_SCHEMA_DEPTH = 64
 MAX_WHITESPACE_NUM_CHARS = 256
+NO_WHITESPACE = ""
 OPTIONS = "x-guidance"  # the key under which a schema carries its whitespace; not for clients
 NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # of structured_outputs: name -> values that ask for nothing
     "disable_fallback": (False, True),  # there is one library
     "disable_additional_properties": (False,),
-    "disable_any_whitespace": (False,),
+    "disable_any_whitespace": (False, True),  # read beforehand
     "whitespace_pattern": (),
 }
 
@@ -90,6 +91,10 @@ def _structured_outputs(request: GuideFields) -> list[Asked]:
     whitespace = _whitespace(
         "structured_outputs.whitespace_pattern", given.pop("whitespace_pattern", request.guided_whitespace_pattern)
     )
+    if given.get("disable_any_whitespace") is True:
+        if whitespace is not None:
+            raise _wrong("structured_outputs.disable_any_whitespace", "leaves no room for a whitespace_pattern")
+        whitespace = NO_WHITESPACE
     found = []
     for name, value in given.items():
         field = f"structured_outputs.{name}"
@@ -126,6 +131,15 @@ def _response_format(request: GuideFields) -> list[Asked]:
     if kind == "structural_tag":
         return [Asked(field, _structural_tag(field, given, whitespace))]
     raise _wrong(f"{field}.type", f"{reprlib.repr(kind)}; expected text, json_object, json_schema or structural_tag")
+
+
+def compact(asked: Asked) -> Asked:
+    """Returns it without blanks between the parts of JSON, unless the request says which there may be."""
+    if asked.guide.kind not in ("json", "json_object"):
+        return asked
+    schema = msgspec.json.decode(asked.guide.text or '{"type":"object"}')
+    text = _encoded({OPTIONS: {"whitespace_pattern": NO_WHITESPACE}, **schema})
+    return Asked(asked.field, Guide("json", text))
 
 
 # ---- a guide's text

@@ -1,0 +1,116 @@
+"""vLLM's flags over real processes: a YAML file of them, and a cluster that is served at a Unix socket."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_cluster.text.tokenizer import Tokenizer
+from tests.api.conftest import FLAGS
+from tests.support.cluster import LiveCluster
+
+TEMPLATE = "{{ mood | default('no mood') }}:{% for part in messages[0].content %}{{ part.text }}/{% endfor %}"
+FILE = """
+stream_interval: 4
+enable-force-include-usage: true
+chat-template-content-format: openai
+default-chat-template-kwargs: {mood: glad}
+api-server-count: 2
+shutdown-timeout: 5
+h11-max-header-count: 20
+structured-outputs-config: {backend: xgrammar, disable_any_whitespace: true}
+"""
+PROMPT = {"model": "tiny", "prompt": "Once", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    folder = tmp_path_factory.mktemp("uds")
+    (folder / "serve.yaml").write_text(FILE)
+    flags = [*FLAGS, f"--chat-template={TEMPLATE}"]
+    own = {"scheduler": [f"--uds={folder / 'api.sock'}", "--config", str(folder / "serve.yaml")]}
+    cluster = LiveCluster(folder, model, arguments=flags, member_arguments=own)
+    socket = httpx.HTTPTransport(uds=str(folder / "api.sock"))
+    cluster.client.close()
+    cluster.client = httpx.Client(timeout=60, trust_env=False, mounts={"http://cluster": socket})
+    cluster.url = "http://cluster"
+    with cluster as running:
+        yield running
+    assert not (folder / "api.sock").exists()
+
+
+def post(cluster: LiveCluster, path: str, **body: Any) -> Any:
+    answer = cluster.client.post(f"{cluster.url}{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chunks(cluster: LiveCluster, **body: Any) -> list[dict[str, Any]]:
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json={**PROMPT, **body, "stream": True})
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_it_is_served_at_the_socket_alone(served: LiveCluster) -> None:
+    assert stat.S_ISSOCK((served.folder / "api.sock").stat().st_mode)
+    with pytest.raises(httpx.ConnectError):
+        served.client.get(f"{served.launch.url}/health")
+    assert served.client.get(f"{served.url}/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+def test_a_stream_has_its_usage_and_several_tokens_in_each_chunk(served: LiveCluster) -> None:
+    whole = post(served, "/v1/completions", **PROMPT)
+    *found, usage = chunks(served, return_token_ids=True)
+    counts = [len(each["choices"][0]["token_ids"]) for each in found]
+    assert counts == [1, 4, 4, 1]
+    assert "".join(each["choices"][0]["text"] for each in found) == whole["choices"][0]["text"]
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 10)
+
+
+def test_variables_and_parts_of_the_template(served: LiveCluster, tokenizer: Tokenizer) -> None:
+    def prompt_of(**more: Any) -> list[int]:
+        messages = [{"role": "user", "content": "Hi"}]
+        tokens: list[int] = post(served, "/tokenize", messages=messages, add_special_tokens=False, **more)["tokens"]
+        return tokens
+
+    assert prompt_of() == tokenizer.encode("glad:Hi/", add_special_tokens=False)
+    sad = tokenizer.encode("sad:Hi/", add_special_tokens=False)
+    assert prompt_of(chat_template_kwargs={"mood": "sad"}) == sad
+
+
+def test_guided_json_is_compact(served: LiveCluster) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [3]}},
+        "required": ["a", "b"],
+    }
+    schema["additionalProperties"] = False
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {**PROMPT, "max_tokens": 60, "ignore_eos": False, "response_format": shape}
+    text = post(served, "/v1/completions", **body)["choices"][0]["text"]
+    assert text in ('{"a":1,"b":3}', '{"a":2,"b":3}')
+
+
+def test_a_request_with_many_fields_is_refused(served: LiveCluster) -> None:
+    fields = {f"x-{at}": "y" for at in range(20)}
+    answer = served.client.get(f"{served.url}/v1/models", headers=fields)
+    assert (answer.status_code, "more than 20 header fields" in answer.text) == (431, True)
+
+
+def test_a_socket_that_is_taken_is_refused(model: Path, tmp_path: Path, served: LiveCluster) -> None:
+    taken = served.folder / "api.sock"
+    with LiveCluster(tmp_path, model, arguments=FLAGS) as other:
+        other.kill("scheduler")
+        other.await_exit("scheduler")
+        other.member_arguments = {"scheduler": [f"--uds={taken}"]}
+        other.start_member("scheduler")
+        assert other.await_exit("scheduler") == 1
+        assert f"--uds {taken}: a process listens there" in other.log_file("scheduler").read_text()
+        assert taken.exists()

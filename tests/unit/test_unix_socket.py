@@ -1,0 +1,42 @@
+"""The public Unix socket: a dead one is replaced, and nothing that is alive or of another kind is touched."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.api.front.server import bind_path
+from pd_cluster.errors import ConfigError
+
+
+def test_several_processes_share_one_queue(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    listeners = bind_path(path, 3)
+    assert len({each.fileno() for each in listeners}) == 3
+    for each in listeners:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            accepted, _ = each.accept()
+            accepted.close()
+    with pytest.raises(ConfigError, match=f"--uds {path}: a process listens there"):
+        bind_path(path, 1)
+    for each in listeners:
+        each.close()
+    (again,) = bind_path(path, 1)  # the file is still there
+    again.close()
+
+
+def test_a_file_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="no socket"):
+        bind_path(str(path), 1)
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder/s", "/tmp/" + "x" * 200])
+def test_a_path_that_cannot_be(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"--uds {path}: cannot listen there"):
+        bind_path(path, 1)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of four model families, as scripts for tests/support/scripted_model.py.
+"""Tool calls and reasoning of five model families, as scripts for tests/support/scripted_model.py.
 
 The templates have the families' marks and nothing of their wording. Tests define what a server makes of them.
 """
@@ -63,6 +63,21 @@ DEEPSEEK_R1 = """\
 {%- if message.role == 'assistant' %}{{ '<|Assistant|>' + message.content.split('</think>')[-1] + eos_token }}
 {%- else %}{{ ('<|User|>' if message.role == 'user' else '') + message.content }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"""
+
+
+GPT_OSS = """\
+{%- if tools %}{{ '<|start|>developer<|message|>namespace functions' }}
+{%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{{ '<|end|>' }}{% endif %}
+{%- for message in messages %}
+{%- if message.tool_calls %}{% set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson }}{{ '<|call|>' }}
+{%- elif message.role == 'tool' %}
+{{- '<|start|>functions to=assistant<|channel|>commentary<|message|>' + message.content + '<|end|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
 
 class Family(NamedTuple):
@@ -143,6 +158,28 @@ FAMILIES = {
         special_tokens=(
             *("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
             *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ),
+    ),
+    "gpt_oss": Family(
+        GPT_OSS,
+        {
+            "reasoning, a call": (
+                "<|channel|>analysis<|message|>I need a tool.<|end|><|start|>assistant<|channel|>commentary "
+                'to=functions.get_weather <|constrain|>json<|message|>{"city": "Berlin"}<|call|>'
+            ),
+            "a call after content": (
+                "<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant to=functions.get_weather"
+                '<|channel|>commentary json<|message|>{"city": "Berlin"}<|call|>'
+            ),
+            "reasoning, content": (
+                "<|channel|>analysis<|message|>They ask for the sun.<|end|>"
+                "<|start|>assistant<|channel|>final<|message|>It shines."
+            ),
+            "reasoning that never ends": "<|channel|>analysis<|message|>On the one hand, and on the other",
+            "content": "<|channel|>final<|message|>It is sunny in Zürich. ☀",
+        },
+        special_tokens=(
+            *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
         ),
     ),
     "deepseek_r1": Family(

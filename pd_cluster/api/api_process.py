@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -38,8 +37,7 @@ MAX_LINE_NBYTES = 16 << 20
 async def serve(channel: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE_NBYTES)
     config = msgspec.json.decode(await reader.readline(), type=ApiProcessConfig)
-    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    config.logs.begin()
     edge = Edge(config.api, config.credentials, lambda mailbox, _: Mirror(mailbox), config.index)
     mirror, service = edge.roster, edge.service()
     edge.start()

@@ -36,6 +36,7 @@ from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.errors import ConfigError, Refused, Unavailable
 from pd_cluster.service.edge import Edge
 from pd_cluster.settings.config import ApiConfig, ApiProcessConfig, Credentials
+from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.routing import ADMIN_CONNECTIONS
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class SchedulerServer:
         config: ApiConfig,
         listeners: Sequence[socket.socket],
         tables: Tables,
-        log_level: str,
+        logs: Logs,
         keys: KeyStore | None = None,
         join: tuple[str, int] | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class SchedulerServer:
         self._processes: ApiProcesses | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if len(listeners) > 1:
-            self._processes = self._several(credentials, log_level)
+            self._processes = self._several(credentials, logs)
         move_on = self._edge.router.move_on if self._processes is None else self._processes.move_on
         self._join_port = JoinPort(self.membership, credentials, config.timeouts, *join) if join is not None else None
         self.elastic = Elastic(self.membership, credentials, tables, move_on, config.timeouts.drain_timeout_s)
@@ -110,7 +111,7 @@ class SchedulerServer:
         finally:
             await service.close()
 
-    def _several(self, credentials: Credentials, log_level: str) -> ApiProcesses:
+    def _several(self, credentials: Credentials, logs: Logs) -> ApiProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cluster-api-")  # mode 0700
         configs = []
         http = self._config.http
@@ -125,7 +126,7 @@ class SchedulerServer:
                     credentials=replace(credentials, table=b""),  # only process 0 reads it again
                     listener_fd=listener.fileno(),
                     admin_fd=admin.detach(),
-                    log_level=log_level,
+                    logs=logs,
                     keys=self._keys.keys if self._keys is not None else None,
                     rates_fd=self._keys.memory.fd if self._keys is not None else -1,
                 )

@@ -72,8 +72,7 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
     for name in SECRET_VARIABLES:  # `env` is a copy; child processes need no keys
         os.environ.pop(name, None)
     start = _start_of(options, env)
-    logging.basicConfig(level=start.process.log_level, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    start.process.logs.begin()
     for warning in warnings:
         log.warning("%s", warning)
     credentials = credentials_of(start.place, start.files)
@@ -203,8 +202,8 @@ def _run_scheduler(start: _Start, credentials: Credentials, env: Mapping[str, st
     access = AdminAccess(token, is_loopback(admin.admin_host), admin.admin_hosts)
 
     async def serve() -> None:
-        level = start.process.log_level
-        scheduler = SchedulerServer(place, credentials, ports, config, listeners, tables, level, keys, join)
+        logs = start.process.logs
+        scheduler = SchedulerServer(place, credentials, ports, config, listeners, tables, logs, keys, join)
         await scheduler.run(admin_listener, access, AutoRole() if entrance.auto_role else None)
 
     tune()
@@ -258,7 +257,7 @@ def _run_worker(start: _Start, credentials: Credentials) -> None:
         environment=_hccl_environment(
             engine.device, place, start.timeouts, handover.kv_port_range, start.process.fast_collectives
         ),
-        log_level=start.process.log_level,
+        logs=start.process.logs,
     )
     with contextlib.ExitStack() as ending:
         preloader = _preloader_of(start.process, config)

@@ -102,6 +102,7 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
             max_logprobs=answers.max_logprobs,
             # A server limits answers by the file's max_new_tokens; an offline caller's own limit applies here.
             sampling_override={"max_new_tokens": None, **answers.sampling_override},
+            structured_outputs=answers.structured_outputs,
             arguments=tuple(flags),
         )
 

@@ -26,7 +26,7 @@ from pd_cluster.service.helpers.interpreter import seldom_collecting
 from pd_cluster.service.service import TextService
 from pd_cluster.settings.config import ApiConfig
 from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.requests import ChatConfig, RequestSettings
+from pd_cluster.settings.requests import ChatConfig, RequestSettings, StructuredOutputs
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.setting import declared
 
@@ -48,6 +48,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = RequestSettings().max_logprobs
     served_model_names: tuple[str, ...] = ()  # names of the model for requests; none: its folder
     sampling_override: dict[str, int | float | None] = {}  # as in ApiConfig
+    structured_outputs: StructuredOutputs = StructuredOutputs()
     arguments: tuple[str, ...] = ()
 
 
@@ -129,6 +130,7 @@ class Offline:
             max_logprobs=config.max_logprobs,
             chat=config.chat,
             sampling_override=config.sampling_override,
+            structured_outputs=config.structured_outputs,
         )
         if config.prefill:
             split = self._parts.backend = SplitCluster(api, _launch(config))

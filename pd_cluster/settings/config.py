@@ -10,6 +10,7 @@ import msgspec
 from pd_cluster.reports import Keys
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.http import HttpConfig
+from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.processes import HandoverSettings
 from pd_cluster.settings.requests import ChatConfig, RequestSettings
 from pd_cluster.settings.routing import RoutingConfig
@@ -78,7 +79,7 @@ class WorkerConfig(HandoverSettings, frozen=True, kw_only=True):
     ranks: RankPlace = RankPlace()
     # besides those of its parent; an empty value removes the variable
     environment: dict[str, str] = msgspec.field(default_factory=dict)
-    log_level: str = "INFO"
+    logs: Logs = Logs()
 
 
 class ApiConfig(RequestSettings, frozen=True, kw_only=True):
@@ -104,6 +105,6 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     credentials: Credentials
     listener_fd: int
     admin_fd: int
-    log_level: str
+    logs: Logs
     keys: Keys | None = None
     rates_fd: int = -1

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, finite, within
 from pd_cluster.wire import KVOptions, KVWireDtype
 from ranktable_tools.hosts import bracketed, is_host
@@ -77,6 +78,14 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         BASIC("debug, info, warning or error.", scope=Scope.WORKERS, form=LEVEL, after="derive_secret"),
     ] = "INFO"
+    log_config_file: Annotated[
+        str,
+        BASIC(
+            "JSON file in the schema of Python's logging.config.dictConfig, for every process.",
+            scope=Scope.WORKERS,
+            after="log_level",
+        ),
+    ] = ""
     spawn: Annotated[
         bool,
         Setting(
@@ -106,6 +115,10 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
             after="npu_head_dims",
         ),
     ] = False
+
+    @property
+    def logs(self) -> Logs:
+        return Logs(self.log_level, self.log_config_file)
 
 
 class KeyFiles(msgspec.Struct, frozen=True):

@@ -26,6 +26,10 @@ shutdown-timeout: 5
 h11-max-header-count: 20
 structured-outputs-config: {backend: xgrammar, disable_any_whitespace: true}
 """
+LOGS = {
+    "formatters": {"own": {"format": "OWN %(process)d %(levelname)s %(message)s"}},
+    "handlers": {"own": {"class": "logging.StreamHandler", "formatter": "own"}},
+}
 PROMPT = {"model": "tiny", "prompt": "Once", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
 
 
@@ -33,7 +37,8 @@ PROMPT = {"model": "tiny", "prompt": "Once", "max_tokens": 10, "temperature": 0,
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     folder = tmp_path_factory.mktemp("uds")
     (folder / "serve.yaml").write_text(FILE)
-    flags = [*FLAGS, f"--chat-template={TEMPLATE}"]
+    (folder / "logs.json").write_text(json.dumps({"root": {"handlers": ["own"]}, **LOGS}))
+    flags = [*FLAGS, f"--log-config-file={folder / 'logs.json'}", f"--chat-template={TEMPLATE}"]
     own = {"scheduler": [f"--uds={folder / 'api.sock'}", "--config", str(folder / "serve.yaml")]}
     cluster = LiveCluster(folder, model, arguments=flags, member_arguments=own)
     socket = httpx.HTTPTransport(uds=str(folder / "api.sock"))
@@ -83,6 +88,13 @@ def test_variables_and_parts_of_the_template(served: LiveCluster, tokenizer: Tok
     assert prompt_of() == tokenizer.encode("glad:Hi/", add_special_tokens=False)
     sad = tokenizer.encode("sad:Hi/", add_special_tokens=False)
     assert prompt_of(chat_template_kwargs={"mood": "sad"}) == sad
+
+
+def test_every_process_logs_as_the_file_says(served: LiveCluster) -> None:
+    lines = {name: served.log_file(name).read_text().splitlines() for name in served.members}
+    own = {name: {line.split()[1] for line in each if line.startswith("OWN ")} for name, each in lines.items()}
+    assert all(own.values()), own
+    assert not [line for each in lines.values() for line in each if " INFO " in line and not line.startswith("OWN ")]
 
 
 def test_guided_json_is_compact(served: LiveCluster) -> None:

@@ -26,6 +26,7 @@ from pd_cluster.reports import (
 )
 from pd_cluster.settings.config import ApiConfig, ApiProcessConfig, Credentials
 from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.logs import Logs
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
 from tests.support.router_world import info_of
@@ -259,7 +260,7 @@ def config(index: int) -> ApiProcessConfig:
         max_logprobs=5,
     )
     made = ApiProcessConfig(
-        index=index, api=api, credentials=Credentials(b"s" * 32), listener_fd=1, admin_fd=2, log_level="INFO"
+        index=index, api=api, credentials=Credentials(b"s" * 32), listener_fd=1, admin_fd=2, logs=Logs()
     )
     assert msgspec.json.decode(msgspec.json.encode(made), type=ApiProcessConfig) == made
     return made

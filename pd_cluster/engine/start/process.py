@@ -62,7 +62,7 @@ def run(fd: int) -> int:
     if not (line := lines.readline()):  # the parent has ended
         return 1
     config = msgspec.json.decode(line, type=WorkerConfig)
-    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(message)s")
+    config.logs.begin()
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     threading.Thread(target=_watch_parent, args=(lines, inbox), name="parent", daemon=True).start()
     try:

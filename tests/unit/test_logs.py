@@ -1,0 +1,57 @@
+"""`--log-config-file`: Python's own schema, and one line about what is wrong with a file."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.settings.logs import Logs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a JSON object"),
+        ("[]", "expected a JSON object"),
+        ('{"version": 2}', "Unsupported version"),
+        ('{"handlers": {"x": {"class": "no.such.Class"}}}', "x.*: .*No module named|x.*: .*Cannot resolve"),
+        ('{"root": {"handlers": ["y"]}}', "Unable to configure root logger"),
+    ],
+)
+def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "logs.json"
+    file.write_text(text)
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    try:
+        with pytest.raises(ConfigError, match=message) as caught:
+            Logs(file=str(file)).begin()
+    finally:
+        root.setLevel(before[0])
+        root.handlers[:] = before[1]
+    assert str(caught.value).startswith(f"--log-config-file {file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Logs(file="/no/such.json").begin()
+
+
+def test_loggers_that_exist_stay(tmp_path: Path) -> None:
+    file = tmp_path / "logs.json"
+    file.write_text(
+        '{"formatters": {"f": {"format": "OWN %(message)s"}}, "handlers": {"h": {"class": '
+        '"logging.StreamHandler", "formatter": "f"}}, "root": {"handlers": ["h"], "level": "WARNING"}}'
+    )
+    code = (
+        "import logging, sys; from pd_cluster.settings.logs import Logs; log = logging.getLogger('pd_cluster.x'); "
+        "Logs('INFO', sys.argv[1]).begin(); log.warning('hot'); log.info('cold')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60)
+    assert ended.stderr.splitlines() == ["OWN hot"]

@@ -7,6 +7,7 @@ nearest known one. Honoured flags are the settings (options.py).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ NO_EFFECT: dict[str, Ignored] = {
     "--async-scheduling": Ignored("steps are always prepared ahead where the device allows it", 0),
     "--no-async-scheduling": Ignored("steps are always prepared ahead where the device allows it", 0),
     "--compilation-config": Ignored(f"nothing is compiled; see {called('enforce_eager')}"),
+    "--optimization-level": Ignored(f"nothing is compiled; see {called('enforce_eager')}"),
     "--no-enable-chunked-prefill": Ignored("prefill is always chunked, which changes no answer", 0),
     "--exclude-tools-when-tool-choice-none": Ignored("the model never sees tools that it may not call", 0),
     "--enable-log-outputs": Ignored("answers are never logged", 0),
@@ -104,7 +106,15 @@ REFUSED: dict[str, str] = {
 SWITCHES = tuple(each.flag for each in settings().values() if each.default is True)  # accept an explicit True or False
 # these accept `--served-model-name a b`, as argparse does with nargs="+"
 MANY_VALUES = tuple(flag_of(name) for each in settings().values() if each.setting.is_several for name in each.names)
-ALIASES = {"-tp": "--tensor-parallel-size", "-q": "--quantization", "-pp": "--pipeline-parallel-size"}
+JSON_FLAGS = ("--compilation-config",)  # without effect, and also given member by member
+OPTIMIZATION = re.compile(r"-O=?([0-9])")
+ALIASES = {
+    "-cc": "--compilation-config",
+    "-O": "--optimization-level",
+    "-tp": "--tensor-parallel-size",
+    "-q": "--quantization",
+    "-pp": "--pipeline-parallel-size",
+}
 
 
 def normalize(argv: Sequence[str]) -> list[str]:
@@ -113,8 +123,11 @@ def normalize(argv: Sequence[str]) -> list[str]:
     repeated = ""
     for argument in argv:
         if argument.startswith("-") and not _is_number(argument):
+            if (level := OPTIMIZATION.fullmatch(argument)) is not None:
+                argument = f"--optimization-level={level[1]}"
             flag, equals, value = argument.partition("=")
-            flag = ALIASES.get(flag, flag)
+            short, dot, member = flag.partition(".")
+            flag = ALIASES.get(short, short) + dot + member
             if flag.startswith("--"):
                 flag = flag.replace("_", "-")
             repeated = flag if flag in MANY_VALUES else ""
@@ -168,6 +181,8 @@ def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:
     while rest:
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")
+        if (whole := flag.partition(".")[0]) in JSON_FLAGS:  # vLLM's `--compilation-config.mode 3`
+            flag = whole
         if flag in NO_EFFECT:
             ignored = NO_EFFECT[flag]
             if ignored.num_values and not equals:

@@ -129,6 +129,18 @@ def test_spellings_of_one_flag(argv: list[str]) -> None:
     assert (options["max_model_len"], warnings) == (4, [])
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(["-O3"], ["-O=3"], ["-O", "3"], ["--optimization-level", "3"], ["-cc", '{"mode": 3}'], ["-cc.mode=3"]),
+        *(["--compilation-config.mode", "3"], ["--compilation_config={}"]),
+    ],
+)
+def test_nothing_is_compiled_however_it_is_written(argv: list[str]) -> None:
+    (warning,) = parse(*argv)[1]
+    assert "nothing is compiled; see --enforce-eager" in warning
+
+
 @pytest.mark.parametrize("argv", [["-tp", "3"], ["-tp=3"], ["--tensor_parallel_size=3"]])
 def test_short_names(argv: list[str]) -> None:
     assert parse(*argv)[0]["tensor_parallel_size"] == 3

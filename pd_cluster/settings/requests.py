@@ -45,7 +45,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     reasoning_parser: str = ""
 
 
-class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's settings of reasoning. The parser knows the marks."""
 
     reasoning_parser: str = ""
@@ -209,14 +209,14 @@ class Assurances(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
 
     reasoning: Annotated[
-        Reasoning,
+        ReasoningConfig,
         TEXT(
             "JSON object with reasoning_parser.",
             name="reasoning_config",
-            form=_object_of(Reasoning),
+            form=_object_of(ReasoningConfig),
             after="reasoning_parser",
         ),
-    ] = Reasoning()
+    ] = ReasoningConfig()
 
     def check_parsers(self, chat: ChatConfig) -> None:
         """Raises ConfigError where a setting lacks the parser that it needs."""

@@ -19,7 +19,7 @@ from pd_cluster.errors import ConfigError, GuideError, RequestError, Unavailable
 from pd_cluster.service.guides.guide_check import GuideCheck
 from pd_cluster.service.helpers.children import MAX_SLOW
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.guide_fields import MAX_SCHEMA_DEPTH, guide_of
+from pd_cluster.service.schema.guide_fields import MAX_SCHEMA_DEPTH, Asked, compact, guide_of
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
 from pd_cluster.settings.engine import SHIPPED_MODEL
@@ -73,6 +73,10 @@ def asked(kind: type[GenerationRequest] = CompletionRequest, **fields: Any) -> A
             Guide("structural_tag", json.dumps(TAG, separators=(",", ":"))),
         ),
         (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            Guide("json", '{"type":"object","x-guidance":{"whitespace_pattern":""}}'),
+        ),
+        (
             {"response_format": {"type": "json_object"}, "guided_whitespace_pattern": "[ ]?"},
             Guide("json", '{"type":"object","x-guidance":{"whitespace_pattern":"[ ]?"}}'),
         ),
@@ -81,6 +85,14 @@ def asked(kind: type[GenerationRequest] = CompletionRequest, **fields: Any) -> A
 def test_every_spelling(kind: type[GenerationRequest], fields: dict[str, Any], guide: Guide | None) -> None:
     found = asked(kind, **fields)
     assert (found.guide if found else None) == guide
+
+
+def test_compact_json_leaves_what_a_request_says() -> None:
+    own = Guide("json", '{"x-guidance":{"whitespace_pattern":" "},"type":"object"}')
+    assert compact(Asked("f", own)).guide == own
+    assert compact(Asked("f", Guide("regex", "a"))).guide == Guide("regex", "a")
+    made = compact(Asked("f", Guide("json_object"))).guide
+    assert json.loads(made.text) == {"x-guidance": {"whitespace_pattern": ""}, "type": "object"}
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -108,7 +120,16 @@ def nested(depth: int) -> dict[str, Any]:
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "structured_outputs.regex"),
         ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "regexp"),
-        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs", "not supported"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_additional_properties": True}},
+            "structured_outputs",
+            "not supp",
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": 1}}, "structured_outputs", "not supported"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": " "}},
+            *("structured_outputs", "leaves no room"),
+        ),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs", "must be true"),
         ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structured_outputs", "structures"),
         ({"structured_outputs": {"structural_tag": {**TAG, "triggers": ["x"]}}}, "structured_outputs", "triggers"),

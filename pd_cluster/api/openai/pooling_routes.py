@@ -38,7 +38,12 @@ FEW_NBYTES = 64 << 10  # larger answers are built on a thread
 
 def pooling_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=GeneratingRoute)
+    _add_embeddings(routes, service)
+    _add_scores(routes, service)
+    return routes
 
+
+def _add_embeddings(routes: APIRouter, service: TextService) -> None:
     @routes.post("/v1/embeddings")
     async def embeddings(http: Request) -> Response:
         received_s = time.monotonic()
@@ -70,6 +75,8 @@ def pooling_routes(service: TextService) -> APIRouter:
 
         return await _answered(http, service, generations, answer)
 
+
+def _add_scores(routes: APIRouter, service: TextService) -> None:
     @routes.post("/v1/score")
     @routes.post("/score")
     async def score(http: Request) -> Response:
@@ -114,8 +121,6 @@ def pooling_routes(service: TextService) -> APIRouter:
             return {"id": terms["client_id"], "model": model, "results": results, "usage": _usage(generations)}
 
         return await _answered(http, service, generations, answer)
-
-    return routes
 
 
 async def _answered(

@@ -84,6 +84,7 @@ class ReplyReader:
     def __init__(self, start: reasoning.Start, read_content: tools.Reader, most_calls: int | None) -> None:
         self._stream = TextStream()
         self._out = Gathered(most_calls)
+        self.is_reasoning = True  # until the first character after any reasoning has been read
         self._steps = self._read(start, read_content)
 
     def feed(self, text: str) -> list[Part]:
@@ -105,6 +106,7 @@ class ReplyReader:
 
     def _read(self, start: reasoning.Start, read_content: tools.Reader) -> Steps[None]:
         yield from reasoning.read_reasoning(self._stream, start, self._out.reasoning)
+        self.is_reasoning = False
         yield from read_content(self._stream, self._out)
 
 

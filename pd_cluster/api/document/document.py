@@ -15,8 +15,9 @@ from pd_cluster import __version__
 from pd_cluster.api.document import examples
 from pd_cluster.api.document.descriptions import DESCRIPTIONS, LIMITS
 from pd_cluster.api.openai.token_routes import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
-from pd_cluster.service.schema import responses
+from pd_cluster.service.schema import messages_answers, responses
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest
 from pd_cluster.service.status import MAX_BODY_NBYTES
@@ -31,6 +32,8 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
     DetokenizeRequest,
+    MessagesPrompt,
+    MessagesRequest,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ChatCompletion,
@@ -41,6 +44,10 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     responses.Detokenized,
     responses.ModelList,
     responses.Model,
+    messages_answers.Message,
+    messages_answers.MessageEvent,
+    messages_answers.MessageError,
+    messages_answers.TokensCount,
 )
 COMMON: tuple[type[BaseModel], ...] = (
     responses.Error,
@@ -61,6 +68,7 @@ ERRORS = {
     503: ("Unavailable", "No instance can take it now; try again after `Retry-After` seconds."),
     504: ("TimedOut", "It was not done in time."),
 }
+OF_MESSAGES = "Messages"  # begins the names of errors in Anthropic's shape; OpenAI's is that of the front door
 LIMITS_OF_ALL = f"A body has at most {MAX_BODY_NBYTES >> 20} MiB, and {MAX_CONTAINERS:,} arrays and objects."
 
 
@@ -75,7 +83,7 @@ def document(model: str, openai: bool, has_keys: bool, has_tools: bool = False) 
         "openapi": "3.1.0",
         "info": {"title": "pd-cluster", "version": __version__, "description": LIMITS_OF_ALL},
         "paths": paths,
-        "components": {"schemas": _schemas((*own, *COMMON)), "responses": _error_responses(has_keys)},
+        "components": {"schemas": _schemas((*own, *COMMON)), "responses": _error_responses(openai, has_keys)},
     }
     if has_keys:
         written["components"]["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
@@ -126,6 +134,28 @@ def _openai_paths(model: str, has_tools: bool) -> Json:
                 examples.detokenize_examples(model),
             )
         },
+        **_messages_paths(model),
+    }
+
+
+def _messages_paths(model: str) -> Json:
+    """Anthropic's routes, whose errors have a shape of their own."""
+    messages = {
+        "requestBody": _body(MessagesRequest),
+        **_answers(messages_answers.Message, *ERRORS, prefix=OF_MESSAGES),
+    }
+    _stream(messages, messages_answers.MessageEvent)
+    counted = _answers(messages_answers.TokensCount, 400, 404, 413, 429, prefix=OF_MESSAGES)
+    count = {"requestBody": _body(MessagesPrompt), **counted}
+    tries = examples.messages_examples(model)
+    summary = "Answer a conversation, in Anthropic's form."
+    return {
+        "/v1/messages": {"post": _operation("messages", summary, messages, tries)},
+        "/v1/messages/count_tokens": {
+            "post": _operation(
+                "count_tokens", "The number of a conversation's tokens.", count, examples.count_examples(model)
+            )
+        },
     }
 
 
@@ -173,14 +203,25 @@ def _generates(request: type[BaseModel], whole: type[BaseModel], chunk: type[Bas
     return parts
 
 
+def _stream(parts: Json, kind: type[BaseModel]) -> None:
+    """Adds a stream of named events, of which the last one says that nothing follows."""
+    ok = parts["responses"]["200"]
+    ok["description"] = "The answer. With `stream` it is events, each with its `type` as its name, too."
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(kind)}
+    fields = {"event": {"type": "string"}, "data": data}
+    ok["content"]["text/event-stream"] = {
+        "schema": {"type": "object", "required": ["event", "data"], "properties": fields}
+    }
+
+
 def _body(*kinds: type[BaseModel]) -> Json:
     schema = _ref(kinds[0]) if len(kinds) == 1 else {"anyOf": [_ref(kind) for kind in kinds]}
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
-def _answers(kind: type[BaseModel], *errors: int) -> Json:
+def _answers(kind: type[BaseModel], *errors: int, prefix: str = "") -> Json:
     found: Json = {"200": {"description": "OK", "content": _json(kind)}}
-    found |= {str(status): {"$ref": f"#/components/responses/{ERRORS[status][0]}"} for status in errors}
+    found |= {str(status): {"$ref": f"#/components/responses/{prefix}{ERRORS[status][0]}"} for status in errors}
     return {"responses": found}
 
 
@@ -227,10 +268,17 @@ def _describe(name: str, field: Json) -> None:
         each.update(LIMITS.get(name, {}).get(each.get("type"), {}))
 
 
-def _error_responses(has_keys: bool) -> Json:
-    found = {name: {"description": why, "content": _json(responses.Error)} for name, why in ERRORS.values()}
+def _error_responses(openai: bool, has_keys: bool) -> Json:
+    either = {"anyOf": [_ref(messages_answers.MessageError), _ref(responses.Error)]}
+    shapes = {"": _ref(responses.Error), **({OF_MESSAGES: either} if openai else {})}
+    found = {
+        f"{prefix}{name}": {"description": why, "content": {"application/json": {"schema": schema}}}
+        for prefix, schema in shapes.items()
+        for name, why in ERRORS.values()
+    }
     if has_keys:
         header = {"WWW-Authenticate": {"schema": {"type": "string"}}}
         why = "No API key, or a wrong one."
-        found["Unauthorized"] = {"description": why, "headers": header, "content": _json(responses.Error)}
+        content = {"application/json": {"schema": either if openai else _ref(responses.Error)}}
+        found["Unauthorized"] = {"description": why, "headers": header, "content": content}
     return found

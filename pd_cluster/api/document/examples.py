@@ -70,6 +70,20 @@ def generate_examples() -> Examples:
     }
 
 
+def messages_examples(model: str) -> Examples:
+    plain = {"model": model, "messages": QUESTION, "max_tokens": 32}
+    form = {"type": "json_schema", "schema": ANSWER_SCHEMA}
+    return {
+        "plain": _example("A question", {**plain, "system": "Answer in one word."}),
+        "streamed": _example("The same, streamed", {**plain, "stream": True}),
+        "json_schema": _example("An answer of a given form", {**plain, "output_config": {"format": form}}),
+    }
+
+
+def count_examples(model: str) -> Examples:
+    return {"plain": _example("A question", {"model": model, "messages": QUESTION})}
+
+
 def tokenize_examples(model: str) -> Examples:
     return {
         "text": _example("A text", {"model": model, "prompt": "hello", "return_token_strs": True}),

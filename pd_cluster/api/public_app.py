@@ -25,6 +25,7 @@ from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.message_routes import message_count_routes, message_routes
 from pd_cluster.api.openai.model_routes import model_routes
 from pd_cluster.api.openai.openai import openai_routes
+from pd_cluster.api.openai.response_routes import response_routes
 from pd_cluster.api.openai.token_routes import token_routes
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.entrance import Entrance
@@ -35,7 +36,7 @@ from pd_cluster.service.service import TextService
 from pd_cluster.settings.http import HttpConfig
 
 TITLE = "pd-cluster"
-OPENAI_ROUTES = (openai_routes, model_routes, token_routes, message_routes, message_count_routes)
+OPENAI_ROUTES = (openai_routes, model_routes, token_routes, message_routes, message_count_routes, response_routes)
 
 
 def public_app(

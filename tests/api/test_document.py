@@ -103,6 +103,7 @@ def test_what_is_only_looked_at_is_documented(cluster: LiveCluster, path: str) -
         ("/detokenize", {"tokens": [1], "model": "other"}, 404),
         ("/v1/messages", {"messages": []}, 400),
         ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "model": "other"}, 404),
+        ("/v1/responses", {"input": []}, 400),
         ("/v1/messages/count_tokens", "x" * (33 << 20), 413),
     ],
 )

@@ -15,11 +15,12 @@ from pd_cluster import __version__
 from pd_cluster.api.document import examples
 from pd_cluster.api.document.descriptions import DESCRIPTIONS, LIMITS
 from pd_cluster.api.openai.token_routes import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
-from pd_cluster.service.schema import messages_answers, responses
+from pd_cluster.service.schema import messages_answers, responses, responses_answers
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.status import MAX_BODY_NBYTES
 
 Json = dict[str, Any]
@@ -34,6 +35,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     DetokenizeRequest,
     MessagesPrompt,
     MessagesRequest,
+    ResponsesRequest,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ChatCompletion,
@@ -48,6 +50,8 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     messages_answers.MessageEvent,
     messages_answers.MessageError,
     messages_answers.TokensCount,
+    responses_answers.ResponseObject,
+    responses_answers.ResponseEvent,
 )
 COMMON: tuple[type[BaseModel], ...] = (
     responses.Error,
@@ -134,8 +138,16 @@ def _openai_paths(model: str, has_tools: bool) -> Json:
                 examples.detokenize_examples(model),
             )
         },
+        "/v1/responses": {"post": _responses(model)},
         **_messages_paths(model),
     }
+
+
+def _responses(model: str) -> Json:
+    parts = {"requestBody": _body(ResponsesRequest), **_answers(responses_answers.ResponseObject, *ERRORS)}
+    _stream(parts, responses_answers.ResponseEvent)
+    summary = "Answer items of a conversation with items."
+    return _operation("responses", summary, parts, examples.responses_examples(model))
 
 
 def _messages_paths(model: str) -> Json:

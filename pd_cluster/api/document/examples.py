@@ -70,6 +70,17 @@ def generate_examples() -> Examples:
     }
 
 
+def responses_examples(model: str) -> Examples:
+    plain = {"model": model, "input": "What is 3 + 4?", "temperature": 0, "max_output_tokens": 32}
+    form = {"type": "json_schema", "name": "answer", "schema": ANSWER_SCHEMA}
+    return {
+        "plain": _example("A question", {**plain, "instructions": "Answer in one word."}),
+        "streamed": _example("The same, streamed", {**plain, "stream": True}),
+        "items": _example("A conversation", {**plain, "input": QUESTION}),
+        "json_schema": _example("An answer of a given form", {**plain, "text": {"format": form}}),
+    }
+
+
 def messages_examples(model: str) -> Examples:
     plain = {"model": model, "messages": QUESTION, "max_tokens": 32}
     form = {"type": "json_schema", "schema": ANSWER_SCHEMA}

@@ -95,14 +95,18 @@ class BlockReader:
         yield Change("grows", self.blocks[-1], text)
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
-        if self.blocks:
-            yield Change("ends", self.blocks[-1])
-        self.blocks.append(Block(len(self.blocks), kind, call_id, name))
-        yield Change("begins", self.blocks[-1])
+        ended, begun = self.blocks[-1:], Block(len(self.blocks), kind, call_id, name)
+        self.blocks.append(begun)
+        for block in ended:
+            yield Change("ends", block)
+        yield Change("begins", begun)
 
 
 class BlockAnswer(ABC):
-    """The answer to a request of one choice, whole or as events. `headers` name it for clients."""
+    """The answer to a request of one choice, whole or as events. `headers` name it for clients.
+
+    `last` is the piece that ends it, set before the last changes are told.
+    """
 
     id: str
 
@@ -110,7 +114,7 @@ class BlockAnswer(ABC):
         self.generation = generation
         self.streams = streams
         self.reader = BlockReader(generation, shows_reasoning)
-        self.last: Piece | None = None  # the piece that ended the answer
+        self.last: Piece | None = None
         self._is_opened = False
 
     @property
@@ -119,18 +123,19 @@ class BlockAnswer(ABC):
 
     def take(self, piece: Piece) -> None:
         """Reads a piece of an answer that is sent whole."""
-        for _ in self.reader.read(piece):
-            pass
         if piece.finish_reason is not None:
             self.last = piece
+        for _ in self.reader.read(piece):
+            pass
 
     def events(self, piece: Piece) -> bytes:
         """Returns a piece's events; the last piece's end the answer. The first ones also say that it begins."""
         found = [] if self._is_opened else [self._opening()]
         self._is_opened = True
-        found += [self._change(change) for change in self.reader.read(piece)]
         if piece.finish_reason is not None:
             self.last = piece
+        found += [self._change(change) for change in self.reader.read(piece)]
+        if self.last is not None:
             found.append(self._closing())
         return b"".join(found)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.kept_responses import KeptResponses
 from pd_cluster.settings.routing import ConnectionLimits
 from pd_cluster.settings.setting import NEGATED, TEXTS, Form, Panel, Scope, Setting, declared, variable_of
 
@@ -154,6 +155,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     connections: ConnectionLimits = ConnectionLimits()
     tls: Tls | None = None
+    responses: KeptResponses = KeptResponses()
 
     def __repr__(self) -> str:
         """Leaves keys out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -17,34 +17,50 @@ from pd_cluster.service.service import TextService
 from pd_cluster.service.status import CLIENT_CLOSED_REQUEST
 
 
-async def send(http: Request, service: TextService, answer: BlockAnswer) -> Response:
-    """Generates the answer and sends it. Raises RequestError, RateLimited before anything is computed."""
+async def _nothing() -> None:
+    """Keeps nothing."""
+
+
+async def send(
+    http: Request, service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]] = _nothing
+) -> Response:
+    """Generates the answer and sends it. `keep` is called when it is complete, before its client learns of that.
+
+    Raises RequestError, RateLimited before anything is computed.
+    """
     generation = answer.generation
     reserve_tokens(http, [generation])
     generation.client_id = answer.id
     generation.amend(session=generation.order.session or session_of(http))
     if answer.streams:
-        return EventStream(_events(service, answer), lambda: served_by([generation]), headers=answer.headers)
-    is_whole = await unless_disconnected(http.receive, _take(service, answer))
+        return EventStream(_events(service, answer, keep), lambda: served_by([generation]), headers=answer.headers)
+    is_whole = await unless_disconnected(http.receive, _take(service, answer, keep))
     if is_whole is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return await json_response(answer.whole, large=False, headers=answer.headers | served_by([generation]))
 
 
-async def _take(service: TextService, answer: BlockAnswer) -> bool:
+async def _take(service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]]) -> bool:
     async with contextlib.aclosing(service.stream(answer.generation)) as pieces:
         async for piece in pieces:
             answer.take(piece)
+    await keep()
     return True
 
 
-async def _events(service: TextService, answer: BlockAnswer) -> AsyncGenerator[bytes, None]:
+async def _events(
+    service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[bytes, None]:
     """Yields all events. An error before the first one is raised, a later one is sent in-band."""
     begun = False
     try:
         async with contextlib.aclosing(service.stream(answer.generation)) as pieces:
             async for piece in pieces:
-                if events := answer.events(piece):
+                events = answer.events(piece)
+                if answer.last is not None:
+                    await keep()
+                    events += answer.closing()
+                if events:
                     begun = True
                     yield events
     except PdClusterError as error:

@@ -129,15 +129,12 @@ class BlockAnswer(ABC):
             pass
 
     def events(self, piece: Piece) -> bytes:
-        """Returns a piece's events; the last piece's end the answer. The first ones also say that it begins."""
+        """Returns a piece's events; `closing` follows those of the last. The first ones also say that it begins."""
         found = [] if self._is_opened else [self._opening()]
         self._is_opened = True
         if piece.finish_reason is not None:
             self.last = piece
-        found += [self._change(change) for change in self.reader.read(piece)]
-        if self.last is not None:
-            found.append(self._closing())
-        return b"".join(found)
+        return b"".join([*found, *(self._change(change) for change in self.reader.read(piece))])
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -156,5 +153,5 @@ class BlockAnswer(ABC):
         """Returns the events of one step."""
 
     @abstractmethod
-    def _closing(self) -> bytes:
+    def closing(self) -> bytes:
         """Returns the events after the last block."""

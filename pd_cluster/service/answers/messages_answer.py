@@ -59,7 +59,7 @@ class MessagesAnswer(BlockAnswer):
                     events = self._told(block, "signature_delta", signature=SIGNATURE)
                 return events + named_event({"type": "content_block_stop", "index": block.index})
 
-    def _closing(self) -> bytes:
+    def closing(self) -> bytes:
         ends = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
         return named_event(ends) + named_event({"type": "message_stop"})
 

@@ -22,7 +22,6 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(self, request: ResponsesRequest, model: str, generation: Generation, is_stored: bool = False) -> None:
         super().__init__(generation, bool(request.stream))
         self.id = f"resp_{secrets.token_hex(ID_NUM_BYTES)}"
-        self._request = request
         self._head = self._echo(request, model) | {"store": is_stored}
         self._item_ids: dict[int, str] = {}
         self._num_events = 0
@@ -37,6 +36,10 @@ class ResponsesAnswer(BlockAnswer):
     @property
     def output(self) -> list[Json]:
         return [self._item(block, block.text, self._status_of(block)) for block in self.reader.blocks]
+
+    def is_not_stored(self) -> None:
+        """Says so in what is sent from now on."""
+        self._head["store"] = False
 
     def whole(self) -> Json:
         if self._completed_s is None:
@@ -61,7 +64,7 @@ class ResponsesAnswer(BlockAnswer):
             "response.in_progress", response=response
         )
 
-    def _closing(self) -> bytes:
+    def closing(self) -> bytes:
         return self._event(f"response.{self.status}", response=self.whole())
 
     def _change(self, change: Change) -> bytes:

@@ -107,3 +107,17 @@ class ResponseEvent(BaseModel):
     text: str | None = None
     arguments: str | None = None
     logprobs: list[Any] | None = None
+
+
+class ResponseDeleted(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = Field(description="Ask again with `after`: the last_id.")

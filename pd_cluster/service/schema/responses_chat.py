@@ -6,16 +6,14 @@ Knows nothing of templates, tokens or answers.
 from __future__ import annotations
 
 import reprlib
-from typing import Any
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import checked
+from pd_cluster.service.schema.responses_items import Json, items_of, parts_of, text_parts
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest, ResponseToolChoice
 
-Json = dict[str, Any]
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 SAME = (
     *("temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key", "user"),
     *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_salt", "priority"),
@@ -27,23 +25,18 @@ ITS_NAMES = {  # a chat's names -> this API's
 }
 
 
-def items_of(request: ResponsesRequest) -> list[Json]:
-    """Returns the input as items; a text is a user's message."""
-    if isinstance(request.input, str):
-        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": request.input}]}]
-    return request.input
-
-
-def chat_of(request: ResponsesRequest, items: list[Json], variables: frozenset[str]) -> ChatCompletionRequest:
-    """`items`: those of the conversation so far. `variables`: those of the chat template.
+def chat_of(request: ResponsesRequest, earlier: list[Json], variables: frozenset[str]) -> ChatCompletionRequest:
+    """`earlier`: the items before those of the request. `variables`: those of the chat template.
 
     Raises RequestError, in the words of a chat where chats have the same field: see `in_own_words`.
     """
-    begin = [{"role": "system", "content": _text(request.instructions)}] if request.instructions else []
+    messages = [{"role": "system", "content": text_parts(request.instructions)}] if request.instructions else []
+    _add_messages(earlier, "previous_response_id", messages)
+    _add_messages(items_of(request), "input", messages)
     chat: Json = {
         **{name: value for name in SAME if (value := getattr(request, name)) is not None},
         "model": request.model,
-        "messages": _messages(items, begin),
+        "messages": messages,
         "chat_template_kwargs": {**(request.chat_template_kwargs or {}), **_effort(request, variables)},
         **_tools(request),
     }
@@ -58,16 +51,16 @@ def chat_of(request: ResponsesRequest, items: list[Json], variables: frozenset[s
     return checked(chat, ChatCompletionRequest)
 
 
-def _messages(items: list[Json], found: list[Json]) -> list[Json]:
-    """Adds the items' messages to `found`. What the model wrote in one turn becomes one message."""
+def _add_messages(items: list[Json], name: str, found: list[Json]) -> None:
+    """Adds the items' messages to `found`. The parts of one turn of the model become one message."""
     for at, item in enumerate(items):
-        place, last = f"input[{at}]", found[-1] if found else {}
+        place, last = f"{name}[{at}]", found[-1] if found else {}
         kind = item.get("type", "message")
         if kind == "message":
             _add_message(item, place, last, found)
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            text = "".join(part["text"] for part in _parts(parts, f"{place}.content"))
+            text = "".join(part["text"] for part in parts_of(parts, f"{place}.content"))
             found.append({"role": "assistant", "content": [], "reasoning_content": text})
         elif kind == "function_call":
             if last.get("role") != "assistant":
@@ -77,13 +70,12 @@ def _messages(items: list[Json], found: list[Json]) -> list[Json]:
             call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
             last.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _parts(item.get("output"), f"{place}.output")
+            content = parts_of(item.get("output"), f"{place}.output")
             found.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": content})
         else:
             raise RequestError(
                 f"{place}: an item of type {reprlib.repr(kind)} is not supported here; leave it out", param="input"
             )
-    return found
 
 
 def _add_message(item: Json, place: str, last: Json, found: list[Json]) -> None:
@@ -91,37 +83,12 @@ def _add_message(item: Json, place: str, last: Json, found: list[Json]) -> None:
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise RequestError(f"{place}.role: {reprlib.repr(given)}; expected one of {', '.join(ROLES)}", param="input")
-    content = _parts(item.get("content"), f"{place}.content")
+    content = parts_of(item.get("content"), f"{place}.content")
     follows_reasoning = role == "assistant" and "reasoning_content" in last and not last["content"]
     if last.get("role") == role and not last.get("tool_calls") and (role == "system" or follows_reasoning):
         last["content"] += content
     else:
         found.append({"role": role, "content": content})
-
-
-def _parts(content: Any, place: str) -> list[Json]:
-    """Returns text parts as chats have them."""
-    if isinstance(content, str):
-        return _text(content)
-    if not isinstance(content, list):
-        raise RequestError(f"{place}: must be a string or a list of parts", param="input")
-    found = []
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in (*TEXT_PARTS, "refusal"):
-            raise RequestError(
-                f"{place}[{at}]: a part of type {reprlib.repr(kind)} is not supported here; send its text",
-                param="input",
-            )
-        if not isinstance(text, str):
-            raise RequestError(f"{place}[{at}].text: must be a string", param="input")
-        found += _text(text)
-    return found
-
-
-def _text(text: str) -> list[Json]:
-    return [{"type": "text", "text": text}]
 
 
 def _string(item: Json, name: str, place: str) -> str:

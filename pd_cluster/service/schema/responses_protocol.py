@@ -1,4 +1,4 @@
-"""The schema of /v1/responses: OpenAI's requests. What this server cannot do has no place in it, and is refused.
+"""The schema of /v1/responses: OpenAI's requests. Fields of features that this server lacks accept only values that ask for nothing.
 
 Knows nothing of chats; responses_chat.py makes one of a request.
 """

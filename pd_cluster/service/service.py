@@ -151,6 +151,10 @@ class TextService:
         """Whether a reply's reasoning is told apart from its content."""
         return bool(self._reply_format.reasoning_parser)
 
+    def check_priority(self, priority: int | None) -> None:
+        """Raises RequestError for a priority that would be ignored."""
+        self._intake.check_priority(priority)
+
     async def close(self) -> None:
         await self._intake.close()
         await self._chats.close()

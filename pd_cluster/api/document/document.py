@@ -30,6 +30,7 @@ from pd_cluster.api.document.parts import (
 from pd_cluster.api.openai.token_routes import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pd_cluster.service.schema import messages_answers, responses, responses_answers
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.embedding_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest
@@ -47,6 +48,9 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     MessagesPrompt,
     MessagesRequest,
     ResponsesRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    RerankRequest,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ChatCompletion,
@@ -55,6 +59,9 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     responses.CompletionChunk,
     responses.Tokenized,
     responses.Detokenized,
+    responses.EmbeddingList,
+    responses.ScoreList,
+    responses.Reranked,
     responses.ModelList,
     responses.Model,
     messages_answers.Message,
@@ -115,6 +122,7 @@ def _openai_paths(model: str, has_tools: bool) -> Json:
         "/v1/completions": {
             "post": operation_of("completions", "Go on with a text.", completions, examples.completion_examples(model))
         },
+        **_pooling_paths(model),
         "/v1/models": {"get": operation_of("models", "The model, by all its names.", answers(responses.ModelList))},
         "/v1/models/{name}": {
             "get": {
@@ -141,6 +149,24 @@ def _openai_paths(model: str, has_tools: bool) -> Json:
         **responses_paths(model),
         **messages_paths(model),
     }
+
+
+def _pooling_paths(model: str) -> Json:
+    """Routes with several paths have an operation for each."""
+    embeddings = ("embeddings", "Texts or token ids as vectors.", EmbeddingRequest, responses.EmbeddingList)
+    score = ("score", "How near texts are to each other.", ScoreRequest, responses.ScoreList)
+    rerank = ("rerank", "Documents, those that are nearest to a query first.", RerankRequest, responses.Reranked)
+    found: Json = {}
+    for (name, summary, asked, answer), paths in (
+        (embeddings, ("/v1/embeddings",)),
+        (score, ("/score", "/v1/score")),
+        (rerank, ("/rerank", "/v1/rerank", "/v2/rerank")),
+    ):
+        for path in paths:
+            parts = {"requestBody": body_of(asked), **answers(answer, *ERRORS)}
+            tries = examples.pooling_examples(model)[name]
+            found[path] = {"post": operation_of(path.strip("/").replace("/", "_"), summary, parts, tries)}
+    return found
 
 
 def _plain_paths() -> Json:

@@ -1,5 +1,6 @@
-"""The schema of /v1/responses: OpenAI's requests. Fields of features that this server lacks accept only values that ask for nothing.
+"""The schema of /v1/responses: OpenAI's requests.
 
+Fields of features that this server lacks accept only values that ask for nothing.
 Knows nothing of chats; responses_chat.py makes one of a request.
 """
 

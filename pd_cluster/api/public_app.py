@@ -22,19 +22,23 @@ from pd_cluster.api.gate.http import LOOKING, PlainRoute, add_routes
 from pd_cluster.api.gate.request_id import RequestIds
 from pd_cluster.api.gate.root_path import RootPath
 from pd_cluster.api.openai.legacy import legacy_routes
+from pd_cluster.api.openai.message_routes import message_count_routes, message_routes
 from pd_cluster.api.openai.model_routes import model_routes
 from pd_cluster.api.openai.openai import openai_routes
 from pd_cluster.api.openai.pooling_routes import pooling_routes
+from pd_cluster.api.openai.response_routes import kept_response_routes, response_routes
 from pd_cluster.api.openai.token_routes import token_routes
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.entrance import Entrance
 from pd_cluster.cluster.routing.policy import check_served, refused_links, why_unavailable
 from pd_cluster.cluster.tenancy.tenants import TenantCounts, with_names
 from pd_cluster.errors import Unavailable
+from pd_cluster.service.response_store import ResponseStore
 from pd_cluster.service.service import TextService
 from pd_cluster.settings.http import HttpConfig
 
 TITLE = "pd-cluster"
+OPENAI_ROUTES = (openai_routes, pooling_routes, model_routes, token_routes, message_routes, message_count_routes)
 
 
 def public_app(
@@ -53,9 +57,12 @@ def public_app(
     app = _app(service, openai, http)
     install_error_handlers(app)
     _put_in_front(app, service.router.entrance, drain, http, file_keys, counts)
-    own = (openai_routes, pooling_routes, model_routes, token_routes) if openai else (legacy_routes,)
-    for routes in own:
+    for routes in OPENAI_ROUTES if openai else (legacy_routes,):
         add_routes(app, routes(service))
+    if openai:
+        store = ResponseStore(http.responses) if http.responses.folder else None
+        add_routes(app, response_routes(service, store))
+        add_routes(app, kept_response_routes(service, store))
     add_routes(app, _common_routes(instances, drain))
     add_routes(app, metrics_routes(service.router, instances, shown_name(service), drain, totals))
     return app

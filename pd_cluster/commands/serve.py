@@ -169,6 +169,7 @@ def _run_scheduler(start: _Start, credentials: Credentials, env: Mapping[str, st
     from pd_cluster.cluster.members.elastic import Tables
     from pd_cluster.cluster.tenancy.key_store import KeyStore
     from pd_cluster.service.helpers.interpreter import tune
+    from pd_cluster.service.response_store import ResponseStore
 
     config = options.read(
         ApiConfig,
@@ -184,6 +185,8 @@ def _run_scheduler(start: _Start, credentials: Credentials, env: Mapping[str, st
     if http.allow_credentials and "*" in http.allowed_origins:
         log.warning("--allow-credentials: any web page may send its visitors' credentials; name --allowed-origins")
     keys = KeyStore(http, config.served_model_names or [start.engine.model]) if http.key_file else None
+    if http.responses.folder:
+        ResponseStore(http.responses)  # raises for a folder that cannot be used, before anything listens
     host, port = start.process.host, start.process.port
     if entrance.uds:
         listeners = bind_path(entrance.uds, entrance.api_workers)

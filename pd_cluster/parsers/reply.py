@@ -126,6 +126,7 @@ class ReplyReader:
     ) -> None:
         self._stream = TextStream()
         self._out = Gathered(most_calls, schemas)
+        self.is_reasoning = True  # until the first character after any reasoning has been read
         self._steps = self._read(thinking or NONE, start, read_content)
 
     def feed(self, text: str) -> list[Part]:
@@ -149,6 +150,7 @@ class ReplyReader:
         yield from reasoning.read_reasoning(self._stream, thinking, start, self._out.reasoning)
         if thinking.wraps is not None:
             self._out.unwrap(thinking.wraps)
+        self.is_reasoning = False
         yield from read_content(self._stream, self._out)
 
 

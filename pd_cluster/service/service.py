@@ -154,7 +154,17 @@ class TextService:
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
-        return self.tokenizer.template is not None and "tools" in self.tokenizer.template.variables
+        return "tools" in self.template_variables
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template reads; none without a template."""
+        return self.tokenizer.template.variables if self.tokenizer.template is not None else frozenset()
+
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether a reply's reasoning is told apart from its content."""
+        return bool(self._reply_format.reasoning_parser)
 
     @property
     def forces_usage(self) -> bool:

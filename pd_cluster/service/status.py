@@ -1,4 +1,6 @@
-"""Errors as clients see them: the HTTP status, which is also used elsewhere, and the body in OpenAI's shape."""
+"""Errors as clients see them: the HTTP status, which is also used elsewhere, and the body, in OpenAI's or Anthropic's
+shape.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,17 @@ from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, PdC
 MAX_BODY_NBYTES = 32 << 20  # also the most that is read and ignored of a body after the answer
 TOO_LARGE = f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB"
 CLIENT_CLOSED_REQUEST = 499  # never seen by anybody: the client has left
+MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")  # with Anthropic's shapes
+MESSAGES_ERRORS = {  # status -> Anthropic's type of error
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class BodyTooLarge(RequestError):
@@ -42,3 +55,18 @@ def error_body(error: Exception) -> dict[str, Any]:
     if isinstance(error, PdClusterError):
         message = str(error)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def messages_error_body(error: Exception, status: int | None = None) -> dict[str, Any]:
+    """Returns Anthropic's body {"type": "error", "error": {type, message}}. `status`: the error's own, if None."""
+    status = status_of(error) if status is None else status
+    kind = MESSAGES_ERRORS.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
+    told = {"type": kind, "message": error_body(error)["error"]["message"]}
+    return {"type": "error", "error": told, "request_id": None}
+
+
+def error_body_at(path: str, error: Exception, status: int | None = None) -> dict[str, Any]:
+    """Returns the body in the shape of the route at this path, which may have a root path in front."""
+    if path.endswith(MESSAGES_PATHS):
+        return messages_error_body(error, status)
+    return error_body(error)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.kept_responses import KeptResponses
 from pd_cluster.settings.routing import ConnectionLimits
 from pd_cluster.settings.setting import NEGATED, TEXTS, Form, Panel, Scope, Setting, declared, variable_of, within
 
@@ -163,6 +164,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256
     connections: ConnectionLimits = ConnectionLimits()
     tls: Tls | None = None
+    responses: KeptResponses = KeptResponses()
 
     def __repr__(self) -> str:
         """Leaves keys out."""

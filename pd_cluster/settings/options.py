@@ -17,6 +17,7 @@ from pd_cluster.parsers.plugin import formats_of
 from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.settings.engine import EngineConfig, RopeSettings
 from pd_cluster.settings.http import KEY_VARIABLE, HttpConfig, Tls
+from pd_cluster.settings.kept_responses import KeptResponses
 from pd_cluster.settings.processes import HandoverSettings, JoinSettings, KeyFiles, KVSettings, ProcessSettings
 from pd_cluster.settings.requests import GUIDED_BACKENDS, Assurances, ChatConfig, RequestSettings
 from pd_cluster.settings.routing import AdminSettings, ConnectionLimits, EntranceSettings, RoutingConfig
@@ -30,6 +31,7 @@ GROUPS: tuple[type[msgspec.Struct], ...] = (
     *(EngineConfig, RopeSettings, ProcessSettings, KeyFiles, JoinSettings, HandoverSettings, KVSettings),
     EntranceSettings,
     *(ConnectionLimits, RoutingConfig, AdminSettings, RequestSettings, Assurances, ChatConfig, HttpConfig, Tls),
+    KeptResponses,
     Timeouts,
 )
 
@@ -127,7 +129,12 @@ class ServeOptions(Mapping[str, Any]):
         """Uses VLLM_API_KEY where no API key is given. Raises ConfigError, which never contains a key."""
         variable = [env[KEY_VARIABLE]] if KEY_VARIABLE in env else []
         source, keys = (called("api_key"), self["api_key"]) if self["api_key"] else (KEY_VARIABLE, variable)
-        given = self.read(HttpConfig, connections=self.read(ConnectionLimits), tls=self.read(Tls).checked())
+        given = self.read(
+            HttpConfig,
+            connections=self.read(ConnectionLimits),
+            tls=self.read(Tls).checked(),
+            responses=self.read(KeptResponses),
+        )
         return given.with_tenants(source, keys, has_origins=self["allowed_origins"] is not None)
 
     def chat(self) -> ChatConfig:

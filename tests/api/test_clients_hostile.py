@@ -115,6 +115,42 @@ def test_one_deeper_than_allowed(cluster: LiveCluster, route: str, of: str) -> N
     refused(cluster, route, with_fields(route, f'"unknown": {nested(MAX_DEPTH, of)}'))
 
 
+# ---- the other APIs' routes
+
+
+@pytest.mark.parametrize("route", ["responses", "messages", "messages/count_tokens"])
+def test_hostile_bodies_of_other_apis(cluster: LiveCluster, route: str) -> None:
+    text = {"input": "a"} if route == "responses" else {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    good = json.dumps({**text, "tools": []}).encode()
+    assert cluster.client.post(f"{cluster.url}/v1/{route}", content=good).status_code == 200
+    name = "input" if route == "responses" else "messages"
+    for content in (
+        b"",
+        b"[]",
+        b'"a"',
+        b"\xff",
+        good[:-1],
+        good[:-1] + b', "unknown": NaN}',
+        good[:-1] + b', "unknown": "\\ud800"}',
+        good[:-1] + f', "unknown": {nested(100_000, "arrays")}}}'.encode(),
+        good[:-1] + f', "{name}": {nested(100_000, "objects")}}}'.encode(),
+        good[:-1] + f', "{name}": {nested(MAX_DEPTH - 1, "arrays")}}}'.encode(),
+        good[:-1] + b', "%s": [%s]}' % (name.encode(), b",".join([b"{}"] * 40_000)),
+        good[:-1] + b', "%s": [%s]}' % (name.encode(), b",".join([b"5"] * 900_000)),
+        good[:-1] + b', "%s": [{"role": "user", "content": "%s"}]}' % (name.encode(), b"x" * (20 << 20)),
+        good[:-1] + b', "tools": [%s]}' % b",".join([b'{"type": "function"}'] * 40_000),
+        json.dumps({**text, "tools": [hostile_tool(route, at) for at in range(129)]}).encode(),
+        json.dumps({**text, "tools": [hostile_tool(route, 0), hostile_tool(route, 0)]}).encode(),
+    ):
+        refused(cluster, route, content)
+
+
+def hostile_tool(route: str, number: int) -> dict[str, Any]:
+    if route == "responses":
+        return {"type": "function", "name": f"f{number}", "parameters": {"$ref": "file:///etc/passwd"}}
+    return {"name": f"f{number}", "input_schema": {"$ref": "file:///etc/passwd"}}
+
+
 # ---- numbers of things
 
 

@@ -42,6 +42,7 @@ DEADLINE_S = 30.0
 MAX_TOKENS = 8
 MAX_SEQUENCES = 4
 MAX_OPTIONAL_FIELDS = 4
+NEEDS_A_STORE = {f"/v1/responses/{{response_id}}{rest}" for rest in ("", "/cancel", "/input_items")}  # here is none
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -106,7 +107,7 @@ def test_every_operation_keeps_to_the_document(
         statuses = calls.statuses[operation.label]
         if operation in with_body:
             assert statuses.total() >= num_cases, (operation.label, statuses)
-        if mode.is_positive:
+        if mode.is_positive and operation.path not in NEEDS_A_STORE:
             assert any(status < 400 for status in statuses), f"{operation.label}: all refused: {statuses}"
     assert canary.num_songs >= 3
 

@@ -72,6 +72,24 @@ def test_without_a_right_key_nothing_is_read_or_served(
     assert ("wrong" in error["message"]) == any(name == "Authorization" for name, _ in headers)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_anthropics_routes_take_a_key_in_anthropics_header(make: Callable[..., Ask], path: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "model": "nothing"}
+    found = [
+        (answer.status, answer.num_received, answer.json()["error"]["type"])
+        for headers in (
+            [("X-Api-Key", KEYS[0])],
+            [RIGHT],
+            [("X-Api-Key", "wrong")],
+            [("X-Api-Key", KEYS[0]), ("X-Api-Key", KEYS[0])],
+            [("X-Api-Key", KEYS[0]), ("Authorization", "Bearer wrong")],
+        )
+        for answer in [make()("POST", path, headers, body)]
+    ]
+    assert found == [(404, 1, "not_found_error")] * 2 + [(401, 0, "authentication_error")] * 3
+    assert make(metrics_key=KEYS[0])("GET", "/metrics", [("X-Api-Key", KEYS[0])]).status == 401
+
+
 @pytest.mark.parametrize("value", [f"Bearer {KEYS[0]}", f"Bearer {KEYS[1]}", f"bearer  {KEYS[0]} "])
 def test_each_key_opens(make: Callable[..., Ask], value: str) -> None:
     answer = make()("GET", "/v1/models", [("Authorization", value)])

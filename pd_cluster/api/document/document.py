@@ -13,16 +13,29 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from pd_cluster import __version__
 from pd_cluster.api.document import examples, pooling
+from pd_cluster.api.document.block_paths import messages_paths, responses_paths
 from pd_cluster.api.document.descriptions import DESCRIPTIONS, LIMITS
+from pd_cluster.api.document.parts import (
+    ERRORS,
+    OF_MESSAGES,
+    REF,
+    Json,
+    answers,
+    body_of,
+    generates,
+    json_of,
+    operation_of,
+    ref,
+)
 from pd_cluster.api.openai.token_routes import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
-from pd_cluster.service.schema import responses
+from pd_cluster.service.schema import messages_answers, responses, responses_answers
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.status import MAX_BODY_NBYTES
 
-Json = dict[str, Any]
-REF = "#/components/schemas/{model}"
 KEY = "api_key"
 PROBES = ("/health", "/ping", "/live")
 REQUESTS: tuple[type[BaseModel], ...] = (
@@ -32,6 +45,9 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     TokenizeCompletionRequest,
     DetokenizeRequest,
     *pooling.REQUESTS,
+    MessagesPrompt,
+    MessagesRequest,
+    ResponsesRequest,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ChatCompletion,
@@ -43,6 +59,14 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ModelList,
     responses.Model,
     *pooling.ANSWERS,
+    messages_answers.Message,
+    messages_answers.MessageEvent,
+    messages_answers.MessageError,
+    messages_answers.TokensCount,
+    responses_answers.ResponseObject,
+    responses_answers.ResponseEvent,
+    responses_answers.ResponseDeleted,
+    responses_answers.InputItems,
 )
 COMMON: tuple[type[BaseModel], ...] = (
     responses.Error,
@@ -51,18 +75,6 @@ COMMON: tuple[type[BaseModel], ...] = (
     responses.ServerLoad,
     responses.Version,
 )
-ERRORS = {
-    400: ("BadRequest", "The request cannot be served; `param` names the field."),
-    404: ("NotFound", "There is no such model here."),
-    413: ("TooLarge", f"The body has more than {MAX_BODY_NBYTES >> 20} MiB."),
-    429: (
-        "Overloaded",
-        "It would be served too late, or is over a limit of its API key; try again after `Retry-After` seconds.",
-    ),
-    500: ("Failed", "An instance was lost with the request and nobody could go on with it, or an error of the server."),
-    503: ("Unavailable", "No instance can take it now; try again after `Retry-After` seconds."),
-    504: ("TimedOut", "It was not done in time."),
-}
 LIMITS_OF_ALL = f"A body has at most {MAX_BODY_NBYTES >> 20} MiB, and {MAX_CONTAINERS:,} arrays and objects."
 
 
@@ -78,7 +90,7 @@ def document(model: str, openai: bool, has_keys: bool, has_tools: bool = False) 
         "openapi": "3.1.0",
         "info": {"title": "pd-cluster", "version": __version__, "description": LIMITS_OF_ALL},
         "paths": paths,
-        "components": {"schemas": _schemas((*own, *COMMON)), "responses": _error_responses(has_keys)},
+        "components": {"schemas": _schemas((*own, *COMMON)), "responses": _error_responses(openai, has_keys)},
     }
     if has_keys:
         written["components"]["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
@@ -95,111 +107,74 @@ def document(model: str, openai: bool, has_keys: bool, has_tools: bool = False) 
 
 
 def _openai_paths(model: str, has_tools: bool) -> Json:
-    chat = _generates(ChatCompletionRequest, responses.ChatCompletion, responses.ChatCompletionChunk)
-    completions = _generates(CompletionRequest, responses.Completion, responses.CompletionChunk)
+    chat = generates(ChatCompletionRequest, responses.ChatCompletion, responses.ChatCompletionChunk)
+    completions = generates(CompletionRequest, responses.Completion, responses.CompletionChunk)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}, "example": model}
     forms = (TokenizeCompletionRequest, TokenizeChatRequest)
     return {
         "/v1/chat/completions": {
-            "post": _operation("chat", "Answer a conversation.", chat, examples.chat_examples(model, has_tools))
+            "post": operation_of("chat", "Answer a conversation.", chat, examples.chat_examples(model, has_tools))
         },
         "/v1/completions": {
-            "post": _operation("completions", "Go on with a text.", completions, examples.completion_examples(model))
+            "post": operation_of("completions", "Go on with a text.", completions, examples.completion_examples(model))
         },
-        "/v1/models": {"get": _operation("models", "The model, by all its names.", _answers(responses.ModelList))},
+        "/v1/models": {"get": operation_of("models", "The model, by all its names.", answers(responses.ModelList))},
         "/v1/models/{name}": {
             "get": {
-                **_operation("model", "One name of the model.", _answers(responses.Model, 404)),
+                **operation_of("model", "One name of the model.", answers(responses.Model, 404)),
                 "parameters": [name],
             }
         },
         "/tokenize": {
-            "post": _operation(
+            "post": operation_of(
                 "tokenize",
                 "The token ids of a text, or of a conversation.",
-                {"requestBody": _body(*forms), **_answers(responses.Tokenized, 400, 404, 413, 429)},
+                {"requestBody": body_of(*forms), **answers(responses.Tokenized, 400, 404, 413, 429)},
                 examples.tokenize_examples(model),
             )
         },
         "/detokenize": {
-            "post": _operation(
+            "post": operation_of(
                 "detokenize",
                 "The text of token ids, special tokens included.",
-                {"requestBody": _body(DetokenizeRequest), **_answers(responses.Detokenized, 400, 404, 413, 429)},
+                {"requestBody": body_of(DetokenizeRequest), **answers(responses.Detokenized, 400, 404, 413, 429)},
                 examples.detokenize_examples(model),
             )
         },
+        **responses_paths(model),
+        **messages_paths(model),
     }
 
 
 def _pooling_paths(model: str) -> Json:
     return {
-        path: {"post": _operation(name, summary, {"requestBody": _body(asked), **_answers(answer, *ERRORS)}, tries)}
+        path: {"post": operation_of(name, summary, {"requestBody": body_of(asked), **answers(answer, *ERRORS)}, tries)}
         for path, (name, summary, asked, answer, tries) in pooling.pooling_operations(model).items()
     }
 
 
 def _plain_paths() -> Json:
-    generate = {"requestBody": _body(GenerateRequest), **_answers(responses.Generated, *ERRORS)}
+    generate = {"requestBody": body_of(GenerateRequest), **answers(responses.Generated, *ERRORS)}
     ok = generate["responses"]["200"]
     ok["description"] = "The texts. With `stream` such an object for each new piece of text, with a NUL after each."
-    return {"/generate": {"post": _operation("generate", "Go on with a text.", generate, examples.generate_examples())}}
+    return {
+        "/generate": {"post": operation_of("generate", "Go on with a text.", generate, examples.generate_examples())}
+    }
 
 
 def _common_paths() -> Json:
-    health = _answers(responses.Health)
-    health["responses"]["503"] = {"description": "Requests cannot be served.", "content": _json(responses.Health)}
+    health = answers(responses.Health)
+    health["responses"]["503"] = {"description": "Requests cannot be served.", "content": json_of(responses.Health)}
     text = {"responses": {"200": {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}}}
     alive = "Whether requests can be served."
     return {
-        "/health": {"get": _operation("health", alive, health)},
-        "/ping": {"get": _operation("ping", alive, health), "post": _operation("ping_post", alive, health)},
-        "/live": {"get": _operation("live", "Whether this process answers.", _answers(responses.Alive))},
-        "/metrics": {"get": _operation("metrics", "For Prometheus.", text)},
-        "/load": {"get": _operation("load", "Requests in flight.", _answers(responses.ServerLoad))},
-        "/version": {"get": _operation("version", "The server's version.", _answers(responses.Version))},
+        "/health": {"get": operation_of("health", alive, health)},
+        "/ping": {"get": operation_of("ping", alive, health), "post": operation_of("ping_post", alive, health)},
+        "/live": {"get": operation_of("live", "Whether this process answers.", answers(responses.Alive))},
+        "/metrics": {"get": operation_of("metrics", "For Prometheus.", text)},
+        "/load": {"get": operation_of("load", "Requests in flight.", answers(responses.ServerLoad))},
+        "/version": {"get": operation_of("version", "The server's version.", answers(responses.Version))},
     }
-
-
-def _operation(name: str, summary: str, parts: Json, tries: examples.Examples | None = None) -> Json:
-    operation = {"operationId": name, "summary": summary, **parts, "responses": dict(parts["responses"])}
-    if tries is not None:
-        operation["requestBody"]["content"]["application/json"]["examples"] = tries
-    return operation
-
-
-def _generates(request: type[BaseModel], whole: type[BaseModel], chunk: type[BaseModel]) -> Json:
-    parts = {"requestBody": _body(request), **_answers(whole, *ERRORS)}
-    ok = parts["responses"]["200"]
-    ok["description"] = (
-        "The answer. With `stream` it is events, each `data: ` and such a chunk, and `data: [DONE]` after the last; "
-        "what goes wrong after the first is an event with an error."
-    )
-    # The schema of one event, as readers of such documents expect it.
-    data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": _ref(chunk)}]}
-    ok["content"]["text/event-stream"] = {
-        "schema": {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", **data}}}
-    }
-    return parts
-
-
-def _body(*kinds: type[BaseModel]) -> Json:
-    schema = _ref(kinds[0]) if len(kinds) == 1 else {"anyOf": [_ref(kind) for kind in kinds]}
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
-
-
-def _answers(kind: type[BaseModel], *errors: int) -> Json:
-    found: Json = {"200": {"description": "OK", "content": _json(kind)}}
-    found |= {str(status): {"$ref": f"#/components/responses/{ERRORS[status][0]}"} for status in errors}
-    return {"responses": found}
-
-
-def _json(kind: type[BaseModel]) -> Json:
-    return {"application/json": {"schema": _ref(kind)}}
-
-
-def _ref(kind: type[BaseModel]) -> Json:
-    return {"$ref": REF.format(model=kind.__name__)}
 
 
 def _operations(paths: Json) -> Iterator[Json]:
@@ -237,10 +212,17 @@ def _describe(name: str, field: Json) -> None:
         each.update(LIMITS.get(name, {}).get(each.get("type"), {}))
 
 
-def _error_responses(has_keys: bool) -> Json:
-    found = {name: {"description": why, "content": _json(responses.Error)} for name, why in ERRORS.values()}
+def _error_responses(openai: bool, has_keys: bool) -> Json:
+    either = {"anyOf": [ref(messages_answers.MessageError), ref(responses.Error)]}
+    shapes = {"": ref(responses.Error), **({OF_MESSAGES: either} if openai else {})}
+    found = {
+        f"{prefix}{name}": {"description": why, "content": {"application/json": {"schema": schema}}}
+        for prefix, schema in shapes.items()
+        for name, why in ERRORS.values()
+    }
     if has_keys:
         header = {"WWW-Authenticate": {"schema": {"type": "string"}}}
         why = "No API key, or a wrong one."
-        found["Unauthorized"] = {"description": why, "headers": header, "content": _json(responses.Error)}
+        content = {"application/json": {"schema": either if openai else ref(responses.Error)}}
+        found["Unauthorized"] = {"description": why, "headers": header, "content": content}
     return found

@@ -70,6 +70,31 @@ def generate_examples() -> Examples:
     }
 
 
+def responses_examples(model: str) -> Examples:
+    plain = {"model": model, "input": "What is 3 + 4?", "temperature": 0, "max_output_tokens": 32}
+    form = {"type": "json_schema", "name": "answer", "schema": ANSWER_SCHEMA}
+    return {
+        "plain": example("A question", {**plain, "instructions": "Answer in one word."}),
+        "streamed": example("The same, streamed", {**plain, "stream": True}),
+        "items": example("A conversation", {**plain, "input": QUESTION}),
+        "json_schema": example("An answer of a given form", {**plain, "text": {"format": form}}),
+    }
+
+
+def messages_examples(model: str) -> Examples:
+    plain = {"model": model, "messages": QUESTION, "max_tokens": 32}
+    form = {"type": "json_schema", "schema": ANSWER_SCHEMA}
+    return {
+        "plain": example("A question", {**plain, "system": "Answer in one word."}),
+        "streamed": example("The same, streamed", {**plain, "stream": True}),
+        "json_schema": example("An answer of a given form", {**plain, "output_config": {"format": form}}),
+    }
+
+
+def count_examples(model: str) -> Examples:
+    return {"plain": example("A question", {"model": model, "messages": QUESTION})}
+
+
 def tokenize_examples(model: str) -> Examples:
     return {
         "text": example("A text", {"model": model, "prompt": "hello", "return_token_strs": True}),

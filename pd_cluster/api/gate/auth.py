@@ -23,6 +23,7 @@ from pd_cluster.cluster.tenancy.tenants import OTHERS, TenantCounts
 from pd_cluster.errors import Unauthorized
 from pd_cluster.service.caller import Caller
 from pd_cluster.service.meter import Meter
+from pd_cluster.service.status import MESSAGES_PATHS
 
 OPEN_PATHS = ("/health", "/ping", "/live")  # for probes, read-only
 METRICS_PATH = "/metrics"
@@ -30,6 +31,8 @@ METRICS_PATH = "/metrics"
 
 class ApiKeys:
     """Requires `Authorization: Bearer KEY` with one of the keys; otherwise 401 before the request's body is read.
+
+    Anthropic's routes take `X-API-Key: KEY` in its place, which Anthropic's clients send; no other path does.
 
     A preflight has no key: CORS answers it before it gets here. Paths are compared in the router's form, decoded and
     whole, under `root_path`; a path that only resembles an open one is closed. Routes find the key's tenant as the
@@ -59,6 +62,7 @@ class ApiKeys:
         self._metrics_digests = [_digest(metrics_key.encode())] if metrics_key else []
         self._open = {root_path + path for path in OPEN_PATHS}
         self._metrics_path = root_path + METRICS_PATH
+        self._messages_paths = {root_path + path for path in MESSAGES_PATHS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._is_open(scope):
@@ -67,17 +71,21 @@ class ApiKeys:
         is_metrics = scope["path"].rstrip("\n") == self._metrics_path  # routes match before a final newline, too
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         key = _key_of(given[0]) if len(given) == 1 else None
+        if not given and scope["path"] in self._messages_paths:
+            given = [value for name, value in scope["headers"] if name == b"x-api-key"]
+            key = given[0].strip() if len(given) == 1 else None
         if is_metrics or not (self._digests or self._file_keys):
             is_let_in = not is_metrics or _place(key, self._metrics_digests) is not None
-            await (self._app if is_let_in else self._refusal(is_metrics, bool(given)))(scope, receive, send)
+            app = self._app if is_let_in else self._refusal(scope["path"], is_metrics, bool(given))
+            await app(scope, receive, send)
             return
         try:
             found = self._known(key)
         except Unauthorized as error:  # the key has expired
-            await _refusal(error)(scope, receive, send)
+            await _refusal(error, scope["path"])(scope, receive, send)
             return
         if found is None:
-            await self._refusal(is_metrics, bool(given))(scope, receive, send)
+            await self._refusal(scope["path"], is_metrics, bool(given))(scope, receive, send)
             return
         caller, meter = found
         await run_metered(meter, self._app, {**scope, SCOPE: replace(caller, meter=meter)}, receive, send)
@@ -95,20 +103,20 @@ class ApiKeys:
     def _caller(self, name: str) -> Caller:
         return Caller(name, "" if self._shares_prefix_cache else name)
 
-    def _refusal(self, is_metrics: bool, has_key: bool) -> Response:
+    def _refusal(self, path: str, is_metrics: bool, has_key: bool) -> Response:
         if is_metrics and not self._metrics_digests:
             why = "the metrics are closed, because there are API keys and no --metrics-key; start the server with one"
         else:
             of = "metrics" if is_metrics else "API"
             why = f"the {of} key is wrong" if has_key else f"{'a' if is_metrics else 'an'} {of} key is needed"
-        return _refusal(Unauthorized(f"{why}; send `Authorization: Bearer KEY`", code="invalid_api_key"))
+        return _refusal(Unauthorized(f"{why}; send `Authorization: Bearer KEY`", code="invalid_api_key"), path)
 
     def _is_open(self, scope: Scope) -> bool:
         return scope["type"] == "http" and scope["method"] in LOOKING and scope["path"] in self._open
 
 
-def _refusal(error: Unauthorized) -> Response:
-    response = error_response(error)
+def _refusal(error: Unauthorized, path: str) -> Response:
+    response = error_response(error, path)
     response.headers["WWW-Authenticate"] = "Bearer"
     return response
 

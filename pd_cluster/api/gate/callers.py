@@ -51,6 +51,12 @@ def caller_of(http: Request) -> Caller:
     return made
 
 
+def owner_of(http: Request) -> str:
+    """Returns the owner of what is kept for the caller: the key's tenant; without keys, everybody is one."""
+    known = http.scope.get(SCOPE)
+    return known.client if isinstance(known, Caller) else ""
+
+
 def _patience_s(http: Request) -> float:
     """Returns the timeout that the client declares; inf if it declares none, or an implausible one."""
     for name in PATIENCE_HEADERS:

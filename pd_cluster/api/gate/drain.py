@@ -94,7 +94,7 @@ class DrainGate:
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """Refuses and closes the connection, so that a client's next request goes to another server."""
     await _skip_body(receive)
-    response = error_response(Unavailable("this server is stopping and takes no new requests"))
+    response = error_response(Unavailable("this server is stopping and takes no new requests"), scope["path"])
     response.headers["Connection"] = "close"
     await response(scope, receive, send)
 

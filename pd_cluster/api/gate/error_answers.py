@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, for every HTTP server of the project.
+"""Errors in the shape of their route, OpenAI's or Anthropic's, for every HTTP server of the project.
 
 Does without FastAPI, whose import would be most of a worker's start-up time.
 """
@@ -13,29 +13,30 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pd_cluster.errors import Overloaded, PdClusterError, RequestError, Unavailable
-from pd_cluster.service.status import error_body, status_of
+from pd_cluster.service.status import error_body_at, status_of
 
 log = logging.getLogger(__name__)
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception, path: str) -> JSONResponse:
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable | Overloaded) else {}
-    return JSONResponse(error_body(error), status_of(error), headers)
+    return JSONResponse(error_body_at(path, error), status_of(error), headers)
 
 
 def install_error_handlers(app: Starlette) -> None:
     async def known(request: Request, error: Exception) -> Response:
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
-        body = error_body(RequestError(f"{request.method} {request.url.path}: {error.detail}", code=code))
+        told = RequestError(f"{request.method} {request.url.path}: {error.detail}", code=code)
+        body = error_body_at(request.url.path, told, error.status_code)
         return JSONResponse(body, error.status_code, error.headers)
 
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     app.add_exception_handler(PdClusterError, known)
     app.add_exception_handler(HTTPException, http)

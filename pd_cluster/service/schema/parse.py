@@ -40,19 +40,23 @@ _logged_fields: set[str] = set()
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
-def parse(body: bytes, kind: type[RequestT]) -> RequestT:
-    """Parses a body. Raises RequestError that names the field, for anything that is not a valid request."""
-    return checked(decoded(body), kind)
+def parse(body: bytes, kind: type[RequestT], has_own_names: bool = False) -> RequestT:
+    """Parses a body. Raises RequestError that names the field, for anything that is not a valid request.
+
+    `has_own_names`: its fields are another API's, so that the names of this one mean nothing in it.
+    """
+    return checked(decoded(body), kind, has_own_names)
 
 
-def checked(data: Any, kind: type[RequestT]) -> RequestT:
+def checked(data: Any, kind: type[RequestT], has_own_names: bool = False) -> RequestT:
     """Validates a decoded body."""
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
-    _refuse(data, NOT_YET, "is not supported yet by this server")
-    if not issubclass(kind, ChatFields):
-        others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
-        _refuse(data, others, "is for chats; use /v1/chat/completions")
+    if not has_own_names:
+        _refuse(data, NOT_YET, "is not supported yet by this server")
+        if not issubclass(kind, ChatFields):
+            others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
+            _refuse(data, others, "is for chats; use /v1/chat/completions")
     try:
         request = kind.model_validate(data)
     except ValidationError as error:

@@ -1,0 +1,69 @@
+"""Sends answers that are made of blocks, whole or as a stream: what /v1/messages and /v1/responses share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from pd_cluster.api.gate.callers import reserve_tokens
+from pd_cluster.api.gate.http import EventStream, json_response, session_of, unless_disconnected
+from pd_cluster.api.openai.openai import served_by
+from pd_cluster.errors import PdClusterError
+from pd_cluster.service.answers.blocks import BlockAnswer
+from pd_cluster.service.service import TextService
+from pd_cluster.service.status import CLIENT_CLOSED_REQUEST
+
+
+async def _nothing() -> None:
+    """Keeps nothing."""
+
+
+async def send(
+    http: Request, service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]] = _nothing
+) -> Response:
+    """Generates the answer and sends it. `keep` is called when it is complete, before its client learns of that.
+
+    Raises RequestError, RateLimited before anything is computed.
+    """
+    generation = answer.generation
+    reserve_tokens(http, [generation])
+    generation.client_id = answer.id
+    generation.amend(session=generation.order.session or session_of(http))
+    if answer.streams:
+        return EventStream(_events(service, answer, keep), lambda: served_by([generation]), headers=answer.headers)
+    is_whole = await unless_disconnected(http.receive, _take(service, answer, keep))
+    if is_whole is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return await json_response(answer.whole, large=False, headers=answer.headers | served_by([generation]))
+
+
+async def _take(service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]]) -> bool:
+    async with contextlib.aclosing(service.stream(answer.generation)) as pieces:
+        async for piece in pieces:
+            answer.take(piece)
+    await keep()
+    return True
+
+
+async def _events(
+    service: TextService, answer: BlockAnswer, keep: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[bytes, None]:
+    """Yields all events. An error before the first one is raised, a later one is sent in-band."""
+    begun = False
+    try:
+        async with contextlib.aclosing(service.stream(answer.generation)) as pieces:
+            async for piece in pieces:
+                events = answer.events(piece)
+                if answer.last is not None:
+                    await keep()
+                    events += answer.closing()
+                if events:
+                    begun = True
+                    yield events
+    except PdClusterError as error:
+        if not begun:
+            raise
+        yield answer.failure(error)

@@ -1,0 +1,50 @@
+"""Anthropic's routes: /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from pd_cluster.api.gate.callers import caller_of
+from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_response, read_body
+from pd_cluster.api.openai.block_answers import send
+from pd_cluster.service.answers.messages_answer import MessagesAnswer
+from pd_cluster.service.schema.messages_chat import ITS_NAMES, chat_of
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
+from pd_cluster.service.schema.own_words import in_own_words
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.service import TextService
+
+
+def message_routes(service: TextService) -> APIRouter:
+    routes = APIRouter(route_class=GeneratingRoute)
+
+    @routes.post("/v1/messages")
+    async def messages(http: Request) -> Response:
+        received_s = time.monotonic()
+        request = parse(await read_body(http), MessagesRequest, has_own_names=True)
+        name = service.check_model(request.model, caller_of(http))
+        with in_own_words(ITS_NAMES):
+            chat = chat_of(request, service.template_variables, service.reads_reasoning)
+            generation = await service.chat(chat, received_s, caller_of(http))
+        return await send(http, service, MessagesAnswer(request, name, generation))
+
+    return routes
+
+
+def message_count_routes(service: TextService) -> APIRouter:
+    """The route that no instance takes part in."""
+    routes = APIRouter(route_class=PlainRoute)
+
+    @routes.post("/v1/messages/count_tokens")
+    async def count_tokens(http: Request) -> Response:
+        request = parse(await read_body(http), MessagesPrompt, has_own_names=True)
+        service.check_model(request.model, caller_of(http))
+        with in_own_words(ITS_NAMES):
+            chat = chat_of(request, service.template_variables, service.reads_reasoning)
+            token_ids = await service.chat_token_ids(chat, True, chat.tool_choice != "none", caller_of(http))
+        return await json_response(lambda: {"input_tokens": len(token_ids)}, large=False)
+
+    return routes

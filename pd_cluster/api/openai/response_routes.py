@@ -1,0 +1,130 @@
+"""OpenAI's newer routes: /v1/responses, and the responses that are kept, where the server keeps any."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from pd_cluster.api.gate.callers import caller_of, owner_of
+from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, read_body
+from pd_cluster.api.openai.block_answers import send
+from pd_cluster.errors import RequestError
+from pd_cluster.service.answers.responses_answer import ResponsesAnswer
+from pd_cluster.service.response_store import Kept, ResponseStore, not_found
+from pd_cluster.service.schema.own_words import in_own_words
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.responses_chat import ITS_NAMES, chat_of
+from pd_cluster.service.schema.responses_items import items_of, listed
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.service import TextService
+
+ONE = "/v1/responses/{response_id}"
+MAX_LISTED, DEFAULT_LISTED = 100, 20
+FLAG = "(--response-store)"
+
+
+def response_routes(service: TextService, store: ResponseStore | None) -> APIRouter:
+    routes = APIRouter(route_class=GeneratingRoute)
+
+    @routes.post("/v1/responses")
+    async def create(http: Request) -> Response:
+        received_s = time.monotonic()
+        request = parse(await read_body(http), ResponsesRequest, has_own_names=True)
+        name = service.check_model(request.model, caller_of(http))
+        _check_store(request, store)
+        keeps, earlier = store is not None and request.store is not False, []
+        if request.previous_response_id is not None:
+            earlier = (await _find(http, service, store, request.previous_response_id)).conversation
+        with in_own_words(ITS_NAMES):
+            chat = chat_of(request, earlier, service.template_variables)
+            generation = await service.chat(chat, received_s, caller_of(http))
+        answer = ResponsesAnswer(request, name, generation, keeps)
+
+        async def keep() -> None:
+            if store is None or not keeps:
+                return
+            kept = Kept(answer.whole(), [*earlier, *listed(items_of(request))])
+            if not await asyncio.to_thread(store.keep, owner_of(http), kept):
+                answer.is_not_stored()
+
+        return await send(http, service, answer, keep)
+
+    return routes
+
+
+def kept_response_routes(service: TextService, store: ResponseStore | None) -> APIRouter:
+    """The routes that no instance takes part in."""
+    routes = APIRouter(route_class=PlainRoute)
+
+    @routes.get(ONE)
+    async def retrieve(http: Request) -> Response:
+        if http.query_params.get("stream") == "true":
+            raise RequestError("stream: a kept response is not streamed again; leave it out", param="stream")
+        return JSONResponse((await _find(http, service, store, _id_of(http))).response)
+
+    @routes.delete(ONE)
+    async def delete(http: Request) -> Response:
+        response_id = _id_of(http)
+        await _find(http, service, store, response_id)
+        assert store is not None, "found without a store"
+        await asyncio.to_thread(store.remove, owner_of(http), response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @routes.post(ONE + "/cancel")
+    async def cancel(http: Request) -> Response:
+        await _find(http, service, store, _id_of(http))
+        raise RequestError("only responses made with background: true can be cancelled, and this server makes none")
+
+    @routes.get(ONE + "/input_items")
+    async def input_items(http: Request) -> Response:
+        kept = await _find(http, service, store, _id_of(http))
+        asked = http.query_params
+        order, limit = asked.get("order", "desc"), asked.get("limit", str(DEFAULT_LISTED))
+        if order not in ("asc", "desc"):
+            raise RequestError("order: expected asc or desc", param="order")
+        if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
+            raise RequestError(f"limit: expected 1 to {MAX_LISTED}", param="limit")
+        items = kept.items if order == "asc" else kept.items[::-1]
+        if (after := asked.get("after")) is not None:
+            places = [at for at, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise RequestError("after: the response has no item of this id", param="after")
+            items = items[places[0] + 1 :]
+        shown = items[: int(limit)]
+        ids = [item["id"] for item in shown] or [None]
+        ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > len(shown)}
+        return JSONResponse({"object": "list", "data": shown, **ends})
+
+    return routes
+
+
+def _id_of(http: Request) -> str:
+    found: str = http.path_params["response_id"]
+    return found
+
+
+async def _find(http: Request, service: TextService, store: ResponseStore | None, response_id: str) -> Kept:
+    """Returns a response of the caller's own, of a model that it may use. Raises RequestNotFound."""
+    if store is None:
+        raise not_found(response_id)
+    kept = await asyncio.to_thread(store.find, owner_of(http), response_id)
+    model = kept.response["model"]
+    if model not in (*service.served_model_names, service.model) or not caller_of(http).may_use(model):
+        raise not_found(response_id)
+    return kept
+
+
+def _check_store(request: ResponsesRequest, store: ResponseStore | None) -> None:
+    """Raises RequestError for what needs responses that are kept, where none are."""
+    if store is not None:
+        return
+    if request.store:
+        raise RequestError(f"store: this server keeps no responses {FLAG}; leave it out, or give false", param="store")
+    if request.previous_response_id is not None:
+        raise RequestError(
+            f"previous_response_id: this server keeps no responses {FLAG}; send the earlier items in input",
+            param="previous_response_id",
+        )

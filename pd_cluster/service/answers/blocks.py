@@ -1,0 +1,157 @@
+"""A reply as a row of blocks: reasoning, text and calls, in the order in which the model wrote them.
+
+The form that /v1/messages and /v1/responses share; each names the blocks in its own words. Knows nothing of either.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from pd_cluster.errors import PdClusterError
+from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.service.generation import Generation
+from pd_cluster.service.sequence import Piece
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+class Block:
+    """`text` is what has been written so far: of a call, its arguments. `call_id` and `name` are a call's."""
+
+    def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
+        self.index, self.kind, self.call_id, self.name = index, kind, call_id, name
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    @property
+    def text(self) -> str:
+        self._texts = ["".join(self._texts)]
+        return self._texts[0]
+
+
+class Change(NamedTuple):
+    """One step of a reply. A block begins, grows by `text` any number of times, and ends before the next one begins."""
+
+    what: Literal["begins", "grows", "ends"]
+    block: Block
+    text: str = ""
+
+
+class BlockReader:
+    """Reads one choice's pieces. `blocks` are all so far; the last one is still growing."""
+
+    def __init__(self, generation: Generation, shows_reasoning: bool = True) -> None:
+        self._reader = generation.new_reader() if generation.new_reader is not None else None
+        self._new_call_id = generation.new_call_id
+        self._shows_reasoning = shows_reasoning
+        self._has_reasoned = False
+        self._num_reasoning_tokens = 0
+        self.blocks: list[Block] = []
+
+    @property
+    def has_calls(self) -> bool:
+        return any(block.kind == "call" for block in self.blocks)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens before the first one of the answer, the marks around reasoning included; 0 without any reasoning."""
+        return self._num_reasoning_tokens if self._has_reasoned else 0
+
+    def read(self, piece: Piece) -> Iterator[Change]:
+        """Yields what is certain after this piece; with the last piece, also everything that was held back."""
+        parts: list[Part] = [Content(piece.text)] if piece.text else []
+        if self._reader is not None:
+            parts = self._reader.feed(piece.text)
+            if self._reader.is_reasoning:
+                self._num_reasoning_tokens += len(piece.token_ids)
+            if piece.finish_reason is not None:
+                parts += self._reader.finish()
+        for part in parts:
+            yield from self._changes(part)
+        if piece.finish_reason is not None and self.blocks:
+            yield Change("ends", self.blocks[-1])
+
+    def _changes(self, part: Part) -> Iterator[Change]:
+        match part:
+            case CallBegin(_, name):
+                yield from self._begin("call", self._new_call_id(), name)
+                return
+            case Reasoning(text):
+                kind: Kind = "reasoning"
+                self._has_reasoned = True
+                if not self._shows_reasoning:
+                    return
+            case Content(text):
+                kind = "text"
+            case CallArguments(_, text):
+                kind = "call"
+        if not self.blocks or self.blocks[-1].kind != kind:
+            yield from self._begin(kind)
+        self.blocks[-1].add(text)
+        yield Change("grows", self.blocks[-1], text)
+
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
+        ended, begun = self.blocks[-1:], Block(len(self.blocks), kind, call_id, name)
+        self.blocks.append(begun)
+        for block in ended:
+            yield Change("ends", block)
+        yield Change("begins", begun)
+
+
+class BlockAnswer(ABC):
+    """The answer to a request of one choice, whole or as events. `headers` name it for clients.
+
+    `last` is the piece that ends it, set before the last changes are told.
+    """
+
+    id: str
+
+    def __init__(self, generation: Generation, streams: bool, shows_reasoning: bool = True) -> None:
+        self.generation = generation
+        self.streams = streams
+        self.reader = BlockReader(generation, shows_reasoning)
+        self.last: Piece | None = None
+        self._is_opened = False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    def take(self, piece: Piece) -> None:
+        """Reads a piece of an answer that is sent whole."""
+        if piece.finish_reason is not None:
+            self.last = piece
+        for _ in self.reader.read(piece):
+            pass
+
+    def events(self, piece: Piece) -> bytes:
+        """Returns a piece's events; `closing` follows those of the last. The first ones also say that it begins."""
+        found = [] if self._is_opened else [self._opening()]
+        self._is_opened = True
+        if piece.finish_reason is not None:
+            self.last = piece
+        return b"".join([*found, *(self._change(change) for change in self.reader.read(piece))])
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """Returns the answer after its last piece."""
+
+    @abstractmethod
+    def failure(self, error: PdClusterError) -> bytes:
+        """Returns the events of an error after the first ones."""
+
+    @abstractmethod
+    def _opening(self) -> bytes:
+        """Returns the events before any block."""
+
+    @abstractmethod
+    def _change(self, change: Change) -> bytes:
+        """Returns the events of one step."""
+
+    @abstractmethod
+    def closing(self) -> bytes:
+        """Returns the events after the last block."""

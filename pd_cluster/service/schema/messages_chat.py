@@ -1,0 +1,185 @@
+"""From a request in Anthropic's form to the chat that it asks for. Every refusal is a RequestError.
+
+Knows nothing of templates, tokens or answers.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest, MessageTurn
+from pd_cluster.service.schema.parse import checked
+
+Json = dict[str, Any]
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+ITS_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # a chat's names -> this API's
+
+
+def chat_of(request: MessagesPrompt, variables: frozenset[str], reads_reasoning: bool) -> ChatCompletionRequest:
+    """`variables`: those of the chat template. `reads_reasoning`: the server can find the model's thinking.
+
+    Raises RequestError, in the words of a chat where chats have the same field: see `in_own_words`.
+    """
+    chat: Json = {"messages": [*_system(request), *_messages(request.messages)], "model": request.model}
+    last = chat["messages"][-1]
+    if last["role"] == "assistant":
+        if last.get("tool_calls") or not last["content"]:
+            raise RequestError(
+                f"messages[{len(request.messages) - 1}]: the last message is the assistant's, and has no text to go "
+                "on with; end with a user's message",
+                param="messages",
+            )
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    chat |= _tools(request)
+    chat["chat_template_kwargs"] = _thinking(request, variables, reads_reasoning)
+    if (config := request.output_config) is not None:
+        if config.format is not None:
+            schema = {"name": "output", "schema": config.format.form}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if config.effort is not None and "reasoning_effort" in variables:
+            chat["chat_template_kwargs"]["reasoning_effort"] = config.effort
+    if isinstance(request, MessagesRequest):
+        same = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+        chat |= {name: getattr(request, name) for name in same} | {"stop": request.stop_sequences}
+    return checked(chat, ChatCompletionRequest)
+
+
+def _system(request: MessagesPrompt) -> list[Json]:
+    if not request.system:
+        return []
+    blocks = _blocks(request.system)
+    texts = [_text_of(block, f"system[{at}]") for at, block in enumerate(blocks)]
+    return [{"role": "system", "content": [{"type": "text", "text": text} for text in texts]}]
+
+
+def _messages(turns: list[MessageTurn]) -> list[Json]:
+    """Joins neighbours of one role: some chat templates accept nothing else, and the API means the same by it."""
+    found: list[Json] = []
+    for at, turn in enumerate(turns):
+        for message in _of_turn(turn, f"messages[{at}]"):
+            last = found[-1] if found else {}
+            if message["role"] == last.get("role") != "tool" and not last.get("tool_calls"):
+                last["content"] += message.pop("content")
+                last |= message
+            else:
+                found.append(message)
+    return found
+
+
+def _of_turn(turn: MessageTurn, place: str) -> Iterator[Json]:
+    """Yields the turn's messages: results of tools are messages of their own."""
+    if not turn.content:
+        raise RequestError(f"{place}.content: empty; leave the message out", param="messages")
+    texts: list[Json] = []
+    message: Json = {"role": turn.role, "content": texts}
+    for at, block in enumerate(_blocks(turn.content)):
+        where, kind = f"{place}.content[{at}]", block.get("type")
+        if kind == "tool_result" and turn.role == "user":
+            if texts:
+                yield {"role": turn.role, "content": list(texts)}
+                texts.clear()
+            yield _result(block, where)
+        elif kind == "thinking" and turn.role == "assistant":
+            message["reasoning_content"] = message.get("reasoning_content", "") + _string(block, "thinking", where)
+        elif kind == "redacted_thinking" and turn.role == "assistant":
+            continue  # nobody can read it
+        elif kind == "tool_use" and turn.role == "assistant":
+            message.setdefault("tool_calls", []).append(_call(block, where))
+        else:
+            texts.append({"type": "text", "text": _text_of(block, where)})
+    if texts or turn.role == "assistant":
+        yield message
+
+
+def _blocks(content: str | list[Json]) -> list[Json]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _text_of(block: Json, place: str) -> str:
+    if block.get("type") != "text":
+        raise RequestError(
+            f"{place}: a block of type {reprlib.repr(block.get('type'))} is not supported here; send its text",
+            param=place.partition("[")[0],
+        )
+    return _string(block, "text", place)
+
+
+def _string(block: Json, name: str, place: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{place}.{name}: must be a string", param=place.partition("[")[0])
+    return value
+
+
+def _call(block: Json, place: str) -> Json:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{place}.input: must be an object", param="messages")
+    function = {"name": _string(block, "name", place), "arguments": msgspec.json.encode(arguments).decode()}
+    return {"id": _string(block, "id", place), "type": "function", "function": function}
+
+
+def _result(block: Json, place: str) -> Json:
+    content = block.get("content", "")
+    is_list = isinstance(content, list) and all(isinstance(each, dict) for each in content)
+    if not is_list and not isinstance(content, str):
+        raise RequestError(f"{place}.content: must be a string or a list of blocks", param="messages")
+    texts = [_text_of(each, f"{place}.content[{at}]") for at, each in enumerate(_blocks(content))]
+    if block.get("is_error") is True and not any(texts):
+        texts = ["error"]  # otherwise the model would not learn of it
+    return {
+        "role": "tool",
+        "tool_call_id": _string(block, "tool_use_id", place),
+        "content": [{"type": "text", "text": text} for text in texts],
+    }
+
+
+def _tools(request: MessagesPrompt) -> Json:
+    found: Json = {}
+    if request.tools:
+        found["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "parameters": tool.input_schema,
+                    **({"description": tool.description} if tool.description is not None else {}),
+                    **({"strict": tool.strict} if tool.strict is not None else {}),
+                },
+            }
+            for tool in request.tools
+        ]
+    choice = request.tool_choice
+    if choice is None:
+        return found
+    if choice.type == "tool":
+        if choice.name is None:
+            raise RequestError("tool_choice.name: missing; give the tool's name", param="tool_choice")
+        found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    else:
+        found["tool_choice"] = CHOICES[choice.type]
+    if choice.disable_parallel_tool_use:
+        found["parallel_tool_calls"] = False
+    return found
+
+
+def _thinking(request: MessagesPrompt, variables: frozenset[str], reads_reasoning: bool) -> Json:
+    """Returns the template's variables that switch thinking on or off, as far as the template has any."""
+    thinking = request.thinking
+    if thinking is None or thinking.type == "adaptive":
+        return {}
+    if thinking.type == "enabled":
+        if not reads_reasoning:
+            raise RequestError(
+                "thinking: this server cannot tell thinking from text (--reasoning-parser); leave it out",
+                param="thinking",
+            )
+        if thinking.budget_tokens is None:
+            raise RequestError("thinking.budget_tokens: missing; or give the type adaptive", param="thinking")
+    return {"enable_thinking": thinking.type == "enabled"} if "enable_thinking" in variables else {}

@@ -1,0 +1,95 @@
+"""The schema of /v1/messages and /v1/messages/count_tokens: Anthropic's requests.
+
+Knows nothing of chats; messages_chat.py makes one of a request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Name
+from pd_cluster.service.schema.protocol import FAIL_FAST
+from pd_cluster.types import INT32_MAX
+
+MIN_THINKING_TOKENS = 1024
+
+Blocks = Annotated[list[dict[str, Any]], FAIL_FAST]
+
+
+class MessageTurn(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class MessageTool(BaseModel):
+    """One that a model may call; the client runs it. `eager_input_streaming`: its input is sent as it is written."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: Name
+    input_schema: dict[str, Any]
+    description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class MessageToolChoice(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(BaseModel):
+    """`budget_tokens` is a hint, which changes nothing here: max_tokens bounds thinking and answer together."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=MIN_THINKING_TOKENS, le=INT32_MAX)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", serialize_by_alias=True)
+    type: Literal["json_schema"]
+    form: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesPrompt(BaseModel):
+    """The fields that determine the prompt; /v1/messages/count_tokens takes them alone."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    messages: list[MessageTurn] = Field(min_length=1, fail_fast=True)
+    system: str | Blocks | None = None
+    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(MessagesPrompt):
+    max_tokens: int
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    stop_sequences: Annotated[list[str], FAIL_FAST] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+    container: None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    context_management: None = None

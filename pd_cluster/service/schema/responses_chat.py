@@ -1,0 +1,135 @@
+"""From a request to /v1/responses to the chat that it asks for. Every refusal is a RequestError that names the item.
+
+Knows nothing of templates, tokens or answers.
+"""
+
+from __future__ import annotations
+
+import reprlib
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.parse import checked
+from pd_cluster.service.schema.responses_items import Json, items_of, parts_of, text_parts
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest, ResponseToolChoice
+
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+SAME = (
+    *("temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key", "user"),
+    *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_salt", "priority"),
+)
+ITS_NAMES = {  # a chat's names -> this API's
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "messages": "input",
+}
+
+
+def chat_of(request: ResponsesRequest, earlier: list[Json], variables: frozenset[str]) -> ChatCompletionRequest:
+    """`earlier`: the items before those of the request. `variables`: those of the chat template.
+
+    Raises RequestError, in the words of a chat where chats have the same field: see `in_own_words`.
+    """
+    messages = [{"role": "system", "content": text_parts(request.instructions)}] if request.instructions else []
+    _add_messages(earlier, "previous_response_id", messages)
+    _add_messages(items_of(request), "input", messages)
+    chat: Json = {
+        **{name: value for name in SAME if (value := getattr(request, name)) is not None},
+        "model": request.model,
+        "messages": messages,
+        "chat_template_kwargs": {**(request.chat_template_kwargs or {}), **_effort(request, variables)},
+        **_tools(request),
+    }
+    if request.max_output_tokens is not None:
+        chat["max_tokens"] = request.max_output_tokens
+    form = request.text.format if request.text is not None else None
+    if form is not None and form.type == "json_schema":
+        inner = {"name": form.name or "output", "schema": form.form, "strict": form.strict}
+        chat["response_format"] = {"type": "json_schema", "json_schema": inner}
+    elif form is not None:
+        chat["response_format"] = {"type": form.type}
+    return checked(chat, ChatCompletionRequest)
+
+
+def _add_messages(items: list[Json], name: str, found: list[Json]) -> None:
+    """Adds the items' messages to `found`. The parts of one turn of the model become one message."""
+    for at, item in enumerate(items):
+        place, last = f"{name}[{at}]", found[-1] if found else {}
+        kind = item.get("type", "message")
+        if kind == "message":
+            _add_message(item, place, last, found)
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            text = "".join(part["text"] for part in parts_of(parts, f"{place}.content"))
+            found.append({"role": "assistant", "content": [], "reasoning_content": text})
+        elif kind == "function_call":
+            if last.get("role") != "assistant":
+                last = {"role": "assistant", "content": []}
+                found.append(last)
+            function = {name: _string(item, name, place) for name in ("name", "arguments")}
+            call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
+            last.setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = parts_of(item.get("output"), f"{place}.output")
+            found.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": content})
+        else:
+            raise RequestError(
+                f"{place}: an item of type {reprlib.repr(kind)} is not supported here; leave it out", param="input"
+            )
+
+
+def _add_message(item: Json, place: str, last: Json, found: list[Json]) -> None:
+    given = item.get("role")
+    role = ROLES.get(given) if isinstance(given, str) else None
+    if role is None:
+        raise RequestError(f"{place}.role: {reprlib.repr(given)}; expected one of {', '.join(ROLES)}", param="input")
+    content = parts_of(item.get("content"), f"{place}.content")
+    follows_reasoning = role == "assistant" and "reasoning_content" in last and not last["content"]
+    if last.get("role") == role and not last.get("tool_calls") and (role == "system" or follows_reasoning):
+        last["content"] += content
+    else:
+        found.append({"role": role, "content": content})
+
+
+def _string(item: Json, name: str, place: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{place}.{name}: must be a string", param="input")
+    return value
+
+
+def _tools(request: ResponsesRequest) -> Json:
+    tools, choice = request.tools or [], request.tool_choice
+    found: Json = {}
+    if isinstance(choice, ResponseToolChoice) and choice.type == "allowed_tools":
+        names = {tool.get("name") if tool.get("type") == "function" else None for tool in choice.tools or []}
+        if choice.tools is None or not names <= {tool.name for tool in tools}:
+            raise RequestError("tool_choice.tools: must be functions, all of them in tools", param="tool_choice")
+        tools = [tool for tool in tools if tool.name in names]
+        found["tool_choice"] = choice.mode or "auto"
+    elif isinstance(choice, ResponseToolChoice):
+        if choice.name is None:
+            raise RequestError("tool_choice.name: missing; give the function's name", param="tool_choice")
+        found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice is not None:
+        found["tool_choice"] = choice
+    if tools:
+        shown = ("name", "description", "parameters", "strict")
+        found["tools"] = [
+            {
+                "type": "function",
+                "function": {name: value for name in shown if (value := getattr(tool, name)) is not None},
+            }
+            for tool in tools
+        ]
+    return found
+
+
+def _effort(request: ResponsesRequest, variables: frozenset[str]) -> Json:
+    """Returns the effort as the template's variable; a template without one does not know of efforts."""
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    if effort is None:
+        return {}
+    if "reasoning_effort" in variables:
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort != "none"} if "enable_thinking" in variables else {}

@@ -1,0 +1,75 @@
+"""The items of /v1/responses: what a request has as its input, and how a kept response lists it.
+
+Every refusal is a RequestError that names the item.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import secrets
+from typing import Any
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+
+Json = dict[str, Any]
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+def items_of(request: ResponsesRequest) -> list[Json]:
+    """Returns the input as items; a text is a user's message."""
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": request.input}]}]
+    return request.input
+
+
+def listed(items: list[Json]) -> list[Json]:
+    """Returns items that a chat was made of as a list of them shows them: each has an id, and contents are parts."""
+    return [_listed(item) for item in items]
+
+
+def _listed(item: Json) -> Json:
+    kind = item.get("type", "message")
+    own = item.get("id")
+    named = {"type": kind, "id": own if isinstance(own, str) else f"{PREFIXES[kind]}_{secrets.token_hex(24)}"}
+    if kind != "message":
+        return (
+            {"status": "completed", "summary": [], **item, **named}
+            if kind == "reasoning"
+            else {
+                "status": "completed",
+                **item,
+                **named,
+            }
+        )
+    texts = [part["text"] for part in parts_of(item["content"], "input")]
+    is_ours = item["role"] == "assistant"
+    more: Json = {"annotations": [], "logprobs": []} if is_ours else {}
+    parts = [{"type": "output_text" if is_ours else "input_text", "text": text, **more} for text in texts]
+    return {"status": "completed", **item, **named, "content": parts}
+
+
+def parts_of(content: Any, place: str) -> list[Json]:
+    """Returns text parts as chats have them."""
+    if isinstance(content, str):
+        return text_parts(content)
+    if not isinstance(content, list):
+        raise RequestError(f"{place}: must be a string or a list of parts", param="input")
+    found = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in (*TEXT_PARTS, "refusal"):
+            raise RequestError(
+                f"{place}[{at}]: a part of type {reprlib.repr(kind)} is not supported here; send its text",
+                param="input",
+            )
+        if not isinstance(text, str):
+            raise RequestError(f"{place}[{at}].text: must be a string", param="input")
+        found += text_parts(text)
+    return found
+
+
+def text_parts(text: str) -> list[Json]:
+    return [{"type": "text", "text": text}]

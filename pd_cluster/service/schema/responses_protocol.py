@@ -1,0 +1,116 @@
+"""The schema of /v1/responses: OpenAI's requests.
+
+Fields of features that this server lacks accept only values that ask for nothing.
+Knows nothing of chats; responses_chat.py makes one of a request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pd_cluster.service.schema.chat_protocol import MAX_DESCRIPTION_NUM_CHARS, MAX_TOOLS, Name
+from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS
+from pd_cluster.types import INT32_MAX
+
+MAX_METADATA = 16
+
+Items = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+Value = Annotated[str, Field(max_length=512)]
+
+
+class ResponseTool(BaseModel):
+    """A function that the model may call; the client runs it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    name: Name
+    description: str | None = Field(default=None, max_length=MAX_DESCRIPTION_NUM_CHARS)
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class ResponseToolChoice(BaseModel):
+    """A function by its name, or some of the tools with a mode."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", serialize_by_alias=True)
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    form: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(BaseModel):
+    """`verbosity` is a hint, which changes nothing here."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(BaseModel):
+    """`summary` changes nothing here: reasoning is shown as the model wrote it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    input: str | Items
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], FAIL_FAST] | None = None
+    metadata: Annotated[dict[Name, Value], Field(max_length=MAX_METADATA)] | None = None
+    prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    safety_identifier: str | None = None
+    user: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+    context_management: None = None
+    moderation: None = None
+    access_programs: None = None
+    # vLLM's, with the meanings that they have in a chat
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], FAIL_FAST] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

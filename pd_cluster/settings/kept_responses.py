@@ -1,0 +1,36 @@
+"""Settings of responses that are kept for clients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from pd_cluster.settings.setting import POSITIVE, Panel, Scope, Setting, at_least
+
+HTTP = partial(Setting, panel=Panel.HTTP, scope=Scope.SERVER)
+
+
+class KeptResponses(msgspec.Struct, frozen=True):
+    """`folder` "" keeps nothing. `tenant_mib`: the files of one tenant together."""
+
+    folder: Annotated[
+        str,
+        HTTP(
+            "Keep the answers of /v1/responses in this folder, for GET and previous_response_id; default: keep none.",
+            name="response_store",
+        ),
+    ] = ""
+    tenant_mib: Annotated[
+        int,
+        HTTP(
+            "MiB that each tenant's kept responses may take; its oldest ones make room.",
+            name="response_store_tenant_mib",
+            checks=(at_least(1),),
+        ),
+    ] = 256
+    ttl_s: Annotated[
+        float,
+        HTTP("Seconds until a kept response is removed.", name="response_store_ttl", checks=(POSITIVE,)),
+    ] = 86_400.0

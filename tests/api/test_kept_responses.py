@@ -1,0 +1,164 @@
+"""Responses that are kept, over two API processes and two tenants: OpenAI's client, unmodified."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseItem
+from pydantic import TypeAdapter
+
+from tests.api.conftest import FLAGS
+from tests.support.cluster import LiveCluster
+
+ITEMS: TypeAdapter[Any] = TypeAdapter(list[ResponseItem])
+KEYS = {"one": "sk-of-one", "two": "sk-of-two"}
+NUM_TRIES = 6  # each over a new connection: both processes get some
+HELLO: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def keeping(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    folder = tmp_path_factory.mktemp("keeping")
+    names = [f"--api-key-tenant={name}" for name in KEYS]
+    keys = [f"--api-key={key}" for key in KEYS.values()]
+    flags = [*FLAGS, "--api-workers=2", f"--response-store={folder / 'kept'}", *keys, *names]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        with LiveCluster(folder, model, arguments=flags) as cluster:
+            yield cluster
+            cluster.assert_home()
+
+
+def client_of(cluster: LiveCluster, name: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS[name], max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def one(keeping: LiveCluster) -> Iterator[openai.OpenAI]:
+    with client_of(keeping, "one") as client:
+        yield client
+
+
+def kept_files(cluster: LiveCluster) -> list[Path]:
+    return sorted(path for path in (cluster.folder / "kept").rglob("resp_*"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_kept_and_found_by_every_process(keeping: LiveCluster, one: openai.OpenAI, stream: bool) -> None:
+    made: Response
+    if stream:
+        *_, last = list(one.responses.create(**HELLO, stream=True))
+        made = last.response
+    else:
+        made = one.responses.create(**HELLO)
+    assert made.model_extra == {"store": True}
+    for _ in range(NUM_TRIES):
+        with client_of(keeping, "one") as client:
+            assert client.responses.retrieve(made.id) == made
+            assert not hasattr(made, "items")
+            listed = client.responses.input_items.list(made.id)
+            (item,) = listed.data
+            assert item.type == "message"
+            assert item.content[0].text == "hello"  # type: ignore[union-attr]
+    one.responses.delete(made.id)
+    for _ in range(NUM_TRIES):
+        with client_of(keeping, "one") as client, pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(made.id)
+
+
+def test_a_conversation_goes_on(keeping: LiveCluster, one: openai.OpenAI) -> None:
+    """The second response has the prompt of the whole conversation; instructions are not carried over."""
+    first = one.responses.create(**HELLO, instructions="s")
+    items: Any = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    second = one.responses.create(**{**HELLO, "input": items}, previous_response_id=first.id)
+    third = one.responses.create(**{**HELLO, "input": "c"}, previous_response_id=second.id, stream=False)
+    chat = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": first.output_text},
+        *items,
+        {"role": "assistant", "content": second.output_text},
+        {"role": "user", "content": "c"},
+    ]
+    headers = {"Authorization": f"Bearer {KEYS['one']}"}
+    count = keeping.client.post(f"{keeping.url}/tokenize", json={"messages": chat}, headers=headers).json()["count"]
+    assert third.usage is not None
+    assert third.usage.input_tokens == count
+    assert third.previous_response_id == second.id
+    one.responses.delete(first.id)  # later responses have what they need
+    assert one.responses.create(**HELLO, previous_response_id=second.id).usage is not None
+    page = one.responses.input_items.list(third.id, order="asc", limit=2)
+    assert page.has_more
+    ids = [item.id for item in page]
+    assert len(ids) == len(set(ids)) == 6
+    raw = keeping.client.get(f"{keeping.url}/v1/responses/{third.id}/input_items?limit=100", headers=headers).json()
+    assert [item.id for item in ITEMS.validate_python(raw["data"])] == ids[::-1]
+
+
+def test_another_tenants_response_is_unknown_everywhere(keeping: LiveCluster, one: openai.OpenAI) -> None:
+    made = one.responses.create(**HELLO)
+    with client_of(keeping, "two") as two:
+        for found in (
+            lambda: two.responses.retrieve(made.id),
+            lambda: two.responses.delete(made.id),
+            lambda: two.responses.cancel(made.id),
+            lambda: two.responses.input_items.list(made.id),
+            lambda: two.responses.create(**HELLO, previous_response_id=made.id),
+        ):
+            with pytest.raises(openai.NotFoundError) as caught:
+                found()
+            assert caught.value.code == "response_not_found"
+    assert one.responses.retrieve(made.id) == made
+    answer = keeping.client.get(f"{keeping.url}/v1/responses/{made.id}")
+    assert answer.status_code == 401
+    with pytest.raises(openai.BadRequestError, match="background"):
+        one.responses.cancel(made.id)
+
+
+def test_store_false_keeps_nothing(keeping: LiveCluster, one: openai.OpenAI) -> None:
+    before = kept_files(keeping)
+    made = one.responses.create(**HELLO, store=False)
+    list(one.responses.create(**HELLO, store=False, stream=True))
+    assert made.model_extra == {"store": False}
+    with pytest.raises(openai.NotFoundError):
+        one.responses.retrieve(made.id)
+    assert kept_files(keeping) == before
+
+
+def test_a_refused_request_and_a_client_that_leaves_keep_nothing(keeping: LiveCluster, one: openai.OpenAI) -> None:
+    before = kept_files(keeping)
+    with pytest.raises(openai.BadRequestError):
+        one.responses.create(**{**HELLO, "max_output_tokens": 0})
+    long: Any = {**HELLO, "max_output_tokens": 200, "extra_body": {"ignore_eos": True}, "stream": True}
+    with one.responses.create(**long) as stream:
+        next(iter(stream))
+    keeping.assert_home()
+    assert kept_files(keeping) == before
+
+
+@pytest.mark.parametrize("name", ["x", "..%2f..%2fetc%2fpasswd", "resp_" + "0" * 48, "resp_%00", ".lock"])
+def test_made_up_ids(keeping: LiveCluster, name: str) -> None:
+    headers = {"Authorization": f"Bearer {KEYS['one']}"}
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        answer = keeping.client.request(method, f"{keeping.url}/v1/responses/{name}{path}", headers=headers)
+        assert answer.status_code == 404, answer.text
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "order=up", "after=nothing"])
+def test_lists_that_are_none(keeping: LiveCluster, one: openai.OpenAI, query: str) -> None:
+    made = one.responses.create(**HELLO)
+    headers = {"Authorization": f"Bearer {KEYS['one']}"}
+    answer = keeping.client.get(f"{keeping.url}/v1/responses/{made.id}/input_items?{query}", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_files_hold_what_was_answered(keeping: LiveCluster, one: openai.OpenAI) -> None:
+    made = one.responses.create(**HELLO, metadata={"a": "b"})
+    (path,) = (path for path in kept_files(keeping) if path.name == made.id)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert json.loads(path.read_text())["response"]["metadata"] == {"a": "b"}

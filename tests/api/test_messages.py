@@ -1,0 +1,334 @@
+"""Anthropic's own Python client, unmodified, against the cluster: text, tools, thinking, streams, counts and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.cluster import LiveCluster
+from tests.support.scripted_scenarios import FAMILIES
+
+anthropic = pytest.importorskip("anthropic", reason="the test extra has it: scripts/setup.sh")
+
+HELLO: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "hello"}]}
+ASKED = [{"role": "user", "content": "How is the weather?"}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Berlin", "Paris"]}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {"name": "get_weather", "description": "What the sky looks like.", "input_schema": SCHEMA}
+SHOWN = {"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}  # what the template shows of it
+del SHOWN["function"]["input_schema"]
+FAMILY = FAMILIES["qwen3"]
+
+
+def client_of(cluster: LiveCluster, **more: Any) -> Any:
+    return anthropic.Anthropic(**{"base_url": cluster.url, "api_key": "none", "max_retries": 0, "timeout": 60, **more})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_proxies() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def ours(cluster: LiveCluster) -> Iterator[Any]:
+    """The client. Nothing is left in the cluster after the last test."""
+    with client_of(cluster) as made:
+        yield made
+    cluster.assert_home()
+
+
+class Speaker:
+    """A client of a model that answers as a scenario says."""
+
+    def __init__(self, folder: Path, client: Any) -> None:
+        self._folder = folder
+        self.client = client
+
+    def fields(self, scenario: str, tools: bool = False, **more: Any) -> dict[str, Any]:
+        """The request. Its tools are shown to the model as a chat's are: the answer depends on the prompt's length."""
+        shown = {"tools": [SHOWN]} if tools else {}
+        messages = FAMILY.ask(self._folder, scenario, ASKED, **shown)
+        return {
+            "model": "tiny",
+            "max_tokens": 200,
+            "messages": messages,
+            **({"tools": [WEATHER]} if tools else {}),
+            **more,
+        }
+
+    def message(self, scenario: str, tools: bool = False, **more: Any) -> Any:
+        """The message, after the same was streamed and said the same."""
+        asked = {**self.fields(scenario, tools, **more), "temperature": 0}
+        temperature = {"extra_body": {"temperature": asked.pop("temperature")}}
+        whole = self.client.messages.create(**asked, **temperature)
+        with self.client.messages.stream(**asked, **temperature) as stream:
+            streamed = stream.get_final_message()
+        assert without_ids(streamed) == without_ids(whole)
+        return whole
+
+
+def without_ids(message: Any) -> dict[str, Any]:
+    found: dict[str, Any] = message.model_dump(exclude={"id", "usage"}, exclude_none=True)
+    for block in found["content"]:
+        block.pop("id", None)
+    return {**found, "output_tokens": message.usage.output_tokens, "of": message.usage.output_tokens_details}
+
+
+@pytest.fixture(scope="module")
+def speaker(scripted_model: Path, scripted: LiveCluster) -> Iterator[Speaker]:
+    with client_of(scripted) as client:
+        yield Speaker(scripted_model, client)
+    scripted.assert_home()
+
+
+# ---- text
+
+
+def test_a_message_is_the_chats_answer(ours: Any, client: openai.OpenAI) -> None:
+    """The same prompt and the same tokens as /v1/chat/completions, with and without a stream."""
+    chat = client.chat.completions.create(**HELLO, temperature=0)  # type: ignore[call-overload]
+    message = ours.messages.create(**HELLO, extra_body={"temperature": 0})
+    assert (message.type, message.role, message.model) == ("message", "assistant", "tiny")
+    assert [block.type for block in message.content] == ["text"]
+    assert message.content[0].text == chat.choices[0].message.content
+    assert message.stop_reason == {"stop": "end_turn", "length": "max_tokens"}[chat.choices[0].finish_reason]
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == chat.usage.prompt_tokens
+    assert usage.output_tokens == chat.usage.completion_tokens
+    assert usage.output_tokens_details.thinking_tokens == 0
+    with ours.messages.stream(**HELLO, extra_body={"temperature": 0}) as stream:
+        texts = list(stream.text_stream)
+    assert "".join(texts) == message.content[0].text
+    assert len(texts) > 3
+
+
+def test_the_order_of_events(cluster: LiveCluster) -> None:
+    body = {**HELLO, "stream": True, "temperature": 0}
+    answer = cluster.client.post(f"{cluster.url}/v1/messages", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, end = answer.text.split("\n\n")
+    assert end == ""
+    lines = [event.split("\n") for event in events]
+    data = [json.loads(line.removeprefix("data: ")) for _, line in lines]
+    names = [each["type"] for each in data]
+    assert [name for name, _ in lines] == [f"event: {name}" for name in names]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert set(names[2:-3]) == {"content_block_delta"}
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert data[0]["message"]["content"] == []
+    assert data[0]["message"]["stop_reason"] is None
+    assert answer.headers["request-id"] == data[0]["message"]["id"]
+
+
+def test_a_system_prompt_blocks_and_turns(ours: Any, cluster: LiveCluster) -> None:
+    """They are the chat's messages; neighbours of one role are one message."""
+    text = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, text]},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": [{"type": "text", "text": "d"}]},
+        {"role": "user", "content": "e"},
+    ]
+    chat = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a\nb\nc"},
+        {"role": "assistant", "content": "d"},
+        {"role": "user", "content": "e"},
+    ]
+    wanted = cluster.client.post(f"{cluster.url}/tokenize", json={"messages": chat}).json()["count"]
+    fields = {"model": "tiny", "messages": turns, "system": [{"type": "text", "text": "s"}]}
+    assert ours.messages.count_tokens(**fields).input_tokens == wanted
+    usage = ours.messages.create(**fields, max_tokens=1).usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == wanted
+
+
+def test_a_prefill_is_continued(ours: Any, client: openai.OpenAI) -> None:
+    messages = [*HELLO["messages"], {"role": "assistant", "content": "one, two,"}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    chat = client.chat.completions.create(
+        **{**HELLO, "messages": messages},  # type: ignore[arg-type]
+        temperature=0,
+        extra_body=extra,
+    )
+    message = ours.messages.create(**{**HELLO, "messages": messages}, extra_body={"temperature": 0})
+    assert message.content[0].text == chat.choices[0].message.content
+
+
+def test_a_stop_sequence(ours: Any) -> None:
+    plain = ours.messages.create(**HELLO, extra_body={"temperature": 0})
+    assert plain.stop_sequence is None
+    stop = plain.content[0].text[3:5]
+    message = ours.messages.create(**HELLO, stop_sequences=[stop], extra_body={"temperature": 0})
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+    assert message.content[0].text == plain.content[0].text.partition(stop)[0]
+
+
+def test_an_output_of_a_given_form(ours: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    message = ours.messages.create(**{**HELLO, "max_tokens": 60}, output_config=config)
+    assert json.loads(message.content[0].text)["n"] in (1, 2)
+
+
+# ---- tools and thinking
+
+
+def test_a_call_after_text(speaker: Speaker) -> None:
+    message = speaker.message("a call after content", tools=True)
+    text, call = message.content
+    assert text.text.strip() == "I will look."
+    assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Berlin"})
+    assert call.id
+    assert message.stop_reason == "tool_use"
+
+
+def test_two_calls_and_one(speaker: Speaker) -> None:
+    message = speaker.message("two calls", tools=True)
+    assert [block.input["city"] for block in message.content] == ["Berlin", "Paris, Île-de-France"]
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    (call,) = speaker.message("two calls", tools=True, tool_choice=one).content
+    assert call.input == {"city": "Berlin"}
+
+
+def test_an_eager_tools_input_comes_in_pieces(speaker: Speaker) -> None:
+    fields = speaker.fields("two calls", tools=True)
+    for is_eager in (False, True):
+        tools = [{**WEATHER, "eager_input_streaming": is_eager}]
+        with speaker.client.messages.stream(**{**fields, "tools": tools}, extra_body={"temperature": 0}) as stream:
+            pieces = [event.partial_json for event in stream if event.type == "input_json"]
+            inputs = [block.input for block in stream.get_final_message().content]
+        assert inputs[0] == {"city": "Berlin"}
+        assert (len(pieces) > 2 * len(inputs)) == is_eager
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_forced_call_follows_the_schema(speaker: Speaker, choice: dict[str, Any]) -> None:
+    asked = {**HELLO, "max_tokens": 300, "tools": [WEATHER], "tool_choice": choice}
+    message = speaker.client.messages.create(**asked, extra_body={"temperature": 0})
+    call = message.content[-1]
+    assert call.type == "tool_use"
+    if message.stop_reason == "tool_use":
+        assert call.input["city"] in ("Berlin", "Paris")
+
+
+def test_a_call_that_is_no_json_is_shown_as_it_was_written(speaker: Speaker) -> None:
+    for scenario in ("a malformed call", "a call that never ends"):
+        (call,) = speaker.message(scenario, tools=True).content
+        assert call.input["unreadable"].startswith('{"city": "Ber')
+
+
+def test_results_go_back_to_the_model(speaker: Speaker) -> None:
+    """A whole turn with a tool is the prompt that the chat makes of it."""
+    thinking = {"type": "thinking", "thinking": "I need a tool.", "signature": "unsigned"}
+    call = {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "Berlin"}}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "sunny"}]}
+    turns = [
+        *ASKED,
+        {"role": "assistant", "content": [thinking, {"type": "text", "text": "I will look."}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    function = {"name": "get_weather", "arguments": '{"city":"Berlin"}'}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    chat = [
+        *ASKED,
+        {"role": "assistant", "content": "I will look.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        {"role": "user", "content": "And?"},
+    ]
+    url, body = str(speaker.client.base_url).rstrip("/"), {"messages": chat, "tools": [SHOWN]}
+    with httpx.Client(trust_env=False) as plain:
+        wanted = plain.post(f"{url}/tokenize", json=body).raise_for_status().json()["count"]
+    counted = speaker.client.messages.count_tokens(model="tiny", messages=turns, tools=[WEATHER])
+    assert counted.input_tokens == wanted
+
+
+def test_thinking_is_a_block_of_its_own(speaker: Speaker) -> None:
+    message = speaker.message("reasoning, content")
+    thinking, text = message.content
+    assert (thinking.type, thinking.thinking.strip()) == ("thinking", "They ask for the sun.")
+    assert thinking.signature
+    assert (text.text, message.stop_reason) == ("It shines.", "end_turn")
+    num_thinking = message.usage.output_tokens_details.thinking_tokens
+    assert len("They ask for the sun.") < num_thinking < message.usage.output_tokens - len("It shines.") + 1
+
+
+def test_thinking_before_a_call_and_without_an_end(speaker: Speaker) -> None:
+    kinds = [block.type for block in speaker.message("reasoning, a call", tools=True).content]
+    assert kinds == ["thinking", "tool_use"]
+    (thinking,) = speaker.message("reasoning that never ends").content
+    assert thinking.thinking.startswith("On the one hand")
+
+
+def test_thinking_that_is_switched(speaker: Speaker) -> None:
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    omitted = speaker.message("reasoning, content", thinking={"type": "adaptive", "display": "omitted"})
+    assert [(block.type, getattr(block, "thinking", None)) for block in omitted.content] == [
+        ("thinking", ""),
+        ("text", None),
+    ]
+    shown = speaker.client.messages.create(
+        **speaker.fields("reasoning, content", thinking=enabled), extra_body={"temperature": 0}
+    )
+    assert [block.type for block in shown.content] == ["thinking", "text"]
+    disabled = {"thinking": {"type": "disabled"}}
+    counts = [
+        speaker.client.messages.count_tokens(model="tiny", messages=ASKED, **more).input_tokens
+        for more in ({}, disabled)
+    ]
+    assert counts[0] < counts[1]  # the template closes the thinking itself
+
+
+# ---- errors
+
+
+def test_errors_have_the_clients_classes(ours: Any, cluster: LiveCluster) -> None:
+    for fields, kind, name in (
+        ({"model": "claude"}, anthropic.NotFoundError, "not_found_error"),
+        ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"messages": []}, anthropic.BadRequestError, "invalid_request_error"),
+    ):
+        for stream in (False, True):
+            with pytest.raises(kind) as caught:
+                ours.messages.create(**{**HELLO, **fields}, stream=stream)
+            assert caught.value.type == name
+            assert caught.value.body["type"] == "error"
+    for path, status in (("messages", 405), ("messages/count_tokens", 405)):
+        answer = cluster.client.get(f"{cluster.url}/v1/{path}")
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "content": []}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": []}]}, "messages[1]"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "between_tools"}}, "thinking"),
+        ({"container": "c"}, "container"),
+        ({"speed": "fast"}, "speed"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "output_config.format"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(cluster: LiveCluster, fields: dict[str, Any], named: str) -> None:
+    answer = cluster.client.post(f"{cluster.url}/v1/messages", json={**HELLO, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(named)

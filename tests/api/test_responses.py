@@ -1,0 +1,303 @@
+"""OpenAI's own client at /v1/responses: answers and events are validated by the client's own types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.support.cluster import LiveCluster
+from tests.support.scripted_scenarios import FAMILIES
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+HELLO: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 12, "temperature": 0}
+ASKED = [{"role": "user", "content": "How is the weather?"}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Berlin", "Paris"]}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
+SHOWN = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+FAMILY = FAMILIES["qwen3"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left(cluster: LiveCluster) -> Iterator[None]:
+    yield
+    cluster.assert_home()
+
+
+def events_of(cluster: LiveCluster, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, each of which is one of the client's, under its own name."""
+    answer = cluster.client.post(f"{cluster.url}/v1/responses", json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    *events, end = answer.text.split("\n\n")
+    assert end == ""
+    found = []
+    for event in events:
+        name, data = event.split("\n")
+        each = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {each['type']}"
+        validate(each)
+        found.append(each)
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    return found
+
+
+def validate(event: dict[str, Any]) -> None:
+    """By the client's types; a field that they do not have would only be carried along, so there may be none."""
+    made = EVENT.validate_python(event)
+    assert made.type == event["type"]
+    assert not unknown(made), unknown(made)
+
+
+def unknown(model: Any) -> list[str]:
+    """Names of fields, at any depth, that the client's types do not have; schemas and the like may have any."""
+    if isinstance(model, list):
+        return [name for each in model for name in unknown(each)]
+    if not hasattr(model, "model_extra"):
+        return []
+    own = [f"{type(model).__name__}.{name}" for name in model.model_extra or {} if name not in ("store",)]
+    return own + [name for each in model.__dict__.values() for name in unknown(each)]
+
+
+class Speaker:
+    """A model that answers as a scenario says."""
+
+    def __init__(self, folder: Path, cluster: LiveCluster) -> None:
+        self._folder, self.cluster = folder, cluster
+
+    def fields(self, scenario: str, tools: bool = False, **more: Any) -> dict[str, Any]:
+        messages = FAMILY.ask(self._folder, scenario, ASKED, **({"tools": [SHOWN]} if tools else {}))
+        asked = {"model": "tiny", "input": messages, "temperature": 0, "max_output_tokens": 200}
+        return {**asked, **({"tools": [WEATHER]} if tools else {}), **more}
+
+    def response(self, scenario: str, tools: bool = False, **more: Any) -> Response:
+        """The response, after the same was streamed and its last event said the same."""
+        body = self.fields(scenario, tools, **more)
+        answer = self.cluster.client.post(f"{self.cluster.url}/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        whole = answer.json()
+        events = events_of(self.cluster, body)
+        assert without_ids(events[-1]["response"]) == without_ids(whole)
+        added = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert added == events[-1]["response"]["output"]
+        response = Response.model_validate(whole)
+        assert not unknown(response), unknown(response)
+        return response
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    output = [
+        {name: value for name, value in item.items() if name not in ("id", "call_id")} for item in response["output"]
+    ]
+    times = ("id", "created_at", "completed_at", "usage", "output")
+    usage = {name: response["usage"][name] for name in ("output_tokens", "output_tokens_details", "total_tokens")}
+    return {**{name: value for name, value in response.items() if name not in times}, "output": output, "usage": usage}
+
+
+@pytest.fixture(scope="module")
+def speaker(scripted_model: Path, scripted: LiveCluster) -> Iterator[Speaker]:
+    yield Speaker(scripted_model, scripted)
+    scripted.assert_home()
+
+
+# ---- text
+
+
+def test_a_response_is_the_chats_answer(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    response = client.responses.create(**HELLO)
+    assert response.output_text == chat.choices[0].message.content
+    is_cut = chat.choices[0].finish_reason == "length"
+    assert response.status == ("incomplete" if is_cut else "completed")
+    assert response.id.startswith("resp_")
+    assert chat.usage is not None
+    assert response.usage is not None
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+    assert response.usage.output_tokens_details.reasoning_tokens == 0
+    with client.responses.stream(**HELLO) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(texts) == response.output_text
+    assert len(texts) > 3
+
+
+def test_the_order_of_events(cluster: LiveCluster) -> None:
+    events = events_of(cluster, {**HELLO, "ignore_eos": True})
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(names[4:-4]) == {"output_text.delta"}
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    last = events[-1]["response"]
+    assert last["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in last["output"]] == ["incomplete"]
+
+
+def test_items_are_the_chats_messages(speaker: Speaker) -> None:
+    """A turn with reasoning, text, a call and its output is one message of the model and one of the tool."""
+    items = [
+        {"role": "developer", "content": "d"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "look"}]},
+        {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city":"Berlin"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+        {"role": "user", "content": "b"},
+    ]
+    function = {"name": "get_weather", "arguments": '{"city":"Berlin"}'}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    chat = [
+        {"role": "system", "content": "s\nd"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "look", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        {"role": "user", "content": "b"},
+    ]
+    url, http = speaker.cluster.url, speaker.cluster.client
+    wanted = http.post(f"{url}/tokenize", json={"messages": chat, "tools": [SHOWN]}).json()["count"]
+    body = {"input": items, "instructions": "s", "tools": [WEATHER], "max_output_tokens": 1}
+    assert http.post(f"{url}/v1/responses", json=body).json()["usage"]["input_tokens"] == wanted
+
+
+def test_an_output_of_a_given_form(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    response = client.responses.create(**{**HELLO, "max_output_tokens": 60}, text=form)
+    assert json.loads(response.output_text)["n"] in (1, 2)
+
+
+# ---- tools and reasoning
+
+
+def test_a_call_after_text(speaker: Speaker) -> None:
+    response = speaker.response("a call after content", tools=True)
+    text, call = response.output
+    assert text.type == "message"
+    assert response.output_text.strip() == "I will look."
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Berlin"})
+    assert call.call_id != call.id
+    assert response.status == "completed"
+
+
+def test_two_calls_and_one(speaker: Speaker) -> None:
+    response = speaker.response("two calls", tools=True)
+    assert [json.loads(item.arguments)["city"] for item in response.output if item.type == "function_call"] == [
+        "Berlin",
+        "Paris, Île-de-France",
+    ]
+    assert len(speaker.response("two calls", tools=True, parallel_tool_calls=False).output) == 1
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "get_weather"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]},
+    ],
+)
+def test_a_forced_call_follows_the_schema(speaker: Speaker, choice: Any) -> None:
+    other = {"type": "function", "name": "other", "parameters": {"type": "object", "properties": {}}}
+    tools = [WEATHER] if choice == "required" else [other, WEATHER]
+    body = {**HELLO, "max_output_tokens": 300, "tools": tools, "tool_choice": choice}
+    whole = speaker.cluster.client.post(f"{speaker.cluster.url}/v1/responses", json=body).json()
+    call = whole["output"][-1]
+    assert (call["type"], call["name"]) == ("function_call", "get_weather")
+    if whole["status"] == "completed":
+        assert json.loads(call["arguments"])["city"] in ("Berlin", "Paris")
+
+
+def test_reasoning_is_an_item_of_its_own(speaker: Speaker) -> None:
+    response = speaker.response("reasoning, content")
+    reasoning, message = response.output
+    assert reasoning.type == "reasoning"
+    assert reasoning.content is not None
+    assert reasoning.content[0].text.strip() == "They ask for the sun."
+    assert message.type == "message"
+    assert response.output_text == "It shines."
+    assert response.usage is not None
+    num_reasoning = response.usage.output_tokens_details.reasoning_tokens
+    assert len("They ask for the sun.") < num_reasoning <= response.usage.output_tokens - len("It shines.")
+    kinds = [item.type for item in speaker.response("reasoning, a call", tools=True).output]
+    assert kinds == ["reasoning", "function_call"]
+
+
+def test_a_loop_of_the_clients_own(speaker: Speaker) -> None:
+    """The client's objects go back as input: what the response gave, and the output of its call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        with openai.OpenAI(base_url=f"{speaker.cluster.url}/v1", api_key="none", max_retries=0) as client:
+            fields = speaker.fields("reasoning, a call", tools=True)
+            first = client.responses.create(**fields)
+            call = first.output[-1]
+            assert call.type == "function_call"
+            items = [*fields["input"], *first.output]
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+            second = client.responses.create(**{**fields, "input": items, "max_output_tokens": 4})
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+
+
+# ---- what fails
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"input": [{"type": "computer_call"}]}, "input", "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input[0].content[0]"),
+        ({"input": [{"role": "nobody", "content": "a"}]}, "input", "input[0].role"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "input[0]"),
+        ({"input": []}, "input", "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "text.format"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
+        ({"background": True}, "background", "background"),
+        ({"conversation": "c"}, "conversation", "conversation"),
+        ({"truncation": "auto"}, "truncation", "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "include.0"),
+        ({"input": "x" * 5000}, "input", "input"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    cluster: LiveCluster, fields: dict[str, Any], param: str, named: str
+) -> None:
+    for stream in (False, True):
+        answer = cluster.client.post(f"{cluster.url}/v1/responses", json={**HELLO, **fields, "stream": stream})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(named)
+
+
+def test_nothing_is_kept_without_a_store(client: openai.OpenAI, cluster: LiveCluster) -> None:
+    assert cluster.client.post(f"{cluster.url}/v1/responses", json=HELLO).json()["store"] is False
+    for fields in ({"store": True}, {"previous_response_id": "resp_1"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**HELLO, **fields)  # type: ignore[call-overload]
+        assert caught.value.param in fields
+    client.responses.create(**HELLO, store=False)
+
+
+def test_a_client_that_leaves_stops_the_answer(cluster: LiveCluster) -> None:
+    body = {**HELLO, "max_output_tokens": 200, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(trust_env=False) as client,
+        client.stream("POST", f"{cluster.url}/v1/responses", json=body) as answer,
+    ):
+        next(answer.iter_lines())
+    cluster.assert_home()

@@ -1,0 +1,144 @@
+"""Answers of /v1/responses and /v1/messages from scripted tokens: failures before and after the first event, cuts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fastapi import FastAPI
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from pd_cluster.cluster.routing.entrance import Entrance
+from pd_cluster.cluster.routing.policy import least_loaded
+from pd_cluster.cluster.routing.predict import NO_GOALS
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.stats import RequestStats
+from pd_cluster.errors import InstanceLost, PdClusterError, Unavailable
+from pd_cluster.settings.http import HttpConfig
+from pd_cluster.settings.kept_responses import KeptResponses
+from pd_cluster.types import FinishReason, Order, PromptOutput, TokenOutput
+from tests.support.checkpoints import EOS_ID, make_tokenizer
+from tests.support.public_port import Answer, ask, make_app
+from tests.support.router_world import FakeMembership
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+A, B, C = make_tokenizer().encode("abc").ids
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+}
+LOST = InstanceLost("its worker died")
+
+
+class Script:
+    """A router that gives these tokens, and then fails or ends."""
+
+    def __init__(self, tokens: list[int], end: FinishReason | PdClusterError) -> None:
+        self.membership = SimpleNamespace(instances=[])
+        self.stats, self.num_streams = RequestStats(), 0
+        self.entrance = Entrance(FakeMembership([]), least_loaded, self.stats, NO_GOALS, 0.0, None)
+        self._tokens, self._end = tokens, end
+
+    async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
+        if not self._tokens and isinstance(self._end, PdClusterError):
+            raise self._end
+        names = [SimpleNamespace(name=name) for name in ("p", "d")]
+        inbox = SimpleNamespace(put=None)
+        routed(SimpleNamespace(prefill=names[0], decode=names[1], stop=lambda index: None, inbox=inbox))
+        prompted(PromptOutput("r", 0, 4))
+        for at, token_id in enumerate(self._tokens):
+            is_last = at == len(self._tokens) - 1 and not isinstance(self._end, PdClusterError)
+            yield TokenOutput("r", 0, 0, at, token_id, cast(FinishReason, self._end) if is_last else None)
+        if isinstance(self._end, PdClusterError):
+            raise self._end
+
+
+def app_of(folder: Path, script: Script) -> FastAPI:
+    http = HttpConfig(responses=KeptResponses(folder=str(folder / "kept")))
+    return make_app(folder, http, router=cast(Router, script))[0]
+
+
+def events_of(answer: Answer) -> list[dict[str, Any]]:
+    assert answer.status == 200, answer.body
+    events = answer.body.decode().split("\n\n")[:-1]
+    return [json.loads(event.partition("\ndata: ")[2]) for event in events]
+
+
+def kept(folder: Path) -> list[Path]:
+    return list((folder / "kept").rglob("resp_*"))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_failure_after_the_first_events_is_told_in_band(tmp_path: Path, path: str) -> None:
+    app = app_of(tmp_path, Script([A, B], LOST))
+    events = events_of(ask(app, "POST", path, [], {**BODIES[path], "stream": True}))
+    last = events[-1]
+    if path == "/v1/responses":
+        for event in events:
+            EVENT.validate_python(event)
+        assert last["type"] == "response.failed"
+        assert last["response"]["status"] == "failed"
+        assert last["response"]["error"] == {"code": "server_error", "message": "its worker died"}
+        assert last["response"]["output"][0]["content"][0]["text"] == "ab"
+    else:
+        assert last == {
+            "type": "error",
+            "error": {"type": "api_error", "message": "its worker died"},
+            "request_id": None,
+        }
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("error", "status"), [(LOST, 500), (Unavailable("nobody is there"), 503)])
+def test_a_failure_before_anything_is_a_status(
+    tmp_path: Path, path: str, stream: bool, error: PdClusterError, status: int
+) -> None:
+    app = app_of(tmp_path, Script([], error))
+    answer = ask(app, "POST", path, [], {**BODIES[path], "stream": stream})
+    assert (answer.status, answer.json()["error"]["message"]) == (status, str(error))
+    kind = answer.json()["error"]["type"]
+    shapes = {500: ("server_error", "api_error"), 503: ("service_unavailable", "overloaded_error")}
+    assert kind == shapes[status][path == "/v1/messages"]
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_response_is_kept_before_its_client_learns_of_it(tmp_path: Path, reason: FinishReason) -> None:
+    """Of every way to answer: the file has what was sent."""
+    app = app_of(tmp_path, Script([A, B, C], reason))
+    whole = ask(app, "POST", "/v1/responses", [], BODIES["/v1/responses"]).json()
+    streamed = events_of(ask(app, "POST", "/v1/responses", [], {**BODIES["/v1/responses"], "stream": True}))[-1]
+    for response in (whole, streamed["response"]):
+        assert response["status"] == {"stop": "completed", "length": "incomplete"}[reason]
+        assert ask(app, "GET", f"/v1/responses/{response['id']}").json() == response
+    assert len(kept(tmp_path)) == 2
+
+
+def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = app_of(tmp_path, Script([A, B], "stop"))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pd_cluster.service.response_store.write_private", full)
+    body = BODIES["/v1/responses"]
+    assert ask(app, "POST", "/v1/responses", [], body).json()["store"] is False
+    events = events_of(ask(app, "POST", "/v1/responses", [], {**body, "stream": True}))
+    assert events[-1]["response"]["store"] is False
+    assert kept(tmp_path) == []
+
+
+def test_an_answer_without_text_has_no_blocks(tmp_path: Path) -> None:
+    app = app_of(tmp_path, Script([EOS_ID], "stop"))
+    assert ask(app, "POST", "/v1/responses", [], BODIES["/v1/responses"]).json()["output"] == []
+    message = ask(app, "POST", "/v1/messages", [], BODIES["/v1/messages"]).json()
+    assert (message["content"], message["stop_reason"]) == ([], "end_turn")
+    events = events_of(ask(app, "POST", "/v1/messages", [], {**BODIES["/v1/messages"], "stream": True}))
+    assert [event["type"] for event in events] == ["message_start", "message_delta", "message_stop"]

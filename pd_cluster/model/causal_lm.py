@@ -18,6 +18,7 @@ from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rope
 from pd_cluster.model.layers.rope import LengthRotary, LogN
 from pd_cluster.model.layers.rope_tables import MODELS_ORDER, WHOLE_MODEL, RopeTables
+from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.rope_limit import RopeLimit
 
@@ -34,6 +35,7 @@ class CausalLM(Protocol):
     attention: str  # the attention in use
     rope_limit: RopeLimit  # the rotary positions that requests may bring
     key_order: str  # of a head's features in the KV pool
+    adapters: Adapters | None  # None: it was loaded without places for adapters
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns logits [num_samples, vocab_size] of `batch.sample_rows`; writes keys and values to the batch's pool.
@@ -59,6 +61,7 @@ class PlainCausalLM:
     ) -> None:
         """`vocab_size`: the whole model's, if this is one rank's share. `rope_limit` None: no positions but indices."""
         self.config = model.config
+        self.adapters: Adapters | None = None
         self.attention = attention.name
         self.kernels = f"transformers' modules, attention by {attention.name}"
         self.key_order = MODELS_ORDER
@@ -82,6 +85,8 @@ class PlainCausalLM:
         batch.write_and_attend = self._attend
         if self._logn is not None:
             batch.query_factors = self._logn.factors(batch)
+        if self.adapters is not None:
+            self.adapters.rows.begin(batch.adapters, batch.query_lens)
         self._set_batch(batch)
         try:
             logits: torch.Tensor = self.model(
@@ -155,9 +160,11 @@ class FusedCausalLM:
         head: Linear,
         vocab_size: int = 0,
         group: Group | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`vocab_size`: the whole model's, if this is one rank's share."""
         self.config = config
+        self.adapters = adapters
         self._vocab_size = vocab_size or config.vocab_size
         self._group = group or Alone()
         self.ops = ops
@@ -169,6 +176,8 @@ class FusedCausalLM:
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        if self.adapters is not None:
+            self.adapters.rows.begin(batch.adapters, batch.query_lens)
         x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
         ropes = self._ropes(x, batch)
         delta = None
@@ -183,6 +192,8 @@ class FusedCausalLM:
             return x.new_empty(0, self._vocab_size)
         if len(rows) < len(x):
             x, attended = x[rows], attended[rows]
+            if self.adapters is not None:
+                self.adapters.rows.keep(rows)
         delta = self._after_attention(last, x, attended)
         x = self.ops.add_norm(x, delta, self._norm)
         if hidden is not None:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
 from pd_cluster.devices.streams import capture
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
@@ -66,6 +69,10 @@ class ModelRunner:
             keep_what_is_freed()
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
+        if config.adapters.enable_lora and device.is_accelerator:
+            raise ConfigError(
+                f"{called('enable_lora')}: adapters are computed on CPUs only; give {called('device')} cpu"
+            )
         if config.deterministic:
             check_deterministic(config.attention_backend, device)
         checkpoint = Checkpoint.of(config)
@@ -109,7 +116,9 @@ class ModelRunner:
             config.deterministic,
             config.npu_head_dims,
             config.kv_cache_dtype,
+            config.adapters.enable_lora,
         )
+        self._load_adapters(config)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
@@ -129,6 +138,21 @@ class ModelRunner:
             assert isinstance(self.model, PlainCausalLM)  # see load_model
             size = num_weights(checkpoint.path)
             prove_lengths(self.model, self.pool, self.max_model_len, size, checkpoint.rope, dtype)
+
+    def _load_adapters(self, config: EngineConfig) -> None:
+        """Loads the adapters that the settings name. Raises ModelError, ConfigError."""
+        for module in config.adapters.lora_modules:
+            self.load_adapter(LoraFolder.read(Path(module.path), config.adapters.max_lora_rank))
+
+    def load_adapter(self, folder: LoraFolder) -> None:
+        """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError."""
+        assert self.model.adapters is not None
+        self.model.adapters.load(folder)
+
+    @property
+    def variants(self) -> Mapping[str, int] | None:
+        """The slots of loaded adapters by digest; None: this engine takes none."""
+        return None if self.model.adapters is None else self.model.adapters.slots
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """Returns graphs, some of them captured; None: decode steps run eagerly.
@@ -165,7 +189,7 @@ class ModelRunner:
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
         """See `compute`."""
-        return self.compute(step_input(chunks, self.pool.layout.block_size), on_layer)
+        return self.compute(self.step_of(chunks), on_layer)
 
     def compute(self, step: StepInput, on_layer: OnLayer | None = None, is_ahead: bool = False) -> RunnerOutput:
         """Computes the chunks into the pool; returns logits and hidden states of the rows wanted.
@@ -186,7 +210,7 @@ class ModelRunner:
         return can_choose(requests, self.device)
 
     def step_of(self, chunks: Sequence[tuple[Request, int]]) -> StepInput:
-        return step_input(chunks, self.pool.layout.block_size)
+        return step_input(chunks, self.pool.layout.block_size, self.variants)
 
     def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> DeviceTokens:
         """See engine/step/ahead.py; for runners that go ahead."""

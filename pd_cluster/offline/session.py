@@ -182,10 +182,11 @@ class _Resources:
 
 def _launch(config: OfflineConfig) -> Launch:
     engine, flags = config.engine, list(config.arguments)
-    for each in declared(EngineConfig):
-        written = each.write(getattr(engine, each.field))
-        if each.name not in LAUNCHED and written != each.default:
-            flags += ["=".join(flag) for flag in each.flags(written)]
+    for group in (engine, engine.adapters):
+        for each in declared(type(group)):
+            written = each.write(getattr(group, each.field))
+            if each.name not in LAUNCHED and written != each.default:
+                flags += ["=".join(flag) for flag in each.flags(written)]
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     return Launch(
         model=engine.model,

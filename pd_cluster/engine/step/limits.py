@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import get_type_hints
 
@@ -38,6 +38,7 @@ class EngineLimits:
     vocab_size: int
     max_model_len: int
     rope: RopeLimit
+    variants: Container[str] = ()  # the adapters that are loaded here
 
     def problem(self, request: Request, resumed: Sequence[Resumed] = ()) -> str | None:
         """Returns in one line why this engine cannot accept the request, or None."""
@@ -53,6 +54,8 @@ class EngineLimits:
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
         if problem := self.rope.problem(request.order):
             return problem
+        if (variant := request.order.variant) and variant not in self.variants:
+            return f"the adapter {variant[:12]} is not loaded on this instance"
         if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
             return f"a guide of {len(sampling.guide.text)} characters; at most {MAX_GUIDE_NUM_CHARS} are allowed"
         if request.pooling is not None:

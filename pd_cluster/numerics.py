@@ -15,9 +15,11 @@ import msgspec
 
 from pd_cluster.errors import ModelError, called
 
-# Apart from `rope` and `key_order`, which follow from others. `deterministic` changes the attention, so it comes first.
+# Apart from `rope`, `key_order` and `bf16_way`, which follow from others. `deterministic` changes the attention, so it
+# comes first.
 SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "deterministic", "attention_backend", "hf_overrides")
 KEY_ORDER = f"the order of features in keys, which follows from the kind of device and {called('dtype')},"
+BF16_WAY = f"the way of products in bfloat16, which follows from the processor ({called('dtype')} float32 has none),"
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 ROPE_FIELDS = ("rope_scaling", "rope_parameters", "rope_theta")
 UNBOUNDED = 1 << 30  # tokens; the base grows with any length
@@ -75,7 +77,8 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
 
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
     those of a folder are part of its identity. `kv_cache_dtype` is the pool's. `hf_overrides` is canonical JSON.
-    `key_order`: that of a head's features in the KV cache (model/layers/rope_tables).
+    `key_order`: that of a head's features in the KV cache (model/layers/rope_tables). `bf16_way`: how a CPU multiplies
+    weights of bfloat16 (native/products), if it does.
     """
 
     device: str = "cpu"
@@ -87,6 +90,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     hf_overrides: str = "{}"
     rope: RopeScaling = RopeScaling()
     key_order: str = "model"
+    bf16_way: str = ""
 
     @property
     def digest(self) -> str:
@@ -104,6 +108,8 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
                 return called(name), _written(own), _written(others)
         if self.rope != other.rope:
             return "rope_scaling", str(self.rope), str(other.rope)
+        if self.bf16_way != other.bf16_way:
+            return BF16_WAY, self.bf16_way or "none", other.bf16_way or "none"
         return None if self.key_order == other.key_order else (KEY_ORDER, self.key_order, other.key_order)
 
 

@@ -150,9 +150,22 @@ def context(
     json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
 ) -> None:
     """Steps at a long context on CPU, over KV pools of 16, 8 and 4 bits, against float32."""
-    from pd_cluster.lab.engine.context import run
+    from pd_cluster.lab.engine.variants import context_bench, run
 
-    run(context, rounds, threads, quick, json)
+    run(context_bench(context, rounds, threads, quick), json)
+
+
+@app.command("weights")
+def weights(
+    rounds: Annotated[int, typer.Option(min=1, help="How often each kind is measured, in turn.")] = 10,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    quick: Annotated[bool, typer.Option(help="A tiny model: does it all run?")] = False,
+    json: Annotated[str, typer.Option(help="Write the result to this file too.")] = "",
+) -> None:
+    """Whole steps on CPU with weights of 16, 8 and 4 bits, against float32."""
+    from pd_cluster.lab.engine.variants import run, weights_bench
+
+    run(weights_bench(rounds, threads, quick), json)
 
 
 @app.command("kv")

@@ -18,6 +18,7 @@ from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rope
 from pd_cluster.model.layers.rope import LengthRotary, LogN
 from pd_cluster.model.layers.rope_tables import MODELS_ORDER, WHOLE_MODEL, RopeTables
+from pd_cluster.model.layers.weight import WeightForm
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.rope_limit import RopeLimit
@@ -36,6 +37,7 @@ class CausalLM(Protocol):
     rope_limit: RopeLimit  # the rotary positions that requests may bring
     key_order: str  # of a head's features in the KV pool
     adapters: Adapters | None  # None: it was loaded without places for adapters
+    bf16_way: str  # how weights of bfloat16 are multiplied with float32 activations; "": not so
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns logits [num_samples, vocab_size] of `batch.sample_rows`; writes keys and values to the batch's pool.
@@ -65,6 +67,7 @@ class PlainCausalLM:
         self.attention = attention.name
         self.kernels = f"transformers' modules, attention by {attention.name}"
         self.key_order = MODELS_ORDER
+        self.bf16_way = ""
         self._attend = attention.write_and_attend
         self.model = model
         self._vocab_size = vocab_size or model.config.vocab_size
@@ -72,6 +75,8 @@ class PlainCausalLM:
         self._batch: ForwardBatch | None = None
         self._logn = logn
         self.rope_limit = rope_limit or NO_POSITIONS
+        held = (getattr(module, "form", None) for module in model.modules())
+        self.rounds_activations = any(isinstance(form, WeightForm) and form.rounds_activations for form in held)
         self._rotaries = [module for module in model.modules() if isinstance(module, LengthRotary)]
         for module in _below_output_layer(model):
             module.register_forward_hook(self._keep_hidden)
@@ -161,6 +166,7 @@ class FusedCausalLM:
         vocab_size: int = 0,
         group: Group | None = None,
         adapters: Adapters | None = None,
+        bf16_way: str = "",
     ) -> None:
         """`vocab_size`: the whole model's, if this is one rank's share."""
         self.config = config
@@ -170,7 +176,9 @@ class FusedCausalLM:
         self.ops = ops
         self.attention = ops.attention
         self.key_order = ropes.key_order
-        self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}"
+        self.bf16_way = bf16_way
+        products = f", products in bfloat16 by {bf16_way}" if bf16_way else ""
+        self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}{products}"
         self._embed, self._ropes, self._layers, self._norm, self._head = embed, ropes, layers, norm, head
         self.rope_limit = NO_POSITIONS  # the loader knows better
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)

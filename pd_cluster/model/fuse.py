@@ -26,6 +26,8 @@ from pd_cluster.model.layers.weight import joined, weight_of
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.layers import Share, SpanningNorm
 from pd_cluster.model.quirks import ARCHITECTURES, Quirks
+from pd_cluster.model.wide import WideEmbedding, is_narrow, widen
+from pd_cluster.native.products import bf16_way
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +35,18 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 
 def can_fuse(model: torch.nn.Module) -> bool:
-    """Whether the architecture is known, and computes in float32 where it runs on CPU."""
-    quirks = ARCHITECTURES.get(type(model).__name__)
-    if quirks is None or not type(model).__module__.startswith("transformers.models."):
+    """Whether the architecture is known, and where it runs on CPU, computes in float32 (model/wide.py included)."""
+    if not is_known(type(model), model.config):
         return False
-    fits = all(getattr(model.config, name, None) == value for name, value in quirks.only_with.items())
-    return fits and all(p.dtype == torch.float32 or p.device.type != "cpu" for p in model.parameters())
+    return is_narrow(model) or all(p.dtype == torch.float32 or p.device.type != "cpu" for p in model.parameters())
+
+
+def is_known(architecture: type[Any], config: Any) -> bool:
+    """Whether layers of this class of transformers' models can be fused, with this config."""
+    quirks = ARCHITECTURES.get(architecture.__name__)
+    if quirks is None or not architecture.__module__.startswith("transformers.models."):
+        return False
+    return all(getattr(config, name, None) == value for name, value in quirks.only_with.items())
 
 
 def why_not_deterministic(model: Any) -> str:
@@ -62,6 +70,9 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
     if share is not None:
         share.remove(model)
     config, inner = model.config, model.model
+    is_wide = is_narrow(model)
+    if is_wide:
+        widen(model)
     tied = model.lm_head.weight is inner.embed_tokens.weight
     quirks = ARCHITECTURES[type(model).__name__]
     attentions = [layer.self_attn for layer in inner.layers]
@@ -69,7 +80,7 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
         inner.rotary_emb,
         [quirks.rope(attention) for attention in attentions],
         (attentions[0].head_dim, quirks.pairs_neighbours),
-        inner.embed_tokens.weight[:1],
+        inner.embed_tokens.weight[:1].float() if is_wide else inner.embed_tokens.weight[:1],
         quirks.turn,
     )
     layers = [
@@ -79,10 +90,12 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
     head = ops.linear(joined(model.lm_head))
     del model.lm_head
     embedding = inner.embed_tokens
-    if packs(embedding.weight):  # otherwise the head uses this weight, or one of its own
+    if is_wide or packs(embedding.weight):  # otherwise the head uses this weight, or one of its own
         embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
         if tied:
             log.info("tied embeddings: the output layer has a packed copy of the embedding's rows")
+    if is_wide:
+        embedding = WideEmbedding(embedding)
     embed = embedding if share is None else share.embedding(embedding)
     return FusedCausalLM(
         config=config,
@@ -95,6 +108,7 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
         vocab_size=0 if share is None else share.plan.vocab_size,
         group=None if share is None else share.group,
         adapters=adapters,
+        bf16_way=(bf16_way() or "") if is_wide else "",
     )
 
 

@@ -35,7 +35,7 @@ from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.ops import CpuOps, supports
 from pd_cluster.model.fit import check_loaded, check_stored
 from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
-from pd_cluster.model.fuse import can_fuse, fuse, why_not_deterministic
+from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
 from pd_cluster.model.internlm import read_as_llama
 from pd_cluster.model.layers.ops import Ops, TorchOps
 from pd_cluster.model.layers.packing import pack_modules
@@ -45,11 +45,12 @@ from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import has_head, names, read_shard, read_text_part, read_whole
-from pd_cluster.model.proof import check_finite
+from pd_cluster.model.proof import ROUNDED, check_finite
 from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.unfilled import Unfilled
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
+from pd_cluster.native.products import multiplies_bf16
 from pd_cluster.numerics import overridden
 from pd_cluster.settings.engine import KV_CACHE_DTYPES
 from pd_cluster.types import Order, Request, Sampling
@@ -57,7 +58,8 @@ from pd_cluster.types import Order, Request, Sampling
 log = logging.getLogger(__name__)
 
 PROBE_NUM_TOKENS = 4
-PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}  # relative; in float32 fusing changes about 1e-6
+# Relative; in float32 fusing changes about 1e-6, and where activations are codes, codes that fall to the other side.
+PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
 ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -68,19 +70,33 @@ def resolve_kv_cache_dtype(wanted: str, dtype: str) -> str:
 
 
 def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
-    """Resolves `auto` to the checkpoint's dtype on accelerators and float32 on CPU, where 16 bits are slow emulation.
+    """Resolves `auto` to the checkpoint's dtype on accelerators.
 
-    NPUs attend only in 16 bits, so there `auto` turns float32 into bfloat16, which has its range.
+    On a CPU it is float32, as 16 bits would be slow emulation; or a checkpoint's bfloat16, if the processor multiplies
+    it and the model's layers are fused. NPUs attend only in 16 bits, so there `auto` turns float32 into bfloat16, which
+    has its range.
     """
     if wanted != "auto":
         return ALIASES.get(wanted, wanted)
-    if device.traits.emulates_16_bits:
-        return "float32"
     found = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
+    if device.traits.emulates_16_bits:
+        if found != "bfloat16" or not multiplies_bf16() or not _is_plain_and_fused(checkpoint):
+            return "float32"
+        log.info("bfloat16, as the checkpoint: this processor multiplies it; activations stay float32")
+        return "bfloat16"
     if found == "float32" and not device.traits.attends_in_float32:
         log.info("the checkpoint's float32 becomes bfloat16: attention on NPUs takes 16 bits")
         return "bfloat16"
     return found
+
+
+def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
+    """Whether weights are numbers and the layers of such a model can be fused."""
+    if checkpoint.quantization is not None or checkpoint.is_unproven or logn_of(checkpoint) is not None:
+        return False
+    config = config_of(checkpoint)
+    kind = type(config)
+    return kind in AutoModelForCausalLM._model_mapping and is_known(AutoModelForCausalLM._model_mapping[kind], config)
 
 
 def load_model(
@@ -135,8 +151,9 @@ def load_model(
     check_finite(expected, str(checkpoint.path), dtype)
     fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share, adapters)
     fused.rope_limit = rope_limit
-    error = change_of(_probe_logits(fused, own, device), expected, dtype)
-    if not error <= PROBE_TOLERANCE[dtype]:
+    bound = ROUNDED if plain.rounds_activations else dtype
+    error = change_of(_probe_logits(fused, own, device), expected, bound)
+    if not error <= PROBE_TOLERANCE[bound]:
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
     log.info("model: %s", fused.kernels)
     return fused
@@ -169,7 +186,7 @@ def logn_of(checkpoint: Checkpoint) -> LogN | None:
 
 
 def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float:
-    """Returns the change of logits relative to the largest: the worst row's, or in 16 bits the median row's.
+    """Returns the change of logits relative to the largest: the worst row's, or with fewer bits the median row's.
 
     In 16 bits, a router may choose another of two almost equal experts, which changes everything after it.
     """

@@ -25,10 +25,11 @@ STEPS = ((5, 7), (6, 4), (1, 1))  # tokens of the two in each step
 BLOCK_SIZE = 4
 BLOCK_TABLES = ([4, 1, 3], [0, 5, 2])
 WINDOW = 3  # replaces a longer one, which so few tokens would not reach
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # relative; float32 differs by about 1e-6
+ROUNDED = "int8"  # activations are codes, of which some fall to the other side by the last bits
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}  # relative; float32 differs by about 1e-6
 # The share of the rows of logits that may differ by more: in 16 bits a router can choose another expert, which changes
 # everything after it. A model with no past, or a wrong one, has at least half its rows wrong.
-SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25}
+SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25, ROUNDED: 0.25}
 
 
 def prove(model: CausalLM, pool: KVPool, dtype: str) -> int | None:
@@ -74,7 +75,7 @@ def prove_same_logits(model: PlainCausalLM, pool: KVPool, dtype: str) -> None:
         actual = _in_chunks(model, small, token_ids.tolist())
         expected = own_logits(model, token_ids.to(actual.device))
     small.close()
-    check_same(actual, expected, model, dtype)
+    check_same(actual, expected, model, ROUNDED if model.rounds_activations else dtype)
 
 
 def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor | int = 0) -> torch.Tensor:

@@ -41,7 +41,7 @@ from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, 
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
-from pd_cluster.model.sizing import num_pool_blocks, num_step_tokens, num_swap_blocks
+from pd_cluster.model.sizing import check_offload, num_pool_blocks, num_step_tokens, num_swap_blocks
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
 from pd_cluster.native.memory import keep_what_is_freed
@@ -75,6 +75,8 @@ class ModelRunner:
             )
         if config.deterministic:
             check_deterministic(config.attention_backend, device)
+        if config.cpu_offload_gb:
+            check_offload(config.cpu_offload_gb, device)
         checkpoint = Checkpoint.of(config)
         checkpoint.warn_if_unproven()
         self.max_model_len = checkpoint.max_model_len(config.max_model_len)
@@ -95,6 +97,7 @@ class ModelRunner:
             hf_overrides=checkpoint.hf_overrides,
             rope=checkpoint.rope,
             key_order=self.model.key_order,
+            bf16_way=self.model.bf16_way,
         )
         self._graphs = self._make_graphs(config)
         # Where the device is the host, nothing is gained.

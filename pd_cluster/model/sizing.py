@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from pd_cluster.devices.device import Device, available_nbytes, memory, reserved_nbytes
-from pd_cluster.errors import ConfigError, called
+from pd_cluster.errors import ConfigError, called, told
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS
 from pd_cluster.settings.engine import EngineConfig
@@ -83,6 +83,17 @@ def _left_nbytes(device: Device, share: float, peak_nbytes: int) -> int:
     of_a_step = max(0, peak_nbytes - reserved_nbytes(device))
     known = memory(device)
     return max(0, min(int(known.total * share) - peak_nbytes, known.free - of_a_step) - UNSEEN_NBYTES)
+
+
+def check_offload(wanted_gib: float, device: Device) -> None:
+    """Checks the wish for weights in host memory, where a CPU has them anyway. Raises ConfigError on accelerators."""
+    name = called("cpu_offload_gb")
+    if device.is_accelerator:
+        raise ConfigError(
+            f"{name} {wanted_gib:g}: weights stay on the device; leave it out, and give more devices "
+            f"({called('tensor_parallel_size')}) or fewer bits ({called('quantization')})"
+        )
+    log.warning("%s %g changes nothing: on a CPU all weights are in host memory", told(name), wanted_gib)
 
 
 def num_swap_blocks(config: EngineConfig, layout: KVLayout) -> int:

@@ -100,7 +100,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         str,
         ENGINE(
-            "auto, float32, float16 or bfloat16. auto: the model's own; float32 on a CPU.", checks=(one_of(DTYPES),)
+            "auto, float32, float16 or bfloat16. auto: the model's own; on a CPU float32, or the model's bfloat16 if "
+            "the processor multiplies it.",
+            checks=(one_of(DTYPES),),
         ),
     ] = "auto"
     quantization: Annotated[
@@ -205,6 +207,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "recompute"
     swap_space_gib: Annotated[float, ENGINE("GiB of host memory to swap to.", checks=GIB)] = 4.0
+    cpu_offload_gb: Annotated[
+        float,
+        ENGINE(
+            "GiB of weights in host memory. On a CPU all of them are there, and it changes nothing; on accelerators "
+            "only 0: weights stay on the device.",
+            checks=GIB,
+        ),
+    ] = 0.0
     growth_tokens: Annotated[int, ENGINE("Output tokens for which decode reserves room in advance.")] = 128
     seed: Annotated[
         int | None,

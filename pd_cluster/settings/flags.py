@@ -53,7 +53,6 @@ NO_EFFECT: dict[str, Ignored] = {
 
 REFUSED: dict[str, str] = {
     "--code-revision": "code from a model folder is never run",
-    "--cpu-offload-gb": "weights are not offloaded",
     "--collect-detailed-traces": "traces are not exported yet",
     "--disable-logprobs-during-spec-decoding": "speculative decoding is not supported",
     "--enable-prompt-adapter": "prompt adapters are not supported",

@@ -187,8 +187,21 @@ def test_quick_measures_pools(tmp_path: Path, in_this_process: None) -> None:
     for dtype in ("bfloat16", "int8", "fp8_e4m3", "int4"):
         assert found[f"tiny, batch 2: {dtype}, times float32's speed"]["value"] > 0
         assert found[f"tiny, prompt of 40: {dtype}, times float32's speed"]["value"] > 0
-    sizes = [found[f"tiny, a token's KV: {dtype}"]["value"] for dtype in ("float32", "bfloat16", "int8", "int4")]
+    sizes = [found[f"tiny, a token's KV: {dtype}"]["value"] for dtype in ("bfloat16", "int8", "int4")]
     assert sizes == sorted(sizes, reverse=True)
+    assert all(each["met"] is None for each in found.values())
+
+
+def test_quick_measures_weights(tmp_path: Path, in_this_process: None) -> None:
+    """`bench weights --quick`: every kind is faster or slower than float32 by some factor; none is judged."""
+    file = tmp_path / "out.json"
+    arguments = ["weights", "--quick", "--rounds", "1", "--threads", "1", "--json", str(file)]
+    result = CliRunner().invoke(commands.app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    found = {each["name"]: each for each in json.loads(file.read_text())["results"]}
+    for kind in ("bfloat16", "int8", "int8_wo", "int4_wo", "fp8"):
+        assert found[f"tiny, batch 2: {kind}, times float32's speed"]["value"] > 0
+        assert found[f"tiny, prompt of 40: {kind}, times float32's speed"]["value"] > 0
     assert all(each["met"] is None for each in found.values())
 
 

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from pd_cluster.model.cpu import quantized
 from pd_cluster.model.layers.gated import Activation
+from pd_cluster.native import products as quantized
 from tests.model import test_cpu_kernels as cases
 from tests.model import test_cpu_quantized as products
 from tests.support.aarch64 import EmulatedOps, emulator

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.cpu import quantized
-from pd_cluster.model.cpu.quantized import (
+from pd_cluster.model.layers.linear import Linear
+from pd_cluster.native import build
+from pd_cluster.native import products as quantized
+from pd_cluster.native.products import (
     bf16_linear,
     bf16_way,
     fp8_weight_only_linear,
@@ -22,8 +24,6 @@ from pd_cluster.model.cpu.quantized import (
     int8_weight_only_linear,
     quantize_rows,
 )
-from pd_cluster.model.layers.linear import Linear
-from pd_cluster.native import build
 
 NO_TILES = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 ANY_X86 = tuple(flag for flag in build.FLAGS if flag != "-march=native")

@@ -11,8 +11,11 @@ import pytest
 
 import pd_cluster
 from pd_cluster import LLM, SamplingParams, fastdeploy
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.fastdeploy.engine.request import CompletionOutput
+from pd_cluster.model.sizing import check_offload
 from tests.support.checkpoints import reference_greedy
 from tests.support.copies import copy_of
 from tests.support.quantized import FORMATS, rewritten
@@ -90,6 +93,19 @@ def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, ca
     ]
 
 
+def test_cpu_offload_gb_is_host_memory_which_a_cpu_has(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(path), cpu_offload_gb=2, max_model_len=MAX_MODEL_LEN, num_blocks=64) as llm:
+        (output,) = llm.generate(["ab"], GREEDY, use_tqdm=False)
+    assert output.outputs.token_ids == reference_greedy(path, output.prompt_token_ids, 6)[:6]
+    assert "--cpu-offload-gb 2 changes nothing: on a CPU all weights are in host memory" in caplog.messages
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_cpu_offload_gb_is_refused_on_accelerators(kind: DeviceKind) -> None:
+    with pytest.raises(ConfigError, match="--cpu-offload-gb 2: weights stay on the device; leave it out, and give"):
+        check_offload(2, Device(kind))
+
+
 def test_gpu_memory_utilization_is_a_share_of_the_memory(path: Path) -> None:
     """The memory is the host's, since the engine computes on the CPU."""
     num_blocks = []
@@ -161,7 +177,7 @@ def test_swap_space_holds_requests_with_several_candidates(path: Path) -> None:
     assert num_moves[0] > num_moves[2], "what forks moves blocks, too"
 
 
-@pytest.mark.parametrize("dtype_on_disk", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype_on_disk", ["float32", "float16"])
 def test_a_float32_checkpoint_stays_float32_and_this_is_said(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype_on_disk: str
 ) -> None:
@@ -175,7 +191,7 @@ def test_a_float32_checkpoint_stays_float32_and_this_is_said(
 ENGINE_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer_mode": "fastest"}, "tokenizer_mode 'fastest': not supported"),
     ({"quantization": "int3"}, "quantization 'int3': expected one of awq, gptq"),
-    ({"cpu_offload_gb": 2}, "cpu_offload_gb 2: weights are not offloaded"),
+    ({"cpu_offload_gb": -2}, "cpu_offload_gb -2"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: must be in 0 to 1"),
     ({"gpu_memory_utilization": -0.1}, "gpu_memory_utilization -0.1: must be in 0 to 1"),
     ({"enable_mm": True}, "enable_mm True: images, audio and video are not supported"),

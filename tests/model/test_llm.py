@@ -20,6 +20,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.errors import ConfigError, ModelError
+from pd_cluster.model import loader
 from pd_cluster.model.loader import resolve_dtype
 from tests.support.checkpoints import reference_greedy
 from tests.support.scripted_scenarios import FAMILIES
@@ -220,16 +221,18 @@ def test_the_number_of_blocks_is_logged(path: Path, caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize(("kind", "wanted"), [("cpu", "float32"), ("cuda", "bfloat16"), ("npu", "bfloat16")])
 def test_auto_is_the_checkpoints_dtype_but_on_the_cpu(
-    path: Path, tmp_path: Path, kind: DeviceKind, wanted: str
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, wanted: str
 ) -> None:
+    """On a processor without products in bfloat16; test_bf16_cpu has the others."""
+    monkeypatch.setattr(loader, "multiplies_bf16", lambda: False)
     checkpoint = Checkpoint.open(str(copied(path, tmp_path, dtype=None, torch_dtype="bfloat16")))
     assert resolve_dtype("auto", checkpoint, Device(kind)) == wanted
 
 
 def test_auto_on_the_cpu_is_said(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with LLM(str(copied(path, tmp_path, dtype=None, torch_dtype="bfloat16")), max_model_len=64, num_blocks=16):
+    with LLM(str(copied(path, tmp_path, dtype=None, torch_dtype="float16")), max_model_len=64, num_blocks=16):
         pass
-    said = 'dtype "auto": the checkpoint is bfloat16, the CPU computes in float32; say dtype="bfloat16" to have that'
+    said = 'dtype "auto": the checkpoint is float16, the CPU computes in float32; say dtype="float16" to have that'
     assert said in caplog.messages
 
 

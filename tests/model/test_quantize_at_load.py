@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.errors import ModelError, called
+from pd_cluster.lab.child import make_model
+from pd_cluster.lab.tiny_model import ModelShape
+from pd_cluster.model.quantized import weight as quantized_weight
 from pd_cluster.model.quantized.encode import encoded
 from pd_cluster.model.quantized.weight import CODED, INT8
+from pd_cluster.native.products import int8_linear
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
@@ -120,3 +124,26 @@ def test_what_fits_the_folder_changes_nothing(tmp_path: Path, wanted: str, form:
 def test_without_a_layer_that_could_be(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"--quantization int8: .* has no linear layer that could be quantized"):
         make_core(make_checkpoint(tmp_path / "model", "gpt_neox"), quantization="int8", num_blocks=32)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve layers of 768 with weights that are not small: what one code changes grows from layer to layer."""
+    return make_model(tmp_path_factory.mktemp("deep"), ModelShape(vocab_size=512), 1)
+
+
+def test_codes_that_fall_to_the_other_side_are_no_fault(deep: Path) -> None:
+    """Fused layers round activations that differ in their last bits: tokens are near, and the proof at load passes."""
+    (found,) = generate(make_core(deep, quantization="int8", num_blocks=128), [PROMPTS[1]], GREEDY)
+    assert len(found) == GREEDY.max_tokens
+
+
+def test_wrong_products_of_codes_are_a_fault(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of a matrix beside its place in each layer."""
+
+    def shifted(codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        return int8_linear(codes.roll(1, 0), scales, bias)
+
+    monkeypatch.setattr(quantized_weight, "int8_linear", shifted)
+    with pytest.raises(ModelError, match="fusing the layers changed the logits"):
+        make_core(deep, quantization="int8", num_blocks=128)

@@ -19,7 +19,8 @@ PACKAGE = ROOT / "pd_cluster"
 
 # Each layer may import the layers above it in this list; no two names of one layer import each other.
 LAYERS: list[tuple[str, ...]] = [
-    ("errors", "native"),
+    ("errors",),
+    ("native",),
     ("types",),
     ("numerics", "parsers", "tables"),
     ("wire",),

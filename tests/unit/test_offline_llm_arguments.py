@@ -188,7 +188,7 @@ def test_what_asks_for_nothing_goes_without_a_word(
         ({"max_seq_len_to_capture": 0}, "max_seq_len_to_capture 0: must be at least 1"),
         ({"splitwise_role": "prefill"}, "splitwise_role 'prefill': not supported (give prefill= and decode=,"),
         ({"lm_head_fp32": True}, "lm_head_fp32 True: logits are computed in the model's dtype"),
-        ({"cpu_offload_gb": 2}, "cpu_offload_gb 2: weights are not offloaded; leave it out"),
+        ({"cpu_offload_gb": -1}, "cpu_offload_gb -1"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0: must be at least 1"),
         ({"dtype": "int4"}, "dtype 'int4': expected one of auto, float32, float16, bfloat16, float, half"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: must be in 0 to 1"),

@@ -15,7 +15,9 @@ import msgspec
 import torch
 
 from pd_cluster.lab.engine.linear_spec import LinearSpec, LinearTimes
-from pd_cluster.model.cpu.quantized import (
+from pd_cluster.model.layers.linear import Linear, make_linear
+from pd_cluster.native.memory import keep_what_is_freed
+from pd_cluster.native.products import (
     bf16_linear,
     bf16_way,
     int4_linear,
@@ -23,8 +25,6 @@ from pd_cluster.model.cpu.quantized import (
     int8_weight_only_linear,
     quantize_rows,
 )
-from pd_cluster.model.layers.linear import Linear, make_linear
-from pd_cluster.native.memory import keep_what_is_freed
 
 GROUP = 128  # inputs of a scale of 4 bits
 READ_NBYTES, CHUNK_NBYTES = 1 << 30, 64 << 20

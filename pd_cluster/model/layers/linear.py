@@ -1,6 +1,7 @@
-"""Linear layers whose weight has oneDNN's own order, which is faster on CPU.
+"""Linear layers whose weight has another order, which is faster on CPU: oneDNN's, or that of the C kernels.
 
-The rule is fixed, never measured: float32 on x86-64 with oneDNN is packed, anything else stays plain. So the same
+The rule is fixed, never measured: float32 on x86-64 with oneDNN is packed, bfloat16 is packed for the C kernels where
+they can run, anything else stays plain. So the same
 checkpoint computes the same numbers in every process; and with packing, a row's numbers do not depend on how many rows
 are computed with it, unlike MKL's.
 """
@@ -8,12 +9,12 @@ are computed with it, unlike MKL's.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 
 import torch
 from torch.nn.functional import linear, pad
 
-Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [num_rows, out_features]
+from pd_cluster.native.products import Linear as Linear
+from pd_cluster.native.products import bf16_linear
 
 MOST_PADDED = 16 << 20  # padding's multiplications per product: cheaper than compiling for another number of rows
 SIZES_PER_OCTAVE = 8
@@ -81,5 +82,14 @@ def padded(num_rows: int, most: int) -> int:
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes a layer of weight [out_features, in_features], bias [out_features]; the caller drops its own weight."""
-    return PackedLinear(weight, bias) if packs(weight) else PlainLinear(weight, bias)
+    """Makes a layer of weight [out_features, in_features], bias [out_features]; the caller drops its own weight.
+
+    On a CPU, activations of a layer in bfloat16 are float32 (model/wide.py).
+    """
+    if packs(weight):
+        return PackedLinear(weight, bias)
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+        narrow = bf16_linear(weight.detach(), bias)
+        if narrow is not None:
+            return narrow
+    return PlainLinear(weight, bias)

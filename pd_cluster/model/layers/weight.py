@@ -111,11 +111,13 @@ class PlainWeight:
 class WeightForm:
     """`parts`: the tensors of a layer in safetensors files, by the last part of their names.
 
-    Layers have all of them but those that are added.
+    Layers have all of them but those that are added. `rounds_activations`: to codes, some of which fall to the other
+    side by the last bits of what came before.
     """
 
     parts: Mapping[str, Part]
     weight: type[LinearWeight]
+    rounds_activations: bool = False
 
 
 PLAIN = WeightForm(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from pd_cluster.model.cpu.quantized import quantize_rows
+from pd_cluster.native.products import quantize_rows
 
 MOST = 127
 

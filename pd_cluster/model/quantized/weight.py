@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.cpu.quantized import fp8_weight_only_linear, int4_linear, int8_linear, int8_weight_only_linear
 from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear
 from pd_cluster.model.layers.weight import Part, Tensors, WeightForm
 from pd_cluster.model.quantized.int8 import Int8Linear
+from pd_cluster.native.products import fp8_weight_only_linear, int4_linear, int8_linear, int8_weight_only_linear
 
 LEAST_IN_GROUP = 16  # inputs, for products of codes
 
@@ -183,5 +183,7 @@ BIAS = Part(outputs=0, inputs=None, is_added=True)
 CODED = WeightForm(
     {"codes": Part(0, 1), "code_scales": Part(0, 1), "code_zeros": Part(0, 1), "bias": BIAS}, CodedWeight
 )
-INT8 = WeightForm({"int8_codes": Part(0, 1), "int8_scales": Part(0, None), "bias": BIAS}, Int8Weight)
-INT8_STATIC = WeightForm({**INT8.parts, "int8_inputs": Part(None, None)}, Int8Weight)
+INT8 = WeightForm(
+    {"int8_codes": Part(0, 1), "int8_scales": Part(0, None), "bias": BIAS}, Int8Weight, rounds_activations=True
+)
+INT8_STATIC = WeightForm({**INT8.parts, "int8_inputs": Part(None, None)}, Int8Weight, rounds_activations=True)

@@ -44,7 +44,8 @@ def checked(data: Any, kind: type[RequestT]) -> RequestT:
         raise RequestError("the body must be a JSON object")
     _refuse(data, NOT_YET, "is not supported yet by this server")
     if not issubclass(kind, ChatFields):
-        _refuse(data, CHAT_ONLY, "is for chats; use /v1/chat/completions")
+        others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
+        _refuse(data, others, "is for chats; use /v1/chat/completions")
     try:
         request = kind.model_validate(data)
     except ValidationError as error:

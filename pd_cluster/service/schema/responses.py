@@ -13,6 +13,67 @@ from pydantic import BaseModel, Field
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Tokens of the prompt whose KV cache was there already.")
+
+
+class PoolingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingData(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="With encoding_format base64: of float32 numbers.")
+
+
+class EmbeddingList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EmbeddingData]
+    usage: PoolingUsage
+
+
+class ScoreData(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float = Field(description="The cosine of the angle between the two vectors.")
+
+
+class ScoreList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: PoolingUsage
+
+
+class RerankDocument(BaseModel):
+    text: str
+
+
+class RerankResult(BaseModel):
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankUsage(BaseModel):
+    total_tokens: int
+
+
+class Reranked(BaseModel):
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: RerankUsage
+
+
 class ErrorDetails(BaseModel):
     message: str = Field(description="What is wrong, with names and numbers.")
     type: str = Field(description="The kind of error, such as invalid_request_error or service_unavailable.")
@@ -22,10 +83,6 @@ class ErrorDetails(BaseModel):
 
 class Error(BaseModel):
     error: ErrorDetails
-
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int = Field(description="Tokens of the prompt whose KV cache was there already.")
 
 
 class Usage(BaseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,9 +16,9 @@ import torch
 from torch.nn.functional import pad
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.layers.linear import Linear
 from pd_cluster.native import build
 
+Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [num_rows, out_features]
 Activations = Literal["float32", "bfloat16", "int8"]  # the form in which they are multiplied
 Way = Literal["float32", "dot products", "tiles"]
 
@@ -86,6 +87,11 @@ def bf16_way(flags: tuple[str, ...] = build.FLAGS) -> Way | None:
         return None
     product = _ProductCall(num_rows=1, form=_BF16.code, activations=_ACTIVATIONS["bfloat16"])
     return _way(library, product)
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor has instructions for products of bfloat16, and the kernels use them."""
+    return bf16_way() in ("dot products", "tiles")
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -165,12 +165,11 @@ class FusedCausalLM:
         head: Linear,
         vocab_size: int = 0,
         group: Group | None = None,
-        adapters: Adapters | None = None,
         bf16_way: str = "",
     ) -> None:
         """`vocab_size`: the whole model's, if this is one rank's share."""
         self.config = config
-        self.adapters = adapters
+        self.adapters: Adapters | None = None
         self._vocab_size = vocab_size or config.vocab_size
         self._group = group or Alone()
         self.ops = ops

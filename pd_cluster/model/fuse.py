@@ -107,7 +107,6 @@ def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | 
         head=_divided(head, config.logits_scaling) if quirks.multiplies else head,
         vocab_size=0 if share is None else share.plan.vocab_size,
         group=None if share is None else share.group,
-        adapters=adapters,
         bf16_way=(bf16_way() or "") if is_wide else "",
     )
 

@@ -110,11 +110,8 @@ def load_model(
     is_deterministic: bool = False,
     npu_head_dims: str = "strict",
     kv_cache_dtype: str = "auto",
-    takes_adapters: bool = False,
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
-
-    `takes_adapters`: on a CPU, adapters can be loaded beside its layers.
     The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute
     each row alike in every batch. Raises ConfigError.
     """
@@ -136,7 +133,7 @@ def load_model(
     )
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn, rope_limit)
-    adapters = adapters_of(checkpoint, share) if takes_adapters else None
+    adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
     if logn is not None or checkpoint.is_unproven or not can_fuse(model):  # some unlisted types use others' classes
         num_packed = prove_packing(plain, device, dtype) if checkpoint.is_unproven else pack_modules(model)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
@@ -150,7 +147,7 @@ def load_model(
     expected = _probe_logits(plain, own, device)
     check_finite(expected, str(checkpoint.path), dtype)
     fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share, adapters)
-    fused.rope_limit = rope_limit
+    fused.rope_limit, fused.adapters = rope_limit, adapters
     bound = ROUNDED if plain.rounds_activations else dtype
     error = change_of(_probe_logits(fused, own, device), expected, bound)
     if not error <= PROBE_TOLERANCE[bound]:

@@ -119,7 +119,6 @@ class ModelRunner:
             config.deterministic,
             config.npu_head_dims,
             config.kv_cache_dtype,
-            config.adapters.enable_lora,
         )
         self._load_adapters(config)
         self.vocab_size = int(checkpoint.config["vocab_size"])
@@ -144,13 +143,21 @@ class ModelRunner:
 
     def _load_adapters(self, config: EngineConfig) -> None:
         """Loads the adapters that the settings name. Raises ModelError, ConfigError."""
+        self._most_adapters = config.adapters.max_cpu_loras
         for module in config.adapters.lora_modules:
             self.load_adapter(LoraFolder.read(Path(module.path), config.adapters.max_lora_rank))
 
     def load_adapter(self, folder: LoraFolder) -> None:
-        """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError."""
-        assert self.model.adapters is not None
-        self.model.adapters.load(folder)
+        """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError, ConfigError.
+
+        Nothing is done if it is loaded already.
+        """
+        adapters = self.model.adapters
+        assert adapters is not None
+        most = self._most_adapters
+        if most is not None and folder.digest not in adapters.slots and len(adapters.slots) >= most:
+            raise ConfigError(f"{called('max_cpu_loras')} {most}: so many adapters are loaded already; raise it")
+        adapters.load(folder)
 
     @property
     def variants(self) -> Mapping[str, int] | None:

@@ -154,7 +154,7 @@ class LocalEngine:
             timeouts=NO_TIMEOUTS,
         )
         core, runner = build_core(self._config)
-        limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit)
+        limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants or ())
         worker = Worker(config, core, side_of(config, runner), limits, self, _NoLanes(), self._inbox)
         self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
         info = InstanceInfo(

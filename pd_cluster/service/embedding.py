@@ -25,7 +25,7 @@ class EmbeddingAsk:
 
     `dimensions`: how many of the first numbers are kept; None: all. `truncate_prompt_tokens`: how many of the last
     tokens are kept; -1: as many as the context has; None: a prompt that is too long is refused. `received_s`: the
-    arrival time, for the request's timeline, and `client_id` its name there.
+    arrival time, for the request's timeline, `variant` the digest of an adapter, and `client_id` its name there.
     """
 
     prompt: str | list[int]
@@ -35,6 +35,7 @@ class EmbeddingAsk:
     truncate_prompt_tokens: int | None = None
     special: bool = True  # the tokenizer adds its special tokens to a text
     cache_salt: str | None = None
+    variant: str = ""
     priority: int = 0
     client_id: str = ""
     received_s: float | None = None
@@ -105,7 +106,14 @@ class Embedder:
         token_ids = await self.token_ids(ask)
         caller = ask.caller
         return Generation(
-            Order(token_ids, NO_SAMPLING, caller.salt(ask.cache_salt), priority=ask.priority, pooling=pooling),
+            Order(
+                token_ids,
+                NO_SAMPLING,
+                caller.salt(ask.cache_salt),
+                ask.variant,
+                priority=ask.priority,
+                pooling=pooling,
+            ),
             sequences=[],
             num_choices=0,
             is_prompt_only=True,

@@ -157,6 +157,7 @@ class Job:
                 truncate_prompt_tokens=request.truncate_prompt_tokens,
                 special=request.add_special_tokens is not False,
                 cache_salt=request.cache_salt,
+                variant=self._service.variant_of(self.name, caller),
                 priority=request.priority or 0,
                 client_id=self.id,
                 received_s=self._received_s,

@@ -54,13 +54,18 @@ class EngineLimits:
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
         if problem := self.rope.problem(request.order):
             return problem
-        if (variant := request.order.variant) and variant not in self.variants:
-            return f"the adapter {variant[:12]} is not loaded on this instance"
         if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
             return f"a guide of {len(sampling.guide.text)} characters; at most {MAX_GUIDE_NUM_CHARS} are allowed"
         if request.pooling is not None:
             return _pooling_problem(request, resumed)
         return self._sampling_problem(sampling) or _beam_problem(sampling) or self._resumed_problem(request, resumed)
+
+    def lacks(self, request: Request) -> str | None:
+        """Returns what another instance may have that this one needs for the request, or None."""
+        variant = request.order.variant
+        if not variant or variant in self.variants:
+            return None
+        return f"the adapter {variant[:12]} is not loaded on this instance"
 
     def _resumed_problem(self, request: Request, resumed: Sequence[Resumed]) -> str | None:
         if not resumed:

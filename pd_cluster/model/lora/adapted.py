@@ -67,7 +67,7 @@ class LowRank:
     b: torch.Tensor
 
 
-class Delta:
+class Addition:
     """An adapter's part of one layer: the A's of all modules as one product, then a B for each module's outputs."""
 
     __slots__ = ("_a", "_parts")
@@ -105,7 +105,7 @@ def _padded(matrix: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Features:
     """One module of transformers' in a layer that may join several: its features on this rank.
 
     `outputs`: its features among the layer's. `order` [out_features] int64: the layer's i-th of them is the module's
@@ -122,18 +122,18 @@ class Site:
     """A linear layer, and what loaded adapters add to it, by their slots."""
 
     rows: StepRows
-    deltas: dict[int, Delta] = field(default_factory=dict)
+    additions: dict[int, Addition] = field(default_factory=dict)
     nums_rows: list[int] | None = None  # of each call while it is watched
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Adds in place the adapters' outputs for x [..., num_rows, in_features]; returns y."""
         if self.nums_rows is not None:
             self.nums_rows.append(x.numel() // x.shape[-1])
-        if self.rows.segments is not None and self.deltas:
+        if self.rows.segments is not None and self.additions:
             flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
             for slot, rows in self.rows.segments:
-                if (delta := self.deltas.get(slot)) is not None:
-                    delta.add(flat_x, flat_y, rows)
+                if (addition := self.additions.get(slot)) is not None:
+                    addition.add(flat_x, flat_y, rows)
         return y
 
 

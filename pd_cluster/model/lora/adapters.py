@@ -18,7 +18,7 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder, Stored
 from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.packing import PackedModule
-from pd_cluster.model.lora.adapted import AdaptedLinear, AdaptedModule, Delta, LowRank, Part, Site, StepRows
+from pd_cluster.model.lora.adapted import AdaptedLinear, AdaptedModule, Addition, Features, LowRank, Site, StepRows
 from pd_cluster.model.parallel.plan import WHOLE, Cut
 from pd_cluster.model.parallel.shard import take
 
@@ -40,7 +40,7 @@ class Adapters:
         """`name_of`: a weight's name in the model that is served, by its name in the model that was trained."""
         self.rows = StepRows()
         self.slots: dict[str, int] = {}  # by the adapters' digests; only grows
-        self._places: dict[str, tuple[Site, Part]] = {}
+        self._places: dict[str, tuple[Site, Features]] = {}
         self._cut, self._name_of = cut, name_of
         self._lock = threading.Lock()
 
@@ -59,7 +59,7 @@ class Adapters:
             outputs = slice(first, first + out_features)
             own = None if order is None else order[outputs] - first
             assert own is None or torch.equal(own.sort().values, torch.arange(out_features))
-            self._places[f"{path}.{name}"] = site, Part(in_features, outputs, own)
+            self._places[f"{path}.{name}"] = site, Features(in_features, outputs, own)
             first += out_features
         return AdaptedLinear(layer, site)
 
@@ -77,7 +77,7 @@ class Adapters:
                     continue  # not in a layer: the output layer
                 site = Site(self.rows)
                 setattr(parent, name, AdaptedModule(child, site, *features))
-                self._places[whole] = site, Part(features[1], slice(0, features[0]))
+                self._places[whole] = site, Features(features[1], slice(0, features[0]))
 
     @contextmanager
     def watched(self, num_rows: int) -> Iterator[None]:
@@ -100,13 +100,13 @@ class Adapters:
             if (known := self.slots.get(folder.digest)) is not None:
                 return known
             slot = len(self.slots) + 1
-            for site, delta in self._deltas(folder):
-                site.deltas[slot] = delta
+            for site, addition in self._additions(folder):
+                site.additions[slot] = addition
             self.slots[folder.digest] = slot  # last: now requests may have it
             log.info("adapter %s: %d modules of %s", folder.digest[:12], len(folder.modules), folder.path)
             return slot
 
-    def _deltas(self, folder: LoraFolder) -> list[tuple[Site, Delta]]:
+    def _additions(self, folder: LoraFolder) -> list[tuple[Site, Addition]]:
         data = bytearray(folder.weights())
         found: dict[int, tuple[Site, list[tuple[slice, LowRank]]]] = {}
         for name, pair in folder.modules.items():
@@ -120,9 +120,9 @@ class Adapters:
             if not low.b.isfinite().all():
                 raise ModelError(f"{place}: numbers too large for float32 once they are scaled (lora_alpha)")
             found.setdefault(id(site), (site, []))[1].append((part.outputs, low))
-        return [(site, Delta(parts)) for site, parts in found.values()]
+        return [(site, Addition(parts)) for site, parts in found.values()]
 
-    def _low_rank(self, place: str, key: str, part: Part, a: torch.Tensor, b: torch.Tensor) -> LowRank:
+    def _low_rank(self, place: str, key: str, part: Features, a: torch.Tensor, b: torch.Tensor) -> LowRank:
         """Returns this rank's share, in the layer's order. Raises ModelError."""
         given = f"A {list(a.shape)} and B {list(b.shape)}"
         cut = self._cut(f"{key}.weight", (b.shape[0], a.shape[1]))

@@ -143,7 +143,7 @@ def build_worker(
     lanes: LaneEnds = local
     if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox, tell_lost)
-    limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants or ())
+    limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants)
     shares = not runner.device.is_accelerator
     worker = Worker(config, core, side, limits, mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest)
     mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)

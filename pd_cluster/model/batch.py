@@ -119,7 +119,7 @@ def step_input(
 ) -> StepInput:
     """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0.
 
-    `slots`: those of adapters, by the requests' variants; None: this engine has no adapters.
+    `slots`: those of adapters, by the requests' variants; None: this engine takes none.
 
     The input id of a token that only the device knows, one behind a request's last, is 0.
     """

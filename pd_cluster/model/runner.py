@@ -51,6 +51,7 @@ from pd_cluster.types import Request
 
 log = logging.getLogger(__name__)
 
+NO_VARIANTS: Mapping[str, int] = {}
 OnLayer = Callable[[int], None]
 
 ASKING_ROPES = ("dynamic", "longrope")  # transformers' own code compares the step's largest position on the host
@@ -160,9 +161,9 @@ class ModelRunner:
         adapters.load(folder)
 
     @property
-    def variants(self) -> Mapping[str, int] | None:
-        """The slots of loaded adapters by digest; None: this engine takes none."""
-        return None if self.model.adapters is None else self.model.adapters.slots
+    def variants(self) -> Mapping[str, int]:
+        """The slots of loaded adapters by digest; more may follow."""
+        return NO_VARIANTS if self.model.adapters is None else self.model.adapters.slots
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """Returns graphs, some of them captured; None: decode steps run eagerly.
@@ -220,7 +221,8 @@ class ModelRunner:
         return can_choose(requests, self.device)
 
     def step_of(self, chunks: Sequence[tuple[Request, int]]) -> StepInput:
-        return step_input(chunks, self.pool.layout.block_size, self.variants)
+        slots = None if self.model.adapters is None else self.model.adapters.slots
+        return step_input(chunks, self.pool.layout.block_size, slots)
 
     def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> DeviceTokens:
         """See engine/step/ahead.py; for runners that go ahead."""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.model.batch import step_input
 from pd_cluster.types import Order, Request, Sampling
@@ -261,9 +262,14 @@ def test_modules_that_see_other_rows_take_no_adapter(checkpoint: Checkpoints, ar
     assert not [name for name in places if "expert" in name and "shared" not in name]
 
 
-def test_a_batch_of_another_engine(checkpoint: Checkpoints) -> None:
-    """An adapter that is not here is an error of the caller, never the model itself."""
-    core = make_core(checkpoint("llama"), adapters=loaded(), num_blocks=32)
+def test_an_adapter_that_is_not_here(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """It is an error of the caller, and never computed as the model itself."""
+    folder = checkpoint("llama")
+    core = make_core(folder, adapters=loaded(make_adapter(tmp_path / "a", folder)), num_blocks=32)
     (request,) = of_adapters([[1, 2]], ["0" * 64])
     with pytest.raises(KeyError):
         core.runner.forward([(request, 2)])
+    limits = EngineLimits(320, 512, core.runner.model.rope_limit, core.runner.variants)  # type: ignore[attr-defined]
+    assert limits.lacks(request) == "the adapter 000000000000 is not loaded on this instance"
+    assert limits.lacks(of_adapters([[1, 2]], list(core.runner.variants))[0]) is None  # type: ignore[attr-defined]
+    assert limits.lacks(of_adapters([[1, 2]], [""])[0]) is None

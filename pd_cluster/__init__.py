@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .offline.lmdeploy.messages import GenerationConfig, GenOut, Response
     from .offline.lmdeploy.pipeline import pipeline
     from .offline.lmdeploy.templates import ChatTemplateConfig
+    from .offline.lora import LoRARequest
     from .offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from .offline.pooling import (
         EmbeddingOutput,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _MODULES = {  # name -> its module, imported on first use: processes that do not need it stay light
     "LLM": "offline.llm",
+    "LoRARequest": "offline.lora",
     "CompletionOutput": "offline.outputs",
     "RequestMetrics": "offline.outputs",
     "RequestOutput": "offline.outputs",
@@ -64,6 +66,7 @@ __all__ = [
     "GuidedDecodingParams",
     "GuidedDecodingRequest",
     "LLMGuidedOptions",
+    "LoRARequest",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",

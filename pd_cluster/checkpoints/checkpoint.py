@@ -71,6 +71,7 @@ class Checkpoint:
     is_unproven: bool = False  # its type is not listed, and --try-unlisted allows it
     is_translated: bool = False  # its files use another architecture's names; `config` uses this one's
     quantization: Quantization | None = None  # of the files
+    takes_adapters: bool = False  # LoRA adapters can be loaded beside the model's layers
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
@@ -116,6 +117,7 @@ class Checkpoint:
             is_unproven,
             is_translated,
             quantization,
+            engine.adapters.enable_lora,
         )
 
     @property
@@ -146,7 +148,7 @@ class Checkpoint:
     def warn_of_ignored_files(self) -> None:
         """Logs files that would change the model's results elsewhere and are ignored here."""
         if files := sorted(file.name for pattern in ADAPTER_FILES for file in self.path.glob(pattern)):
-            log.warning("%s: %s: adapters are not supported; the model is served without", self.path, ", ".join(files))
+            log.warning("%s: %s: the model is served without; see --lora-modules", self.path, ", ".join(files))
 
     @property
     def generation_file(self) -> Path:

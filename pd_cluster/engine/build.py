@@ -59,6 +59,7 @@ def build_core(
         prefix,
         BlockPool(runner.swap.num_blocks),
         runner.window,
+        config.adapters.max_loras if config.adapters.enable_lora else 0,
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides), runner
@@ -142,7 +143,7 @@ def build_worker(
     lanes: LaneEnds = local
     if isinstance(core.runner, LeadRunner):  # there are followers
         lanes = _lead(config, core.runner, followers, local, mailbox, inbox, tell_lost)
-    limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit)
+    limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants)
     shares = not runner.device.is_accelerator
     worker = Worker(config, core, side, limits, mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest)
     mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)

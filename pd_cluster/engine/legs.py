@@ -55,8 +55,9 @@ class Legs:
         sequences = [resume(request, resumed) for resumed in submit.resumed] or [request]
         if problem is None and any(each.key in self._core.scheduler.requests for each in sequences):
             problem = "an earlier leg of this attempt is still ending here"
-        if is_fault := problem is None and is_draining:
-            problem = "this instance takes nothing more, because it stops"
+        elsewhere = "this instance takes nothing more, because it stops" if is_draining else self._limits.lacks(request)
+        if is_fault := problem is None and elsewhere is not None:
+            problem = elsewhere
         self._notes.submitted(request, problem)
         if problem is not None:
             self._outbox.add_end(conn, LegEnd(request.request_id, request.attempt, problem, is_fault))

@@ -73,6 +73,7 @@ class ForwardBatch:
     on_layer: Callable[[int], None] | None = None  # receives how many layers' keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
     kernel_state: object = None  # kept by the kernels from layer to layer
+    adapters: Ints | None = None  # [num_seqs]: slots of their adapters; None: there are none
     most_tokens: Ints | None = None  # [num_seqs]: the limits of their requests; None: as `host_context_lens`
     query_factors: torch.Tensor | None = None  # [num_tokens] float32: factors of the queries, applied last
     replay_lens: Ints | None = None  # a graph's batch only: the `host_context_lens` of the step that it replays
@@ -110,10 +111,15 @@ class StepInput:
     input_ids: Ints  # [num_tokens]
     blocks: Ints  # [sum of blocks]
     rope_positions: Ints | None = None  # [1 or 3, num_tokens]; None: every token's index in its sequence
+    adapters: Ints | None = None  # [num_seqs]: slots (model/lora); None: no sequence has an adapter
 
 
-def step_input(chunks: Sequence[tuple[Request, int]], block_size: int) -> StepInput:
+def step_input(
+    chunks: Sequence[tuple[Request, int]], block_size: int, slots: Mapping[str, int] | None = None
+) -> StepInput:
     """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0.
+
+    `slots`: those of adapters, by the requests' variants; None: this engine takes none.
 
     The input id of a token that only the device knows, one behind a request's last, is 0.
     """
@@ -133,7 +139,15 @@ def step_input(chunks: Sequence[tuple[Request, int]], block_size: int) -> StepIn
         np.array(input_ids, dtype=np.int64),
         np.array(blocks, dtype=np.int64),
         _rope_positions([request for request, _ in chunks], rows),
+        None if slots is None else _adapters([request.order.variant for request, _ in chunks], slots),
     )
+
+
+def _adapters(variants: Sequence[str], slots: Mapping[str, int]) -> Ints | None:
+    """Returns `adapters` of a StepInput. Requests of unknown variants never come here (engine/step/limits.py)."""
+    if not any(variants):
+        return None
+    return np.array([slots[variant] if variant else 0 for variant in variants], dtype=np.int64)
 
 
 def sample_rows_of(step: StepInput) -> Ints:
@@ -193,7 +207,14 @@ def batch_of(step: StepInput, pool: KVPool) -> ForwardBatch:
     )
     if hidden:
         tensors["hidden"] = HiddenRows(**{name: tensors.pop(name) for name in hidden})
-    return ForwardBatch(**tensors, query_lens=lens, host_context_lens=context_lens, pool=pool, most_tokens=most_tokens)
+    return ForwardBatch(
+        **tensors,
+        query_lens=lens,
+        host_context_lens=context_lens,
+        pool=pool,
+        most_tokens=most_tokens,
+        adapters=step.adapters,
+    )
 
 
 def _hidden_rows(sample_rows: Ints, rows: Ints) -> dict[str, Ints]:

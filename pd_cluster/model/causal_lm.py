@@ -19,6 +19,7 @@ from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rope
 from pd_cluster.model.layers.rope import LengthRotary, LogN
 from pd_cluster.model.layers.rope_tables import MODELS_ORDER, WHOLE_MODEL, RopeTables
 from pd_cluster.model.layers.weight import WeightForm
+from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.rope_limit import RopeLimit
 
@@ -35,6 +36,7 @@ class CausalLM(Protocol):
     attention: str  # the attention in use
     rope_limit: RopeLimit  # the rotary positions that requests may bring
     key_order: str  # of a head's features in the KV pool
+    adapters: Adapters | None  # None: it was loaded without places for adapters
     bf16_way: str  # how weights of bfloat16 are multiplied with float32 activations; "": not so
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -61,6 +63,7 @@ class PlainCausalLM:
     ) -> None:
         """`vocab_size`: the whole model's, if this is one rank's share. `rope_limit` None: no positions but indices."""
         self.config = model.config
+        self.adapters: Adapters | None = None
         self.attention = attention.name
         self.kernels = f"transformers' modules, attention by {attention.name}"
         self.key_order = MODELS_ORDER
@@ -87,6 +90,8 @@ class PlainCausalLM:
         batch.write_and_attend = self._attend
         if self._logn is not None:
             batch.query_factors = self._logn.factors(batch)
+        if self.adapters is not None:
+            self.adapters.rows.begin(batch.adapters, batch.query_lens)
         self._set_batch(batch)
         try:
             logits: torch.Tensor = self.model(
@@ -164,6 +169,7 @@ class FusedCausalLM:
     ) -> None:
         """`vocab_size`: the whole model's, if this is one rank's share."""
         self.config = config
+        self.adapters: Adapters | None = None
         self._vocab_size = vocab_size or config.vocab_size
         self._group = group or Alone()
         self.ops = ops
@@ -177,6 +183,8 @@ class FusedCausalLM:
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        if self.adapters is not None:
+            self.adapters.rows.begin(batch.adapters, batch.query_lens)
         x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
         ropes = self._ropes(x, batch)
         delta = None
@@ -191,6 +199,8 @@ class FusedCausalLM:
             return x.new_empty(0, self._vocab_size)
         if len(rows) < len(x):
             x, attended = x[rows], attended[rows]
+            if self.adapters is not None:
+                self.adapters.rows.keep(rows)
         delta = self._after_attention(last, x, attended)
         x = self.ops.add_norm(x, delta, self._norm)
         if hidden is not None:

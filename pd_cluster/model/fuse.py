@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from pd_cluster.model.layers.ops import Heads, Norm, Ops, Rows
 from pd_cluster.model.layers.packing import rows_apart
 from pd_cluster.model.layers.rope_tables import RopeTables, qkv_order
 from pd_cluster.model.layers.weight import joined, weight_of
+from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.layers import Share, SpanningNorm
 from pd_cluster.model.quirks import ARCHITECTURES, Quirks
 from pd_cluster.model.wide import WideEmbedding, is_narrow, widen
@@ -60,9 +61,10 @@ def why_not_deterministic(model: Any) -> str:
     return ""
 
 
-def fuse(model: Any, ops: Ops, share: Share | None = None) -> FusedCausalLM:
+def fuse(model: Any, ops: Ops, share: Share | None = None, adapters: Adapters | None = None) -> FusedCausalLM:
     """Takes the model apart: its linear layers are gone afterwards, and so is the mapping of the files.
 
+    `adapters`: its linear layers shall take adapters, which are kept there.
     `share`: the model is one rank's share, with the share installed; the fused one does its own sums.
     """
     if share is not None:
@@ -81,7 +83,10 @@ def fuse(model: Any, ops: Ops, share: Share | None = None) -> FusedCausalLM:
         inner.embed_tokens.weight[:1].float() if is_wide else inner.embed_tokens.weight[:1],
         quirks.turn,
     )
-    layers = [_fuse_layer(layer, config, ops, quirks, ropes.order) for layer in _progress(inner.layers)]
+    layers = [
+        _fuse_layer(layer, config, ops, quirks, ropes.order, _Maker(ops, adapters, f"model.layers.{index}"))
+        for index, layer in enumerate(_progress(inner.layers))
+    ]
     head = ops.linear(joined(model.lm_head))
     del model.lm_head
     embedding = inner.embed_tokens
@@ -122,16 +127,52 @@ def _progress(layers: Any) -> Iterator[Any]:
     yield from transformers_logging.tqdm(layers, desc="Packing weights", unit="layer", disable=not on_terminal)
 
 
-def _fuse_layer(layer: Any, config: Any, ops: Ops, quirks: Quirks, order: torch.Tensor | None) -> FusedLayer:
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes the linear layers of one decoder layer, with adapters beside them if there are to be any."""
+
+    ops: Ops
+    adapters: Adapters | None
+    path: str
+
+    def of(self, name: str) -> _Maker:
+        return replace(self, path=f"{self.path}.{name}")
+
+    def joined(self, module: Any, *choices: tuple[str, ...], rows: torch.Tensor | None = None) -> Linear:
+        """Takes the linear layers of the first choice that the module has, joined into one, out of it."""
+        names = next(names for names in choices if hasattr(module, names[0]))
+        modules = {name: getattr(module, name) for name in names}
+        found = self.ops.linear(joined(*modules.values(), rows=rows))
+        if self.adapters is not None:
+            features = {name: (each.out_features, each.in_features) for name, each in modules.items()}
+            found = self.adapters.beside(found, self.path, features, rows)
+        for name in names:
+            delattr(module, name)
+        return found
+
+    def gated_mlp(self, mlp: Any, activation: Activation) -> GatedMLP:
+        intermediate_size: int = mlp.down_proj.in_features
+        gate_up = self.joined(mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))
+        down = self.joined(mlp, ("down_proj",))
+        if self.adapters is None:
+            return GatedMLP(gate_up, down, self.ops, activation, intermediate_size)
+        rows = self.adapters.rows
+        return GatedMLP(gate_up, down, self.ops, activation, intermediate_size, lambda: rows.are_adapted)
+
+
+def _fuse_layer(
+    layer: Any, config: Any, ops: Ops, quirks: Quirks, order: torch.Tensor | None, maker: _Maker
+) -> FusedLayer:
     attention = layer.self_attn
     heads = _heads(attention, config, quirks, order)
     rows = None if order is None else qkv_order(order, heads.num_heads, heads.num_kv_heads)
-    qkv = _joined(ops, attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"), rows=rows)
+    beside = maker.of("self_attn")
+    qkv = beside.joined(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"), rows=rows)
     fused = FusedLayer(
         heads=heads,
         qkv=qkv,
-        output=_joined(ops, attention, ("o_proj",)),
-        mlp=_mlp(layer.mlp, config, ops, quirks),
+        output=beside.joined(attention, ("o_proj",)),
+        mlp=_mlp(layer.mlp, config, quirks, maker.of("mlp")),
         rope=quirks.rope(attention),
         spanning=_spanning(attention, heads, ops, quirks) if quirks.norms_span_heads else (),
         residual_multiplier=config.residual_multiplier if quirks.multiplies else 1.0,
@@ -139,15 +180,6 @@ def _fuse_layer(layer: Any, config: Any, ops: Ops, quirks: Quirks, order: torch.
     )
     del layer.mlp
     return fused
-
-
-def _joined(ops: Ops, module: Any, *choices: tuple[str, ...], rows: torch.Tensor | None = None) -> Linear:
-    """Takes the linear layers of the first choice that the module has, joined into one, out of it."""
-    names = next(names for names in choices if hasattr(module, names[0]))
-    found = ops.linear(joined(*(getattr(module, name) for name in names), rows=rows))
-    for name in names:
-        delattr(module, name)
-    return found
 
 
 def _heads(attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | None) -> Heads:
@@ -204,19 +236,22 @@ def _activation_name(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
-def _mlp(mlp: Any, config: Any, ops: Ops, quirks: Quirks) -> Rows:
+def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: _Maker) -> Rows:
     """Returns the MLP as a function, [num_rows, hidden_size] to the same shape."""
+    ops = maker.ops
     activation = quirks.activation or ACTIVATIONS.get(_activation_name(config))
     if activation is None:  # an activation without a kernel: the module itself, on a batch of one sequence
+        if maker.adapters is not None:
+            maker.adapters.take_over(mlp, maker.path)
         return lambda x: mlp(x[None])[0]
     if not hasattr(mlp, "experts"):
-        return _gated_mlp(mlp, ops, activation)
+        return maker.gated_mlp(mlp, activation)
     experts = ops.experts(getattr(mlp, quirks.router), _experts(mlp, quirks), activation)
     if not hasattr(mlp, "shared_expert"):
         return experts
-    shared = _gated_mlp(mlp.shared_expert, ops, activation)
+    shared = maker.of("shared_expert").gated_mlp(mlp.shared_expert, activation)
     gate = weight_of(mlp.shared_expert_gate).matrix()
-    weigh = rows_apart(gate) if packs(gate) else _joined(ops, mlp, ("shared_expert_gate",))
+    weigh = rows_apart(gate) if packs(gate) else replace(maker, adapters=None).joined(mlp, ("shared_expert_gate",))
     return SharedExpert(experts, shared, weigh)
 
 
@@ -228,9 +263,3 @@ def _experts(mlp: Any, quirks: Quirks) -> ExpertWeights:
         return weights
     rows = torch.arange(weights.gate_up.out_features)
     return replace(weights, gate_up=weights.gate_up.reordered(torch.cat((rows[::2], rows[1::2]))))
-
-
-def _gated_mlp(mlp: Any, ops: Ops, activation: Activation) -> GatedMLP:
-    intermediate_size: int = mlp.down_proj.in_features
-    gate_up = _joined(ops, mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))
-    return GatedMLP(gate_up, _joined(ops, mlp, ("down_proj",)), ops, activation, intermediate_size)

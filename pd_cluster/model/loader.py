@@ -40,6 +40,7 @@ from pd_cluster.model.internlm import read_as_llama
 from pd_cluster.model.layers.ops import Ops, TorchOps
 from pd_cluster.model.layers.packing import pack_modules
 from pd_cluster.model.layers.rope import USE_LOGN, LogN, put_lengths, rope_limit_of
+from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
@@ -111,7 +112,6 @@ def load_model(
     kv_cache_dtype: str = "auto",
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
-
     The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute
     each row alike in every batch. Raises ConfigError.
     """
@@ -133,21 +133,39 @@ def load_model(
     )
     vocab_size = 0 if share is None else share.plan.vocab_size
     plain = PlainCausalLM(model, vocab_size, None if share is None else share.group, attention, logn, rope_limit)
+    adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
     if logn is not None or checkpoint.is_unproven or not can_fuse(model):  # some unlisted types use others' classes
         num_packed = prove_packing(plain, device, dtype) if checkpoint.is_unproven else pack_modules(model)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
+        if adapters is not None:
+            adapters.take_over(model)
+            plain.adapters = adapters
+            with adapters.watched(PROBE_NUM_TOKENS):
+                _probe_logits(plain, replace(layout, dtype=dtype), device)
         return plain
     own = replace(layout, dtype=dtype)
     expected = _probe_logits(plain, own, device)
     check_finite(expected, str(checkpoint.path), dtype)
-    fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share)
-    fused.rope_limit = rope_limit
+    fused = fuse(model, choose_ops(model.config, device, attention, layout.dtype), share, adapters)
+    fused.rope_limit, fused.adapters = rope_limit, adapters
     bound = ROUNDED if plain.rounds_activations else dtype
     error = change_of(_probe_logits(fused, own, device), expected, bound)
     if not error <= PROBE_TOLERANCE[bound]:
         raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
     log.info("model: %s", fused.kernels)
     return fused
+
+
+def adapters_of(checkpoint: Checkpoint, share: Share | None) -> Adapters:
+    """Returns an empty set of adapters for a model, or for one rank's share of it."""
+
+    def name_of(key: str) -> str:
+        return text_name(key) or key
+
+    names = name_of if checkpoint.part_of else str
+    if share is None:
+        return Adapters(name_of=names)
+    return Adapters(lambda key, shape: share.plan.cut(key, shape, share.group.rank), names)
 
 
 def check_rows(model: torch.nn.Module, checkpoint: Checkpoint, logn: LogN | None) -> None:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
 from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import num_lanes
 from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
@@ -50,6 +53,7 @@ from pd_cluster.types import Request
 
 log = logging.getLogger(__name__)
 
+NO_VARIANTS: Mapping[str, int] = {}
 OnLayer = Callable[[int], None]
 
 ASKING_ROPES = ("dynamic", "longrope")  # transformers' own code compares the step's largest position on the host
@@ -68,6 +72,10 @@ class ModelRunner:
             keep_what_is_freed()
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
+        if config.adapters.enable_lora and device.is_accelerator:
+            raise ConfigError(
+                f"{called('enable_lora')}: adapters are computed on CPUs only; give {called('device')} cpu"
+            )
         if config.deterministic:
             check_deterministic(config.attention_backend, device)
         if config.cpu_offload_gb:
@@ -116,6 +124,7 @@ class ModelRunner:
             config.npu_head_dims,
             config.kv_cache_dtype,
         )
+        self._load_adapters(config)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
@@ -139,6 +148,29 @@ class ModelRunner:
             assert isinstance(self.model, PlainCausalLM)  # see load_model
             size = num_weights(checkpoint.path)
             prove_lengths(self.model, self.pool, self.max_model_len, size, checkpoint.rope, dtype)
+
+    def _load_adapters(self, config: EngineConfig) -> None:
+        """Loads the adapters that the settings name. Raises ModelError, ConfigError."""
+        self._most_adapters = config.adapters.max_cpu_loras
+        for module in config.adapters.lora_modules:
+            self.load_adapter(LoraFolder.read(Path(module.path), config.adapters.max_lora_rank))
+
+    def load_adapter(self, folder: LoraFolder) -> None:
+        """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError, ConfigError.
+
+        Nothing is done if it is loaded already.
+        """
+        adapters = self.model.adapters
+        assert adapters is not None
+        most = self._most_adapters
+        if most is not None and folder.digest not in adapters.slots and len(adapters.slots) >= most:
+            raise ConfigError(f"{called('max_cpu_loras')} {most}: so many adapters are loaded already; raise it")
+        adapters.load(folder)
+
+    @property
+    def variants(self) -> Mapping[str, int]:
+        """The slots of loaded adapters by digest; more may follow."""
+        return NO_VARIANTS if self.model.adapters is None else self.model.adapters.slots
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """Returns graphs, some of them captured; None: decode steps run eagerly.
@@ -179,7 +211,7 @@ class ModelRunner:
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
         """See `compute`."""
-        return self.compute(step_input(chunks, self.pool.layout.block_size), on_layer)
+        return self.compute(self.step_of(chunks), on_layer)
 
     def compute(self, step: StepInput, on_layer: OnLayer | None = None, is_ahead: bool = False) -> RunnerOutput:
         """Computes the chunks into the pool; returns logits and hidden states of the rows wanted.
@@ -200,7 +232,8 @@ class ModelRunner:
         return can_choose(requests, self.device)
 
     def step_of(self, chunks: Sequence[tuple[Request, int]]) -> StepInput:
-        return step_input(chunks, self.pool.layout.block_size)
+        slots = None if self.model.adapters is None else self.model.adapters.slots
+        return step_input(chunks, self.pool.layout.block_size, slots)
 
     def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> DeviceTokens:
         """See engine/step/ahead.py; for runners that go ahead."""

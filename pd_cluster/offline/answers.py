@@ -74,7 +74,7 @@ async def answer(service: TextService, ask: Ask, batch: str = "") -> RequestOutp
     try:
         generation = await _begun(service, ask)
         generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
-        generation.amend(batch=batch)
+        generation.amend(batch=batch, variant=ask.variant)
         pieces = await service.complete([generation])
         return _answered(service, ask, generation, pieces, arrival)
     except Exception as error:  # as in the API: an error affects only its own request
@@ -94,6 +94,7 @@ def _answered(
         metrics=_metrics(service, ask, arrival),
         num_cached_tokens=generation.prompt.num_cached_tokens if generation.prompt is not None else 0,
         prompt_logprobs=_prompt_logprobs(service, generation),
+        lora_request=ask.lora_request,
     )
 
 
@@ -143,6 +144,7 @@ def _failed(ask: Ask, error: Exception, generation: Generation | None, arrival: 
         metrics=RequestMetrics(arrival_time=arrival.wall_s, finished_time=time.time()),
         error_code=status_of(error),
         error_msg=str(error) if isinstance(error, PdClusterError) else f"{type(error).__name__}: {error}",
+        lora_request=ask.lora_request,
     )
 
 

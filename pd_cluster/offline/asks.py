@@ -7,13 +7,14 @@ limits are found when a request begins (answers.py).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from pd_cluster.errors import RequestError
+from pd_cluster.offline.lora import LoRARequest
 from pd_cluster.offline.prompts import Prompt
 from pd_cluster.offline.sampling import SamplingParams, plain
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
@@ -32,6 +33,14 @@ class Ask:
     most_together: int | None = None
     shows_text: bool = True
     allows_control_tokens: bool | None = None  # of a conversation; None for the service's own setting
+    lora_request: LoRARequest | None = None
+    variant: str = ""  # the adapter that it stands for
+
+
+def with_adapters(asks: list[Ask], requests: Sequence[LoRARequest | None], variants: Sequence[str]) -> list[Ask]:
+    """Returns the asks, each for its adapter."""
+    pairs = zip(asks, requests, variants, strict=True)
+    return [replace(ask, lora_request=request, variant=variant) for ask, request, variant in pairs]
 
 
 def asks_for_prompts(

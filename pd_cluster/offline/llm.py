@@ -15,7 +15,8 @@ from typing import Any, Self
 from pd_cluster.errors import RequestError
 from pd_cluster.offline.answers import answers
 from pd_cluster.offline.arguments import config_of, in_python_names
-from pd_cluster.offline.asks import Ask, asks_for_chats, asks_for_prompts, check_have_text
+from pd_cluster.offline.asks import Ask, asks_for_chats, asks_for_prompts, check_have_text, with_adapters
+from pd_cluster.offline.lora import LoRARequest, paired_lora
 from pd_cluster.offline.outputs import RequestOutput
 from pd_cluster.offline.pooling import (
     EmbeddingRequestOutput,
@@ -33,8 +34,9 @@ from pd_cluster.offline.session import Offline
 
 log = logging.getLogger(__name__)
 
-NO_LORA, NO_ADAPTERS = "LoRA adapters are not supported", "prompt adapters are not supported"
+NO_ADAPTERS = "prompt adapters are not supported"
 Params = SamplingParams | Sequence[SamplingParams]
+Lora = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -125,7 +127,7 @@ class LLM:
         sampling_params: Params | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: Lora = None,
         prompt_adapter_request: None = None,
         guided_options_request: Any = None,
         *,
@@ -135,6 +137,7 @@ class LLM:
 
         `prompts`, or `inputs`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of one
         of these; `prompt_token_ids`: one list, or several. `sampling_params`: one for all, or one for each.
+        `lora_request`: the adapter of all prompts, or one for each (None: the model itself); it needs enable_lora=True.
         `guided_options_request`: the guide of all outputs, as a dict or an object with guided_json and so on.
 
         Raises RequestError, before any work, for errors that do not depend on the model: the shape of the input, a
@@ -142,23 +145,23 @@ class LLM:
         long, a guide that cannot be followed) and later failures are reported by that one output's `error_code` and
         `error_msg`.
         """
-        refuse({"lora_request": lora_request}, NO_LORA)
         refuse({"prompt_adapter_request": prompt_adapter_request}, NO_ADAPTERS)
         if inputs is not None:
             refuse({"prompts": prompts}, "inputs are given too")
             prompts = inputs
         read = read_prompts(prompts, prompt_token_ids)
-        params = paired(sampling_params, len(read))
+        params, adapters = paired(sampling_params, len(read)), paired_lora(lora_request, len(read))
         guided = guided_options_request
         guide = {} if guided is None else guided_fields("guided_options_request", guided)
-        return self._answered(asks_for_prompts(read, params, guide, self._new_seed, self._has_text), use_tqdm)
+        asks = asks_for_prompts(read, params, guide, self._new_seed, self._has_text)
+        return self._answered(asks, adapters, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params | None = None,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: Lora = None,
         chat_template: str | None = None,
         add_generation_prompt: bool | None = True,
         continue_final_message: bool = False,
@@ -176,7 +179,6 @@ class LLM:
         means LLM(…, allow_control_tokens=…), which is False by default, as over HTTP. Prompts of `generate` may always
         have control tokens.
         """
-        refuse({"lora_request": lora_request}, NO_LORA)
         if not self._has_text:
             raise RequestError("messages: skip_tokenizer_init leaves no way to read them; leave it out", "messages")
         conversations = read_conversations(messages)
@@ -189,10 +191,11 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
         params = paired(sampling_params, len(conversations))
+        adapters = paired_lora(lora_request, len(conversations))
         asks = asks_for_chats(
             conversations, params, template, self._new_seed, self._has_tool_parser, allow_control_tokens
         )
-        return self._answered(asks, use_tqdm)
+        return self._answered(asks, adapters, use_tqdm)
 
     def embed(
         self,
@@ -200,7 +203,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: Lora = None,
     ) -> list[EmbeddingRequestOutput]:
         """Returns the vector of each prompt, in their order, as `.outputs.embedding`.
 
@@ -211,10 +214,11 @@ class LLM:
         any work, for errors that do not depend on the model; others are reported by that one output's `error_code` and
         `error_msg`.
         """
-        refuse({"lora_request": lora_request}, NO_LORA)
         read = read_prompts(prompts, None)
         check_have_text(read, self._has_text)
-        return self._embedded(read, paired_pooling(pooling_params, len(read)), use_tqdm)
+        params = paired_pooling(pooling_params, len(read))
+        variants = self._offline.adapters.variants(paired_lora(lora_request, len(read)))
+        return self._embedded(read, params, variants, use_tqdm)
 
     def encode(
         self,
@@ -222,7 +226,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: Lora = None,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """Does as `embed` does, with each vector as an array in `.outputs.data`. `pooling_task` can only be "embed"."""
@@ -269,7 +273,10 @@ class LLM:
                 on_disk,
             )
 
-    def _answered(self, asks: list[Ask], shows_progress: bool) -> list[RequestOutput]:
+    def _answered(
+        self, asks: list[Ask], adapters: list[LoRARequest | None], shows_progress: bool
+    ) -> list[RequestOutput]:
+        asks = with_adapters(asks, adapters, self._offline.adapters.variants(adapters))
         with Progress(len(asks), shows_progress) as progress:
 
             def ended(output: RequestOutput) -> None:
@@ -278,14 +285,14 @@ class LLM:
             return self._offline.run(answers(self._offline.service, asks, ended))
 
     def _embedded(
-        self, prompts: list[Prompt], params: list[PoolingParams], shows_progress: bool
+        self, prompts: list[Prompt], params: list[PoolingParams], variants: list[str], shows_progress: bool
     ) -> list[EmbeddingRequestOutput]:
         with Progress(len(prompts), shows_progress) as progress:
 
             def ended(output: EmbeddingRequestOutput) -> None:
                 progress.add(len(output.prompt_token_ids), 0)
 
-            return self._offline.run(embeddings(self._offline.service, prompts, params, ended))
+            return self._offline.run(embeddings(self._offline.service, prompts, params, variants, ended))
 
     def _new_seed(self) -> int:
         return self._seeds.getrandbits(63)

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from pd_cluster import wire
+from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.routing.policy import Pair, RoutingRequest, alone
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pd_cluster.engine.handover.events import Event
     from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd
     from pd_cluster.engine.worker import Worker
+    from pd_cluster.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class LocalEngine:
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._loaded: Future[InstanceInfo] = Future()
         self._ended = asyncio.Event()
+        self._runner: ModelRunner | None = None
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
         self._roster = _OneInstance([Instance(NAME, "decode", "", 0, [])], self)
         self.router = Router(self.send, self._roster, _alone, 0.0, ReplayLimits(0, 0.0, 0.0))
@@ -78,6 +81,11 @@ class LocalEngine:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._ended.wait()  # not `join` on another thread: at the interpreter's end there is none
                 self._thread.join(END_TIMEOUT_S)  # nothing is left to do for it
+
+    def load_adapter(self, folder: LoraFolder) -> None:
+        """Loads an adapter, on any thread, while steps are computed. Raises ModelError, ConfigError."""
+        assert self._runner is not None  # it has started
+        self._runner.load_adapter(folder)
 
     # ---- the mailboxes of the router and of the worker, which exchange messages
 
@@ -154,7 +162,8 @@ class LocalEngine:
             timeouts=NO_TIMEOUTS,
         )
         core, runner = build_core(self._config)
-        limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit)
+        self._runner = runner
+        limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants)
         worker = Worker(config, core, side_of(config, runner), limits, self, _NoLanes(), self._inbox)
         self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
         info = InstanceInfo(

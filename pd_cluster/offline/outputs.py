@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pd_cluster.offline.lora import LoRARequest
+
 OK = 200  # error_code of an answer without error
 
 
@@ -104,4 +106,4 @@ class RequestOutput:
     error_code: int = OK
     error_msg: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None

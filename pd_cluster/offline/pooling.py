@@ -176,15 +176,16 @@ async def embeddings(
     service: TextService,
     prompts: list[Prompt],
     params: list[PoolingParams],
+    variants: list[str],
     tell: Callable[[EmbeddingRequestOutput], None] = lambda output: None,
 ) -> list[EmbeddingRequestOutput]:
-    """Returns the outputs in the order of the prompts; `tell` receives each as it ends."""
+    """Returns the outputs in the order of the prompts; `tell` receives each as it ends. `variants`: their adapters."""
     found: dict[int, EmbeddingRequestOutput] = {}
-    waiting = iter(enumerate(zip(prompts, params, strict=True)))
+    waiting = iter(enumerate(zip(prompts, params, variants, strict=True)))
 
     async def work() -> None:
-        for at, (prompt, each) in waiting:
-            found[at] = await _embedded(service, prompt, each)
+        for at, (prompt, each, variant) in waiting:
+            found[at] = await _embedded(service, prompt, each, variant)
             tell(found[at])
 
     await together([work() for _ in range(min(MAX_RUNNING, len(prompts)))])
@@ -194,12 +195,15 @@ async def embeddings(
     return outputs
 
 
-async def _embedded(service: TextService, prompt: Prompt, params: PoolingParams) -> EmbeddingRequestOutput:
+async def _embedded(
+    service: TextService, prompt: Prompt, params: PoolingParams, variant: str
+) -> EmbeddingRequestOutput:
     ask = EmbeddingAsk(
         prompt=list(prompt) if isinstance(prompt, list) else prompt,
         dimensions=params.dimensions,
         normalizes=params.normalizes,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
+        variant=variant,
         client_id=f"embd-{secrets.token_hex(12)}",
         received_s=time.monotonic(),
     )

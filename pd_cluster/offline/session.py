@@ -20,6 +20,7 @@ from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.errors import Closed, ConfigError
 from pd_cluster.offline.local import NO_TIMEOUTS, SPLIT_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop import LoopThread
+from pd_cluster.offline.lora import LoraFolders
 from pd_cluster.offline.split import SplitCluster
 from pd_cluster.service.edge import text_service
 from pd_cluster.service.helpers.interpreter import seldom_collecting
@@ -74,6 +75,9 @@ class Offline:
             self.checkpoint = Checkpoint.of(config.engine)
             self.checkpoint.warn_of_ignored_files()
             self._parts.service = self.run(self._open(config))
+            backend = self._parts.backend
+            load = backend.load_adapter if isinstance(backend, LocalEngine) else None
+            self.adapters = LoraFolders(config.engine.adapters, self.service.adapters, load)
         except BaseException:
             self.close()
             raise
@@ -184,10 +188,11 @@ class _Resources:
 
 def _launch(config: OfflineConfig) -> Launch:
     engine, flags = config.engine, list(config.arguments)
-    for each in declared(EngineConfig):
-        written = each.write(getattr(engine, each.field))
-        if each.name not in LAUNCHED and written != each.default:
-            flags += ["=".join(flag) for flag in each.flags(written)]
+    for group in (engine, engine.adapters):
+        for each in declared(type(group)):
+            written = each.write(getattr(group, each.field))
+            if each.name not in LAUNCHED and written != each.default:
+                flags += ["=".join(flag) for flag in each.flags(written)]
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     return Launch(
         model=engine.model,

@@ -20,6 +20,7 @@ from pd_cluster.cluster.routing.predict import Goals
 from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.net.mailbox import Mailbox
+from pd_cluster.service.adapter_names import digests_of
 from pd_cluster.service.service import ServiceConfig, TextService
 from pd_cluster.settings.config import ApiConfig, Credentials
 from pd_cluster.settings.timeouts import Timeouts
@@ -141,6 +142,7 @@ def text_service(
         config.forces_usage,
         config.stream_interval,
         config.structured_outputs.disable_any_whitespace,
+        digests_of(config.engine.adapters, (config.engine.model, *config.served_model_names)),
     )
     return TextService(router, checkpoint, served)
 

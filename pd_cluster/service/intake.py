@@ -50,7 +50,10 @@ class Intake:
         has_priorities: bool,
         sampling_defaults: Mapping[str, int | float],
         control: ControlTokens,
+        variant_of: Callable[[str | None, Caller], str],
     ) -> None:
+        """`variant_of` returns the digest of the adapter that a request names as its model. Raises ModelNotFound."""
+        self._variant_of = variant_of
         self._tokenizer = tokenizer
         self._limit = limit
         self._has_priorities = has_priorities
@@ -131,6 +134,7 @@ class Intake:
             token_ids,
             sampling,
             shared.caller.salt(request.cache_salt),
+            self._variant_of(request.model, shared.caller),
             session=request.prompt_cache_key or "",
             priority=request.priority or 0,
         )

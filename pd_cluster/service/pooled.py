@@ -22,11 +22,13 @@ from pd_cluster.types import NO_SAMPLING, Order, PooledOutput, Pooling, PromptOu
 class PoolingAsk:
     """The terms that requests for vectors share.
 
-    `received_s`: the arrival time, for the request's timeline, and `client_id` its name there.
+    `received_s`: the arrival time, for the request's timeline, and `client_id` its name there. `variant`: the digest
+    of an adapter.
     """
 
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
+    variant: str = ""
     priority: int = 0
     session: str = ""
     client_id: str = ""
@@ -41,6 +43,7 @@ def pooled_generation(ask: PoolingAsk, token_ids: list[int], pooling: Pooling) -
         token_ids,
         NO_SAMPLING,
         caller.salt(ask.cache_salt),
+        ask.variant,
         session=ask.session,
         priority=ask.priority,
         pooling=pooling,

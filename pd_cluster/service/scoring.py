@@ -52,6 +52,7 @@ class Scorer:
                     field=names[text],
                     truncate_prompt_tokens=ask.truncate_prompt_tokens,
                     cache_salt=ask.cache_salt,
+                    variant=ask.variant,
                     priority=ask.priority,
                     session=ask.session,
                     client_id=ask.client_id,

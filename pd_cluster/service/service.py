@@ -47,7 +47,7 @@ class ServiceConfig:
     `shows_token_ids`: logprobs name tokens by their ids unless a request chooses. `sampling_defaults`: the result of
     sampling_defaults.py. `requires_model`: a request must name one. `forces_usage`: every stream ends with its usage.
     `stream_interval`: tokens of a choice in each piece of a stream. `has_compact_json`: guided JSON has no blanks
-    between its parts, unless a request says which.
+    between its parts, unless a request says which. `adapters`: the digest of each, by its name.
     """
 
     model: str
@@ -65,6 +65,7 @@ class ServiceConfig:
     forces_usage: bool = False
     stream_interval: int = 1
     has_compact_json: bool = False
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 class TextService:
@@ -78,6 +79,7 @@ class TextService:
         self.shows_token_ids = config.shows_token_ids or not self.tokenizer.has_text
         self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats_of(chat.tool_parser_plugin))
         self.model = config.model
+        self.adapters = config.adapters
         self.is_unproven = checkpoint.is_unproven
         self.served_model_names = config.served_model_names or [config.model]
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
@@ -95,6 +97,7 @@ class TextService:
             config.has_priorities,
             config.sampling_defaults,
             control,
+            self.variant_of,
         )
         encoder, has_priorities = self._intake.encoder, config.has_priorities
         self.embedder = Embedder(
@@ -121,19 +124,34 @@ class TextService:
         return self._intake.limits.vocab_size
 
     def names_for(self, caller: Caller) -> list[str]:
-        """Returns the served names that the caller may use."""
+        """Returns the model's names that the caller may use."""
         return [name for name in self.served_model_names if caller.may_use(name)]
 
+    def adapters_for(self, caller: Caller) -> list[str]:
+        """Returns the names of adapters that the caller may use."""
+        return [name for name in self.adapters if caller.may_use(name)]
+
+    def variant_of(self, name: str | None, caller: Caller = NOBODY) -> str:
+        """Returns the digest of the adapter of this name; "" for the model itself. Raises ModelNotFound."""
+        if name is None or name not in self.adapters:
+            return ""
+        return self.adapters[self.check_model(name, caller)]
+
     def check_model(self, name: str | None, caller: Caller = NOBODY) -> str:
-        """Returns the name to answer with. Raises ModelNotFound, or RequestError if a required name is missing."""
-        names = self.names_for(caller)
+        """Returns the name to answer with: the model's, or an adapter's.
+
+        Raises ModelNotFound, or RequestError if a required name is missing.
+        """
+        own = self.names_for(caller)
+        names = own + self.adapters_for(caller)
         if name is None and self._config.requires_model:
             raise RequestError(
                 f"model: missing; this server requires it (--require-model): {', '.join(names)}", param="model"
             )
-        if name is None and names:
-            return names[0]
-        if name is not None and name in (*self.served_model_names, self.model) and caller.may_use(name):
+        if name is None and own:
+            return own[0]
+        known = (*self.served_model_names, self.model, *self.adapters)
+        if name is not None and name in known and caller.may_use(name):
             return name
         raise ModelNotFound(
             f"the model {reprlib.repr(name)} does not exist here; this server has {', '.join(names) or 'none for you'}",

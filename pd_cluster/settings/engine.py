@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.setting import (
     NUMBERS,
     OBJECT,
@@ -236,6 +237,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             after="max_logprobs",
         ),
     ] = "auto"
+    adapters: AdapterSettings = AdapterSettings()
     num_local_ranks: int = 1  # that share this host's memory
     paired_tp_sizes: tuple[
         int, ...

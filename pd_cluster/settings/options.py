@@ -15,6 +15,7 @@ import msgspec
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers.plugin import formats_of
 from pd_cluster.parsers.reply import ReplyFormat
+from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import EngineConfig, RopeSettings
 from pd_cluster.settings.http import KEY_VARIABLE, HttpConfig, Tls
 from pd_cluster.settings.kept_responses import KeptResponses
@@ -28,7 +29,16 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 # In the order of the help screen, unless a setting's `after` overrides it.
 GROUPS: tuple[type[msgspec.Struct], ...] = (
-    *(EngineConfig, RopeSettings, ProcessSettings, KeyFiles, JoinSettings, HandoverSettings, KVSettings),
+    *(
+        EngineConfig,
+        AdapterSettings,
+        RopeSettings,
+        ProcessSettings,
+        KeyFiles,
+        JoinSettings,
+        HandoverSettings,
+        KVSettings,
+    ),
     EntranceSettings,
     *(ConnectionLimits, RoutingConfig, AdminSettings, RequestSettings, Assurances, ChatConfig, HttpConfig, Tls),
     KeptResponses,
@@ -102,7 +112,8 @@ class ServeOptions(Mapping[str, Any]):
     def engine(self) -> EngineConfig:
         """Raises ConfigError."""
         overrides = settings()["hf_overrides"].read(self["hf_overrides"])
-        return self.read(EngineConfig, hf_overrides=self.read(RopeSettings).into(overrides))
+        rope, adapters = self.read(RopeSettings), self.read(AdapterSettings)
+        return self.read(EngineConfig, hf_overrides=rope.into(overrides), adapters=adapters)
 
     def routing(self, policies: Collection[str]) -> RoutingConfig:
         """`policies`: those of the router. Raises ConfigError."""

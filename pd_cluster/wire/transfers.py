@@ -9,8 +9,11 @@ from pd_cluster.wire.base import Message, TransportName
 
 
 class Offer(Message, frozen=True):
+    """`variant`: the adapter that the KV cache was computed with, as in the order."""
+
     transfer_id: str
     num_tokens: int
+    variant: str = ""
 
 
 class Credit(Message, frozen=True):

@@ -287,7 +287,7 @@ def test_log_level_is_what_is_logged(path: Path, caplog: pytest.LogCaptureFixtur
         (turbomind.EngineConfig(kv_bits=2), "kv_bits 2: the KV cache has codes of 4 or 8 bits"),
         (turbomind.EngineConfig(kv_bits=4), "kv_bits 4: only with quant_policy=4, not 0"),
         *((kind(model_format=each), f"model_format '{each}': ") for kind in TURBOMIND for each in ("llama", "int4")),
-        (PytorchEngineConfig(adapters={"a": "/a"}), "adapters {'a': '/a'}: LoRA adapters are not served"),
+        (PytorchEngineConfig(adapters={"a": "/a"}), "/a: no such folder"),
     ],
 )
 def test_what_is_asked_for_and_not_here_is_refused(path: Path, config: Any, message: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster import LLM, RequestOutput, SamplingParams
+from pd_cluster import LLM, LoRARequest, RequestOutput, SamplingParams
 from pd_cluster.errors import RequestError
 from tests.support.checkpoints import make_tokenizer, reference_greedy
 from tests.support.scripted_scenarios import FAMILIES
@@ -219,14 +219,19 @@ def test_an_error_is_its_own_prompts(llm: LLM, path: Path) -> None:
     assert_answers([outputs[0], outputs[3]], path, [[1], [2]])
 
 
-@pytest.mark.parametrize("name", ["lora_request", "prompt_adapter_request"])
-def test_adapters_are_refused(llm: LLM, name: str) -> None:
-    with pytest.raises(RequestError, match=rf"^{name}: 'x': (LoRA|prompt) adapters are not supported"):
-        llm.generate("a", GREEDY, use_tqdm=False, **{name: "x"})
-    if name == "lora_request":
-        with pytest.raises(RequestError, match=r"^lora_request: 'x': LoRA adapters are not supported"):
-            llm.chat([USER], GREEDY, use_tqdm=False, lora_request="x")  # type: ignore[arg-type]
-    assert llm.generate("a", GREEDY, use_tqdm=False, **{name: None})[0].outputs.token_ids
+def test_prompt_adapters_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"^prompt_adapter_request: 'x': prompt adapters are not supported"):
+        llm.generate("a", GREEDY, use_tqdm=False, prompt_adapter_request="x")  # type: ignore[arg-type]
+    assert llm.generate("a", GREEDY, use_tqdm=False, prompt_adapter_request=None)[0].outputs.token_ids
+    assert llm.generate("a", GREEDY, use_tqdm=False, lora_request=None)[0].outputs.token_ids
+
+
+def test_an_engine_without_adapters_refuses_one(llm: LLM) -> None:
+    request = LoRARequest("x", 1, "/x")
+    with pytest.raises(RequestError, match=r"^lora_request: 'x': needs LLM\(…, enable_lora=True\)"):
+        llm.generate("a", GREEDY, use_tqdm=False, lora_request=request)
+    with pytest.raises(RequestError, match=r"^lora_request: 'x': needs LLM\(…, enable_lora=True\)"):
+        llm.chat([USER], GREEDY, use_tqdm=False, lora_request=request)
 
 
 def test_names_that_the_examples_import_are_usable(path: Path) -> None:

@@ -360,9 +360,7 @@ def test_adapters_beside_the_model_are_named(folder: Path, caplog: pytest.LogCap
     assert not caplog.records
     (folder / "adapter_config.json").write_text("{}")
     Checkpoint.open(str(folder)).warn_of_ignored_files()
-    assert caplog.messages == [
-        f"{folder}: adapter_config.json: adapters are not supported; the model is served without"
-    ]
+    assert caplog.messages == [f"{folder}: adapter_config.json: the model is served without; see --lora-modules"]
 
 
 # ---- --generation-config

@@ -16,6 +16,7 @@ import pytest
 import pd_cluster
 from pd_cluster import LLM, RequestOutput, SamplingParams
 from pd_cluster.errors import InstanceLost, RequestError
+from pd_cluster.offline.lora import LoRARequest
 from pd_cluster.offline.outputs import CompletionOutput, CompletionOutputs
 from pd_cluster.offline.progress import Progress
 from pd_cluster.types import Logprobs, Order, PromptOutput, TokenOutput
@@ -129,8 +130,11 @@ def test_token_ids_under_their_older_name(make: MakeLLM, given: Any, wanted: lis
             {"prompts": {"prompt": "a", "multimodal_data": {"image": ["…"], "video": []}}},
             "prompts.multimodal_data: images, audio and video are not supported",
         ),
-        ({"prompts": "a", "lora_request": "x"}, "lora_request: 'x': LoRA adapters are not supported"),
-        ({"prompts": ["a"], "lora_request": ["x"]}, "lora_request: ['x']: LoRA adapters are not supported"),
+        ({"prompts": "a", "lora_request": "x"}, "lora_request: 'x'; expected a LoRARequest, or a list"),
+        ({"prompts": ["a"], "lora_request": ["x"]}, "lora_request[0]: 'x'; expected a LoRARequest, or None"),
+        ({"prompts": ["a"], "lora_request": [None] * 2}, "lora_request: 2 for 1 prompts; give one for all"),
+        ({"prompts": "a", "lora_request": LoRARequest("a", 0, "/a")}, "lora_request.lora_int_id: 0; must be"),
+        ({"prompts": "a", "lora_request": LoRARequest("a", 1)}, "lora_request.lora_path: none"),
         (
             {"prompts": "a", "prompt_adapter_request": "x"},
             "prompt_adapter_request: 'x': prompt adapters are not supported",
@@ -409,7 +413,7 @@ def test_parts_of_text_are_read_and_others_refused_by_name(make: MakeLLM) -> Non
         ({"messages": "hello"}, "messages: str; must be a list"),
         ({"messages": [[USER], []]}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "", "content": "a"}]}, "messages.0.role: ''"),
-        ({"messages": [USER], "lora_request": "x"}, "lora_request: 'x': LoRA adapters are not supported"),
+        ({"messages": [USER], "lora_request": "x"}, "lora_request: 'x'; expected a LoRARequest"),
         ({"messages": [[USER]] * 2, "sampling_params": [SamplingParams()] * 3}, "sampling_params: 3 for 2 prompts"),
         (
             {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}]},

@@ -217,7 +217,7 @@ def test_what_fails_on_the_way_hurts_only_itself(make: Make) -> None:
         ([("describe this", "image")], {}, r"prompts\[0\]: images and the like are not supported"),
         (["a"], {"gen_config": [GenerationConfig()] * 2}, "gen_config: 2 configurations for 1 prompts"),
         (["a"], {"gen_config": {"top_k": 1}}, "gen_config: .* expected a GenerationConfig"),
-        (["a"], {"adapter_name": "lora"}, "adapter_name: LoRA adapters are not served"),
+        (["a"], {"adapter_name": "lora"}, "adapter_name: 'lora'; the engine's adapters: none"),
         (["a", ""], {"do_preprocess": False}, r"^prompts\[1\]: no tokens"),
         ("", {"do_preprocess": False}, "^prompts: no tokens"),
         ([TALK, [{"role": "", "content": "b"}]], {}, r"^prompts\[1\]: messages.0.role: ''"),

@@ -177,7 +177,7 @@ def test_what_cannot_matter_is_told(config: Any, told: str) -> None:
         (TurbomindEngineConfig(use_logn_attn=None), "use_logn_attn None: must be True or False"),  # type: ignore[arg-type]
         (turbomind.EngineConfig(model_format="llama"), "model_format 'llama': weights are read as Hugging Face"),
         (turbomind.EngineConfig(model_format="what"), "model_format 'what'"),
-        (PytorchEngineConfig(adapters={"a": "/a"}), "PytorchEngineConfig.adapters .*: LoRA adapters are not served"),
+        (PytorchEngineConfig(adapters={"a": 5}), "PytorchEngineConfig.adapters .*: expected a dict from names"),
         (PytorchEngineConfig(revision=5), "revision 5: must be a text"),  # type: ignore[arg-type]
         (PytorchEngineConfig(eviction_type="swap"), "eviction_type 'swap': expected recompute or copy"),
         (PytorchEngineConfig(tp=0), "tp 0: must be a whole number of at least 1"),

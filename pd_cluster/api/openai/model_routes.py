@@ -18,12 +18,14 @@ def model_routes(service: TextService) -> APIRouter:
     created = int(time.time())
 
     def entry(name: str) -> dict[str, Any]:
+        is_adapter = name in service.adapters
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "pd-cluster",
-            "root": service.model,
+            "root": name if is_adapter else service.model,
+            **({"parent": service.served_model_names[0]} if is_adapter else {}),
             "max_model_len": service.max_model_len,
             **({"unproven": True} if service.is_unproven else {}),
         }
@@ -31,7 +33,9 @@ def model_routes(service: TextService) -> APIRouter:
     @routes.api_route("/v1/models/", methods=LOOKING)
     @routes.api_route("/v1/models", methods=LOOKING)
     async def models(http: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [entry(name) for name in service.names_for(caller_of(http))]})
+        caller = caller_of(http)
+        names = [*service.names_for(caller), *service.adapters_for(caller)]
+        return JSONResponse({"object": "list", "data": [entry(name) for name in names]})
 
     @routes.api_route("/v1/models/{name:path}", methods=LOOKING)  # model names may contain slashes
     async def model(http: Request) -> Response:

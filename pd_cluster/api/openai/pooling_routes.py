@@ -49,7 +49,7 @@ def _add_embeddings(routes: APIRouter, service: TextService) -> None:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), EmbeddingRequest)
         model = service.check_model(request.model, caller_of(http))
-        terms = _terms("embd", request, http, received_s)
+        terms = _terms("embd", request, http, received_s, service.variant_of(model, caller_of(http)))
         inputs = request.inputs()
         generations = await service.embedder.generations(
             [
@@ -83,7 +83,7 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), ScoreRequest)
         model = service.check_model(request.model, caller_of(http))
-        terms = _terms("score", request, http, received_s)
+        terms = _terms("score", request, http, received_s, service.variant_of(model, caller_of(http)))
         pairs, fields = request.pairs()
         ask = ScoreAsk(pairs=pairs, fields=fields, **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
@@ -102,7 +102,7 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
         received_s = time.monotonic()
         request = parse_pooling(await read_body(http), RerankRequest)
         model = service.check_model(request.model, caller_of(http))
-        terms = _terms("rerank", request, http, received_s)
+        terms = _terms("rerank", request, http, received_s, service.variant_of(model, caller_of(http)))
         ask = ScoreAsk(pairs=request.pairs(), **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
 
@@ -138,11 +138,12 @@ async def _answered(
     return await json_response(lambda: answer(found), large=is_large, headers=served_by(generations))
 
 
-def _terms(prefix: str, request: PoolingRequest, http: Request, received_s: float) -> dict[str, Any]:
+def _terms(prefix: str, request: PoolingRequest, http: Request, received_s: float, variant: str) -> dict[str, Any]:
     """Returns the fields of a PoolingAsk."""
     return {
         "truncate_prompt_tokens": request.truncate_prompt_tokens,
         "cache_salt": request.cache_salt,
+        "variant": variant,
         "priority": request.priority or 0,
         "session": session_of(http),
         "client_id": f"{prefix}-{name_of(request.request_id, http) or secrets.token_hex(12)}",

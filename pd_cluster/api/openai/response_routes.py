@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pd_cluster.api.gate.callers import caller_of, owner_of
 from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, read_body
 from pd_cluster.api.openai.block_answers import send
-from pd_cluster.errors import RequestError
+from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.service.answers.responses_answer import ResponsesAnswer
 from pd_cluster.service.response_store import Kept, ResponseStore, not_found
 from pd_cluster.service.schema.own_words import in_own_words
@@ -111,9 +111,10 @@ async def _find(http: Request, service: TextService, store: ResponseStore | None
     if store is None:
         raise not_found(response_id)
     kept = await asyncio.to_thread(store.find, owner_of(http), response_id)
-    model = kept.response["model"]
-    if model not in (*service.served_model_names, service.model) or not caller_of(http).may_use(model):
-        raise not_found(response_id)
+    try:
+        service.check_model(kept.response["model"], caller_of(http))
+    except ModelNotFound:
+        raise not_found(response_id) from None
     return kept
 
 

@@ -116,7 +116,7 @@ class Exports:
             return
         self._exports[request.transfer_id] = Export(request, conn, ExportState.OFFERED, self._clock())
         self._note(request.transfer_id, "offered")
-        self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids)))
+        self._ports.send(conn, wire.Offer(request.transfer_id, len(request.prompt_token_ids), request.order.variant))
 
     # ---- a step
 

@@ -57,6 +57,7 @@ class Import:
     since_s: float
     conn: str = ""
     num_tokens: int = 0
+    variant: str = ""
     request: Request | None = None
     first_tokens: list[TokenOutput] = field(default_factory=list)
 
@@ -135,7 +136,7 @@ class Imports:
             self._imports[offer.transfer_id] = found
             return
         state = ImportState.OFFERED if request is None else ImportState.QUEUED
-        offered = Import(offer.transfer_id, state, self._clock(), conn, offer.num_tokens, request)
+        offered = Import(offer.transfer_id, state, self._clock(), conn, offer.num_tokens, offer.variant, request)
         self._imports[offer.transfer_id] = offered
         self._note(offer.transfer_id, "offered")
         self._check_offer(offered)
@@ -235,9 +236,8 @@ class Imports:
                     self._give_up(found, reason)
 
     def _check_offer(self, found: Import) -> None:
-        request = found.request
-        if request is not None and found.num_tokens != len(request.prompt_token_ids):
-            reason = f"offered {found.num_tokens} tokens for a prompt of {len(request.prompt_token_ids)}"
+        reason = _mismatch(found, found.request) if found.request is not None else ""
+        if reason:
             self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
             self._give_up(found, reason)
 
@@ -267,3 +267,13 @@ class Imports:
     def _find(self, conn: str, transfer_id: str) -> Import | None:
         found = self._imports.get(transfer_id)
         return found if found is not None and found.conn == conn else None
+
+
+def _mismatch(found: Import, request: Request) -> str:
+    """Returns why an offer is not that of the request's prompt, or ""."""
+    if found.num_tokens != len(request.prompt_token_ids):
+        return f"offered {found.num_tokens} tokens for a prompt of {len(request.prompt_token_ids)}"
+    if found.variant != request.order.variant:
+        offered, wanted = (each[:12] or "no adapter" for each in (found.variant, request.order.variant))
+        return f"offered KV cache with {offered} for a request with {wanted}"
+    return ""

@@ -255,10 +255,10 @@ class Follower:
 
 
 def _input_of(step: to.Step) -> StepInput:
-    parts = (step.rows, step.input_ids, step.blocks, step.rope_positions)
-    rows, input_ids, blocks, rope_positions = (np.frombuffer(data, np.int64).copy() for data in parts)
+    parts = (step.rows, step.input_ids, step.blocks, step.rope_positions, step.adapters)
+    rows, input_ids, blocks, rope_positions, adapters = (np.frombuffer(data, np.int64).copy() for data in parts)
     own = rope_positions.reshape(-1, len(input_ids)) if len(rope_positions) else None
-    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own)
+    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, adapters if len(adapters) else None)
 
 
 def send_to_rank_0(channel: Channel) -> Callable[[str, wire.Body], None]:

@@ -16,7 +16,7 @@ from pd_cluster.engine.ranks.channel import Channel, encode
 from pd_cluster.engine.step.core import OnLayer
 from pd_cluster.engine.step.plan import Move
 from pd_cluster.errors import InstanceLost
-from pd_cluster.model.batch import RunnerOutput, StepInput, step_input
+from pd_cluster.model.batch import RunnerOutput, StepInput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Request
@@ -98,7 +98,7 @@ class LeadRunner:
         return tokens
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
-        step = step_input(chunks, self._runner.pool.layout.block_size)
+        step = self._runner.step_of(chunks)
         num_steps = self._begin(step, is_ahead=False, by_layers=on_layer is not None)
 
         def advance(num_layers: int) -> None:
@@ -114,7 +114,8 @@ class LeadRunner:
         """Sends the step to the followers; returns its number."""
         rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
         rope_positions = b"" if step.rope_positions is None else step.rope_positions.tobytes()
-        self._tell(to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions))
+        adapters = b"" if step.adapters is None else step.adapters.tobytes()
+        self._tell(to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters))
         self.progress = to.Reached(self.progress.num_steps + 1, 0)
         return self.progress.num_steps
 

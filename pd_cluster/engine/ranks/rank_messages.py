@@ -23,7 +23,8 @@ class RankMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(RankMessage, frozen=True, omit_defaults=True):
-    """A StepInput of model/batch.py: int64 numbers, little endian. `rope_positions` is empty where it is None there.
+    """A StepInput of model/batch.py: int64 numbers, little endian. `rope_positions` and `adapters` are empty where they
+    are None there.
 
     `is_ahead`: rank 0's device broadcasts the input ids, which no host knows yet. `by_layers`: rank 0 tracks the step
     layer by layer, and so do all followers.
@@ -35,6 +36,7 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
     is_ahead: bool
     by_layers: bool
     rope_positions: bytes = b""
+    adapters: bytes = b""
 
 
 class Moves(RankMessage, frozen=True):

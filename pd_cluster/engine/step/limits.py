@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import get_type_hints
 
@@ -40,6 +40,7 @@ class EngineLimits:
     vocab_size: int
     max_model_len: int
     rope: RopeLimit
+    variants: Container[str] = ()  # the adapters that are loaded here
 
     def problem(self, request: Request, resumed: Sequence[Resumed] = ()) -> str | None:
         """Returns in one line why this engine cannot accept the request, or None."""
@@ -60,6 +61,13 @@ class EngineLimits:
         if request.pooling is not None:
             return _pooling_problem(request, resumed) or self._pooled_ids_problem(request.pooling)
         return self._sampling_problem(sampling) or _beam_problem(sampling) or self._resumed_problem(request, resumed)
+
+    def lacks(self, request: Request) -> str | None:
+        """Returns what another instance may have that this one needs for the request, or None."""
+        variant = request.order.variant
+        if not variant or variant in self.variants:
+            return None
+        return f"the adapter {variant[:12]} is not loaded on this instance"
 
     def _resumed_problem(self, request: Request, resumed: Sequence[Resumed]) -> str | None:
         if not resumed:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pd_cluster.engine.step.holdings import Holdings
 from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, pooling_chunk_of, service_order
+from pd_cluster.engine.step.turns import Turns
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
@@ -41,13 +42,16 @@ class StepScheduler:
         prefix: PrefixScope | None = None,
         swap: BlockPool | None = None,
         window: int | None = None,
+        most_adapters: int = 0,
     ) -> None:
+        """`most_adapters` in a step; 0: there are none."""
         self.blocks = blocks
         self.swap = swap if swap is not None else BlockPool(0)
         self.block_size = block_size
         self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, block_size)
         self._holdings = holdings = Holdings(blocks, self.swap, block_size, prefix, window, chunk)
         self.held, self.num_blocks_for = holdings.held, holdings.num_blocks_for
+        self._turns = Turns(most_adapters) if most_adapters else None
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.requests: dict[str, Request] = {}
@@ -151,10 +155,14 @@ class StepScheduler:
         """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests."""
         plan = StepPlan()
         budget = self.max_num_batched_tokens
-        for request in sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r))):
+        due = sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r)))
+        turn = None if self._turns is None else self._turns.next([*due, *self.waiting[:1]])
+        for request in due:
             if not budget:
                 break
             if request.status is not Status.RUNNING:  # preempted by an earlier one in this loop
+                continue
+            if turn is not None and not turn.has(request):
                 continue
             num_tokens = self._chunk(request, budget, plan)
             if not num_tokens and request.pooling is not None:
@@ -164,7 +172,7 @@ class StepScheduler:
                 plan.add(request, num_tokens)
                 budget = self.max_num_batched_tokens - plan.num_tokens if plan.preempted else budget - num_tokens
         if not plan.preempted:
-            self._admit(plan, budget)
+            self._admit(plan, budget, may_enter=turn.admits if turn is not None else lambda request: True)
         return plan
 
     def plan_ahead(self, leaving: Sequence[Request], may_go: Callable[[Request], bool]) -> StepPlan | None:

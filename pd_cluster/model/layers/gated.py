@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -35,13 +36,22 @@ class GatedMLP:
     """
 
     def __init__(
-        self, gate_up: Linear, down: Linear, ops: Gates, activation: Activation, intermediate_size: int
+        self,
+        gate_up: Linear,
+        down: Linear,
+        ops: Gates,
+        activation: Activation,
+        intermediate_size: int,
+        needs_all: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`needs_all`: whether the layers must see a step's rows together."""
         self._gate_up, self._down, self._ops, self._activation = gate_up, down, ops, activation
+        self._needs_all = needs_all
         self._num_rows = max(MLP_LEAST_ROWS, MLP_NBYTES_AT_ONCE // (2 * intermediate_size * 4))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) <= 2 * self._num_rows or not x.is_cpu:  # still below the limit, and faster whole
+        # Still below the limit, and faster whole.
+        if len(x) <= 2 * self._num_rows or not x.is_cpu or self._needs_all():
             return self._some(x)
         result = torch.empty_like(x)
         for start in range(0, len(x), self._num_rows):

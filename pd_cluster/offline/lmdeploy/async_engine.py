@@ -140,7 +140,7 @@ class AsyncEngine:
         call, found = Call(**options), prompts_of(prompts)
         configs = call.configs(gen_config, len(found.items))
         way = self._way_of(call)
-        requests = {key: self._request(config, way) for key, config in distinct(configs).items()}
+        requests = {key: self._request(config, way, call) for key, config in distinct(configs).items()}
         jobs = [
             self._job(at, as_prompt(item, way, call.do_preprocess, place), config, requests[id(config)], way, place)
             for at, (place, item, config) in enumerate(zip(found.places, found.items, configs, strict=True))
@@ -157,8 +157,14 @@ class AsyncEngine:
         way = self._way if call.chat_template_config is None else way_of(call.chat_template_config)
         return way if call.do_preprocess else way._replace(stop_words=())
 
-    def _request(self, config: GenerationConfig, way: Way) -> CompletionRequest:
-        return request_of(config, self._offline.service.tokenizer, way.stop_words)
+    def _request(self, config: GenerationConfig, way: Way, call: Call) -> CompletionRequest:
+        request = request_of(config, self._offline.service.tokenizer, way.stop_words)
+        if (name := call.adapter_name) is None:
+            return request
+        if name not in (known := self._offline.service.adapters):
+            given = ", ".join(known) or "none"
+            raise RequestError(f"adapter_name: {name!r}; the engine's adapters: {given}", param="adapter_name")
+        return request.model_copy(update={"model": name})
 
     # ---- sessions
 
@@ -199,7 +205,7 @@ class AsyncEngine:
             yield GenOut("", 0, 0, 0)
             return
         way = self._way_of(call)
-        request = self._request(config, way).model_copy(update={"prompt_cache_key": f"session-{session_id}"})
+        request = self._request(config, way, call).model_copy(update={"prompt_cache_key": f"session-{session_id}"})
         prompt = as_prompt(prompt_of(messages), way, call.do_preprocess, "messages")
         session = self._sessions.begin(session_id, sequence_start, step)
         try:

@@ -67,8 +67,6 @@ class Call:
 
     def configs(self, given: Any, num_prompts: int) -> list[GenerationConfig]:
         """Returns one for each prompt. Raises RequestError."""
-        if self.adapter_name is not None:
-            raise RequestError("adapter_name: LoRA adapters are not served; leave it out", param="adapter_name")
         old = {name: getattr(self, name) for name in OLD if getattr(self, name) is not None}
         if old:
             aside = ", and have no effect beside gen_config" if given is not None else ""

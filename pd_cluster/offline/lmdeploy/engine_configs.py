@@ -15,6 +15,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ConfigError, Naming, flag_of
 from pd_cluster.kv.layout import keys_and_values, vectors_nbytes
 from pd_cluster.offline.lmdeploy.arguments import checks_names, count, idle, refuse
+from pd_cluster.settings.adapters import MOST_RANK, AdapterSettings, lora_module
 from pd_cluster.settings.engine import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,6 @@ KV_CACHE_DTYPES = {0: "auto", 4: "int8", 8: "int8", 16: "fp8_e4m3"}  # of quant_
 NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "quant_policy": ((0, 4, 8, 16), "expected 0 (none), 4 or 8 (int8) or 16 (fp8)"),
     "kv_bits": ((4, 8), "the KV cache has codes of 4 or 8 bits"),
-    "adapters": ((None, {}), "LoRA adapters are not served; merge them into the weights"),
     "model_format": (
         (None, "", "hf", AWQ),
         "weights are read as Hugging Face safetensors (hf, awq); converted ones are not loaded",
@@ -191,6 +191,7 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
         "quantization": AWQ if given.get("model_format") == AWQ else None,
         "kv_cache_dtype": _kv_cache_dtype(owner, given),
         "device": _one_of(owner, "device_type", given.get("device_type", "auto"), DEVICES),
+        "adapters": _adapters(owner, given.get("adapters")),
     }
     if config.session_len is not None:
         fields["max_model_len"] = count(owner, "session_len", config.session_len, 1)
@@ -233,6 +234,16 @@ def _positions(owner: str, given: dict[str, Any]) -> dict[str, Any]:
     if _switch(owner, USE_LOGN, given.get(USE_LOGN, False)):
         overrides[USE_LOGN] = True
     return overrides
+
+
+def _adapters(owner: str, given: Any) -> AdapterSettings:
+    """Converts {name: folder}; all of them may take part in one step, with any rank."""
+    if not given:
+        return AdapterSettings()
+    if not isinstance(given, dict) or not all(isinstance(each, str) for pair in given.items() for each in pair):
+        raise ConfigError(f"{owner}.adapters {reprlib.repr(given)}: expected a dict from names to folders")
+    modules = tuple(lora_module("adapters", name, path) for name, path in given.items())
+    return AdapterSettings(enable_lora=True, lora_modules=modules, max_loras=len(modules), max_lora_rank=MOST_RANK)
 
 
 def _text(owner: str, name: str, value: Any) -> str:

@@ -1,0 +1,156 @@
+"""Reads a LoRA adapter's adapter_config.json, as PEFT writes it. Knows nothing of tensors.
+
+A field that changes what is computed, and is not honoured here, is refused by its name: computing without it would give
+answers that look right.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pd_cluster.errors import ModelError
+
+MOST_PATTERNS = 1024
+PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_]|\\?\.|\\d\+){1,256}")  # names of modules, "." and "\d+": no backtracking
+HARMLESS_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # training began from the base as it is
+# Fields without an effect on what is computed, or with one only through tensors and fields that are read here.
+NO_EFFECT = (
+    *("alpha_pattern", "rank_pattern", "r", "lora_alpha", "use_rslora", "fan_in_fan_out", "init_lora_weights"),
+    *("layers_to_transform", "layers_pattern", "target_modules", "exclude_modules", "peft_type", "task_type"),
+    *("base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "peft_version", "auto_mapping"),
+    *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("runtime_config", "bias", "arrow_config", "ensure_weight_tying"),
+)
+WHY_NOT = {
+    "use_dora": "DoRA scales the base's products, too",
+    "modules_to_save": "whole modules beside the adapter are not replaced",
+    "trainable_token_indices": "rows of embeddings are not replaced",
+    "target_parameters": "bare parameters, such as those of experts, are not adapted",
+    "layer_replication": "layers are not repeated",
+    "lora_bias": "biases of adapters are not added",
+    "alora_invocation_tokens": "an adapter applies to the whole prompt",
+}
+
+
+class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of adapter_config.json that determines the numbers, next to the tensors.
+
+    Patterns map ends of modules' names to their own rank or alpha; the first that matches counts. `layers` None: all.
+    """
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    layers: tuple[int, ...] | None = None
+
+    def rank_of(self, module: str) -> int:
+        """Returns the rank that a module's A has."""
+        return int(_matching(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """Returns the factor of B @ A: alpha / rank, or alpha / sqrt(rank) with rsLoRA (PEFT's `use_rslora`)."""
+        rank = self.rank_of(module)
+        return _matching(self.alpha_pattern, module, self.alpha) / (
+            math.sqrt(rank) if self.is_rank_stabilized else rank
+        )
+
+
+def _matching(pattern: Mapping[str, float], module: str, default: float) -> float:
+    """Returns the value of the first key that matches the end of a module's name, from a dot on, or all of it."""
+    return next((value for key, value in pattern.items() if re.match(rf"(?:.*\.)?(?:{key})$", module)), default)
+
+
+def read_settings(file: Path, data: bytes) -> LoraSettings:
+    """Reads the file's content. Raises ModelError that names the field."""
+    try:
+        given = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ModelError(f"{file}: expected a JSON object")
+    if (kind := given.get("peft_type")) != "LORA":
+        raise ModelError(f"{file}: peft_type {reprlib.repr(kind)} is not supported; only LORA is")
+    _check_supported(file, given)
+    layers = given.get("layers_to_transform")
+    return LoraSettings(
+        rank=_whole(file, "r", given.get("r", 8)),
+        alpha=_number(file, "lora_alpha", given.get("lora_alpha", 8)),
+        is_rank_stabilized=_switch(file, given, "use_rslora"),
+        rank_pattern={key: _whole(file, f"rank_pattern {key}", n) for key, n in _pattern(file, given, "rank_pattern")},
+        alpha_pattern={
+            key: _number(file, f"alpha_pattern {key}", n) for key, n in _pattern(file, given, "alpha_pattern")
+        },
+        layers=None if layers is None or layers == [] else _layers(file, layers),
+    )
+
+
+def _check_supported(file: Path, given: Mapping[str, Any]) -> None:
+    """Raises ModelError for a field that changes what is computed and is not honoured."""
+    if (bias := given.get("bias", "none")) != "none":
+        raise ModelError(
+            f"{file}: bias {reprlib.repr(bias)}: biases of the base are not replaced; train with bias none"
+        )
+    init = given.get("init_lora_weights")
+    if not any(init is each if isinstance(each, bool | None) else init == each for each in HARMLESS_INITS):
+        raise ModelError(
+            f"{file}: init_lora_weights {reprlib.repr(init)}: training began from a changed base, on which alone these "
+            f"tensors are right; save the adapter converted to plain LoRA (path_initial_model_for_weight_conversion)"
+        )
+    _switch(file, given, "fan_in_fan_out")  # A and B are laid out alike with and without it
+    for name, value in given.items():
+        if name not in NO_EFFECT and value:
+            why = WHY_NOT.get(name, "this field is not known here, and may change what is computed")
+            raise ModelError(f"{file}: {name} {reprlib.repr(value)}: {why}")
+
+
+def _switch(file: Path, given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name) or False
+    if not isinstance(value, bool):
+        raise ModelError(f"{file}: {name} {reprlib.repr(value)}: expected true or false")
+    return value
+
+
+def _pattern(file: Path, given: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    pattern = given.get(name) or {}
+    if not isinstance(pattern, dict) or len(pattern) > MOST_PATTERNS:
+        raise ModelError(f"{file}: {name}: expected an object with at most {MOST_PATTERNS} names of modules")
+    for key in pattern:
+        if PATTERN.fullmatch(key) is None:
+            raise ModelError(
+                f"{file}: {name} {reprlib.repr(key)}: expected the end of a module's name, with \\d+ for any number; "
+                f"write one key for each module"
+            )
+    return list(pattern.items())
+
+
+def _layers(file: Path, layers: Any) -> tuple[int, ...]:
+    found = [layers] if isinstance(layers, int) else layers
+    if not isinstance(found, list) or not all(type(each) is int and each >= 0 for each in found):
+        raise ModelError(f"{file}: layers_to_transform {reprlib.repr(layers)}: expected layers' numbers")
+    return tuple(sorted(set(found)))
+
+
+def _whole(file: Path, name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ModelError(f"{file}: {name} {reprlib.repr(value)}: expected a whole number of at least 1")
+    return value
+
+
+def _number(file: Path, name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e9:
+        raise ModelError(f"{file}: {name} {reprlib.repr(value)}: expected a finite number")
+    return float(value)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")

@@ -1,0 +1,216 @@
+"""Reads a folder with a LoRA adapter in PEFT's format, without torch: what it would change, and its identity.
+
+The folder is somebody else's: nothing outside it is read, sizes are bounded before anything is allocated, and every
+tensor of the file is either a part of the adapter or an error that names it. Whether the parts fit a model is
+model/lora's to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import reprlib
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pd_cluster.checkpoints.lora_config import LoraSettings, read_settings
+from pd_cluster.errors import ModelError, called
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+UNSAFE_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+MAX_CONFIG_NBYTES = 1 << 20
+MAX_HEADER_NBYTES = 16 << 20
+MAX_WEIGHTS_NBYTES = 8 << 30
+MAX_TENSORS = 1 << 16
+NBYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of a number, by safetensors' name of the dtype
+TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]{1,256})\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+WHY_NOT = {
+    ".lora_magnitude_vector": "DoRA scales the base's products, too, and is not supported",
+    ".lora_embedding_": "adapters of embeddings are not supported; train without them in target_modules",
+    ".lora_B.bias": "biases of adapters are not added",
+    ".token_adapter.": "rows of embeddings are not replaced",
+    ".base_layer.": "the base's own tensors are not replaced",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One matrix in the file: [rank, in_features] of A, [out_features, rank] of B; bytes [start, stop) of the file."""
+
+    dtype: Literal["F32", "F16", "BF16"]
+    shape: tuple[int, int]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The matrices of one module."""
+
+    a: Stored
+    b: Stored
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFolder:
+    """`modules` are named as transformers names them. `digest` (64 hex digits) identifies settings and weights."""
+
+    path: Path
+    settings: LoraSettings
+    modules: dict[str, Pair]
+    digest: str
+
+    @property
+    def file(self) -> Path:
+        return self.path / WEIGHTS_FILE
+
+    @classmethod
+    def read(cls, path: Path, max_rank: int) -> LoraFolder:
+        """Reads all but the numbers. Raises ModelError that names the file, and the field or tensor."""
+        config = path / CONFIG_FILE
+        if not path.is_dir():
+            raise ModelError(f"{path}: no such folder")
+        with _opened(path, CONFIG_FILE, MAX_CONFIG_NBYTES) as stream:
+            settings = read_settings(config, stream.read(MAX_CONFIG_NBYTES + 1))
+        if not (path / WEIGHTS_FILE).exists() and (found := [name for name in UNSAFE_FILES if (path / name).exists()]):
+            raise ModelError(
+                f"{path / found[0]}: such files may run code when they are read; save it as {WEIGHTS_FILE}"
+            )
+        file = path / WEIGHTS_FILE
+        with _opened(path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            stored = _stored(file, stream, size)
+            stream.seek(0)
+            digest = hashlib.sha256(msgspec.json.encode(settings) + b"\0")
+            if _digest(stream, digest) != size:
+                raise ModelError(f"{file}: changed while it was read; load it again")
+        modules = _paired(file, stored)
+        for name, pair in modules.items():
+            _check(file, settings, name, pair, max_rank)
+        return cls(path, settings, modules, digest.hexdigest())
+
+    def weights(self) -> bytes:
+        """Returns the whole file. Raises ModelError if it is no longer the one that `read` saw."""
+        with _opened(self.path, WEIGHTS_FILE, MAX_WEIGHTS_NBYTES) as stream:
+            data: bytes = stream.read()
+        if hashlib.sha256(msgspec.json.encode(self.settings) + b"\0" + data).hexdigest() != self.digest:
+            raise ModelError(f"{self.file}: changed while it was loaded; load it again")
+        return data
+
+
+def _opened(folder: Path, name: str, most_nbytes: int) -> Any:
+    """Opens a plain file of the folder. Raises ModelError.
+
+    A symbolic link may lead to another file of the folder, or from a snapshot of the hub's cache to its blobs.
+    """
+    file = folder / name
+    try:
+        target, home = file.resolve(strict=True), folder.resolve(strict=True)
+        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+        if target.parent not in (home, blobs):
+            raise ModelError(f"{file}: leads out of its folder; copy the file itself there")
+        stream = os.fdopen(os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except FileNotFoundError:
+        raise ModelError(f"{file}: missing; a LoRA adapter has {CONFIG_FILE} and {WEIGHTS_FILE}") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise ModelError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    found = os.fstat(stream.fileno())
+    if not stat.S_ISREG(found.st_mode) or found.st_size > most_nbytes:
+        stream.close()
+        what = f"{found.st_size} bytes; at most {most_nbytes} are read" if stat.S_ISREG(found.st_mode) else "not a file"
+        raise ModelError(f"{file}: {what}")
+    return stream
+
+
+def _digest(stream: Any, digest: Any) -> int:
+    """Digests a file to its end; returns its size."""
+    size = 0
+    while part := stream.read(1 << 20):
+        digest.update(part)
+        size += len(part)
+    return size
+
+
+def _stored(file: Path, stream: Any, size: int) -> dict[str, Stored]:
+    """Reads the header: the file's tensors by name. Raises ModelError."""
+    prefix = stream.read(8)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+    if length > size - 8:
+        raise ModelError(f"{file}: not a whole safetensors file; copy or download it again")
+    if length > MAX_HEADER_NBYTES:
+        raise ModelError(f"{file}: a header of {length} bytes; at most {MAX_HEADER_NBYTES} are read")
+    try:
+        header = json.loads(stream.read(length))
+        entries = {str(name): entry for name, entry in header.items() if name != "__metadata__"}
+        found = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in entries.items()}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        raise ModelError(f"{file}: not a safetensors file (its header is not the JSON of one)") from None
+    if not 0 < len(found) <= MAX_TENSORS:
+        raise ModelError(f"{file}: {len(found)} tensors; expected 1 to {MAX_TENSORS}")
+    return {name: _entry(f"{file}: {_shown(name)}", name, *entry, 8 + length, size) for name, entry in found.items()}
+
+
+def _entry(place: str, name: str, dtype: Any, shape: Any, offsets: Any, first: int, size: int) -> Stored:
+    for suffix, why in WHY_NOT.items():
+        if suffix in name:
+            raise ModelError(f"{place}: {why}")
+    if dtype not in NBYTES:
+        raise ModelError(f"{place}: dtype {reprlib.repr(dtype)}; expected one of {', '.join(NBYTES)}")
+    if not _are_counts(shape, 2) or min(shape) < 1:
+        raise ModelError(f"{place}: shape {reprlib.repr(shape)}; expected a matrix")
+    if not _are_counts(offsets, 2) or offsets[1] - offsets[0] != shape[0] * shape[1] * NBYTES[dtype]:
+        raise ModelError(f"{place}: its place {reprlib.repr(offsets)} does not have the size of its shape {shape}")
+    if first + offsets[1] > size:
+        raise ModelError(f"{place}: cut short; copy or download the file again")
+    return Stored(dtype, (shape[0], shape[1]), first + offsets[0], first + offsets[1])
+
+
+def _are_counts(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length and all(type(n) is int and 0 <= n < 1 << 48 for n in value)
+
+
+def _paired(file: Path, stored: dict[str, Stored]) -> dict[str, Pair]:
+    """Returns each module's matrices. Raises ModelError for a tensor that belongs to none."""
+    sides: dict[str, dict[str, Stored]] = {}
+    for name, tensor in stored.items():
+        found = TENSOR.fullmatch(name)
+        if found is None:
+            raise ModelError(f"{file}: {_shown(name)}: not a matrix of a LoRA adapter (MODULE.lora_A.weight or lora_B)")
+        module = sides.setdefault(found["module"], {})
+        if found["side"] in module:
+            raise ModelError(f"{file}: {_shown(name)}: the file has this matrix twice")
+        module[found["side"]] = tensor
+    for module_name, module in sides.items():
+        if missing := {"A", "B"} - module.keys():
+            raise ModelError(f"{file}: {module_name}.lora_{missing.pop()}.weight: missing")
+    return {name: Pair(module["A"], module["B"]) for name, module in sorted(sides.items())}
+
+
+def _check(file: Path, settings: LoraSettings, name: str, pair: Pair, max_rank: int) -> None:
+    """Checks one module against the settings. Raises ModelError."""
+    if pair.b.shape[1] != pair.rank:
+        shapes = f"A {list(pair.a.shape)} and B {list(pair.b.shape)}"
+        raise ModelError(f"{file}: {name}: {shapes} do not have one rank")
+    if pair.rank > max_rank:
+        raise ModelError(f"{file}: {name}: rank {pair.rank} is above {called('max_lora_rank')} {max_rank}; raise that")
+    if (wanted := settings.rank_of(name)) != pair.rank:
+        raise ModelError(f"{file}: {name}: rank {pair.rank}, but {CONFIG_FILE} has {wanted} (r, rank_pattern)")
+    layer = LAYER.search(name)
+    if settings.layers is not None and (layer is None or int(layer[1]) not in settings.layers):
+        raise ModelError(f"{file}: {name}: layers_to_transform of {CONFIG_FILE} does not have its layer")
+
+
+def _shown(name: str) -> str:
+    return name if re.fullmatch(r"[\w.]{1,300}", name) else reprlib.repr(name)

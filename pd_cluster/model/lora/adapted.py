@@ -1,0 +1,163 @@
+"""Linear layers to which adapters may add: y = W x + B (A x) for the rows of an adapter, and W x for all others.
+
+Rows of one adapter are computed together, and nothing of a row's numbers depends on the others. A step without
+adapters pays one comparison in each layer. Knows nothing of files and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pd_cluster.model.layers.linear import Linear, make_linear
+
+Ints = npt.NDArray[np.int64]
+NONE = 0  # the slot of rows without an adapter
+RANK_MULTIPLE = 16  # ranks are padded to it, with zeros: parts of a product then begin where vectors do
+
+# Rows of one adapter in a step, ascending; a slice where they are adjacent.
+Segment = tuple[int, slice | torch.Tensor]
+
+
+class StepRows:
+    """The rows of the step under way, by their adapters' slots. One for all layers of a model."""
+
+    def __init__(self) -> None:
+        self.segments: Sequence[Segment] | None = None  # None: no row has an adapter
+        self._slots: Ints | None = None  # [num_rows]
+
+    def begin(self, slots: Ints | None, lens: Ints) -> None:
+        """Starts a step whose sequence i has `lens[i]` rows and the adapter in `slots[i]`; None: there is none."""
+        self._set(None if slots is None else np.repeat(slots, lens))
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Goes on with these of the current rows [num_kept] int64."""
+        if self._slots is not None:
+            self._set(self._slots[rows.numpy()])
+
+    @property
+    def are_adapted(self) -> bool:
+        return self.segments is not None
+
+    def _set(self, slots: Ints | None) -> None:
+        self._slots = slots
+        self.segments = None if slots is None or not slots.any() else _segments(slots)
+
+
+def _segments(slots: Ints) -> list[Segment]:
+    found: list[Segment] = []
+    for slot in np.unique(slots):
+        if slot == NONE:
+            continue
+        rows = np.flatnonzero(slots == slot)
+        first, stop = int(rows[0]), int(rows[-1]) + 1
+        found.append((int(slot), slice(first, stop) if stop - first == len(rows) else torch.from_numpy(rows)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One module's B @ A. `a` [rank, in_features]; `b` [out_features, rank], with the scale in it; both float32."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Addition:
+    """An adapter's part of one layer: the A's of all modules as one product, then a B for each module's outputs."""
+
+    __slots__ = ("_a", "_parts")
+
+    def __init__(self, parts: Sequence[tuple[slice, LowRank]]) -> None:
+        """`parts`: the layer's output features that a matrix adds to."""
+        self._a = make_linear(torch.cat([_padded(part.a, 0) for _, part in parts]))
+        self._parts: list[tuple[slice, slice, Linear]] = []
+        first = 0
+        for outputs, part in parts:
+            b = _padded(part.b, 1)
+            self._parts.append((slice(first, first + b.shape[1]), outputs, make_linear(b)))
+            first += b.shape[1]
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, rows: slice | torch.Tensor) -> None:
+        """Adds to `rows` of y [num_rows, out_features], from the same rows of x [num_rows, in_features]."""
+        low = self._a(x[rows].float())
+        for ranks, outputs, b in self._parts:
+            added, place = b(low[:, ranks].contiguous()), y[:, outputs]
+            if y.dtype != torch.float32:
+                place[rows] = (place[rows].float() + added).to(y.dtype)
+            elif isinstance(rows, slice):
+                place[rows] += added
+            else:
+                place.index_add_(0, rows, added)
+
+
+def _padded(matrix: torch.Tensor, dim: int) -> torch.Tensor:
+    missing = -matrix.shape[dim] % RANK_MULTIPLE
+    if not missing:
+        return matrix
+    shape = list(matrix.shape)
+    shape[dim] = missing
+    return torch.cat((matrix, matrix.new_zeros(shape)), dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """One module of transformers' in a layer that may join several: its features on this rank.
+
+    `outputs`: its features among the layer's. `order` [out_features] int64: the layer's i-th of them is the module's
+    `order[i]`-th; None: they are in the module's own order.
+    """
+
+    in_features: int
+    outputs: slice
+    order: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Site:
+    """A linear layer, and what loaded adapters add to it, by their slots."""
+
+    rows: StepRows
+    additions: dict[int, Addition] = field(default_factory=dict)
+    nums_rows: list[int] | None = None  # of each call while it is watched
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Adds in place the adapters' outputs for x [..., num_rows, in_features]; returns y."""
+        if self.nums_rows is not None:
+            self.nums_rows.append(x.numel() // x.shape[-1])
+        if self.rows.segments is not None and self.additions:
+            flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+            for slot, rows in self.rows.segments:
+                if (addition := self.additions.get(slot)) is not None:
+                    addition.add(flat_x, flat_y, rows)
+        return y
+
+
+class AdaptedLinear:
+    """A fused layer's product with adapters beside it."""
+
+    __slots__ = ("_base", "_site")
+
+    def __init__(self, base: Linear, site: Site) -> None:
+        self._base, self._site = base, site
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._site.add(x, self._base(x))
+
+
+class AdaptedModule(torch.nn.Module):
+    """The same in place of a linear module of transformers' own model."""
+
+    def __init__(self, base: torch.nn.Module, site: Site, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self._base = base
+        self._site = site
+        self.out_features, self.in_features = out_features, in_features
+        self.weight = base.weight  # for code that reads its dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._site.add(x, self._base(x))

@@ -1,0 +1,23 @@
+"""The names under which requests find adapters, and the contents that they stand for.
+
+A name is resolved once, when a request arrives. From then on the content counts, whatever the name means later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.adapters import AdapterSettings
+
+
+def digests_of(settings: AdapterSettings, model_names: Collection[str]) -> Mapping[str, str]:
+    """Maps names of adapters to their digests. `model_names`: the model's own. Raises ConfigError, ModelError."""
+    found = {}
+    for module in settings.lora_modules:
+        if module.name in model_names:
+            raise ConfigError(f"{called('lora_modules')} {module.name}: the model itself has this name; take another")
+        found[module.name] = LoraFolder.read(Path(module.path), settings.max_lora_rank).digest
+    return found

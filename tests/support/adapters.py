@@ -1,0 +1,98 @@
+"""LoRA adapters in PEFT's format, random and strong enough to change tokens, and the models that merging them gives.
+
+Merging here is a second reading of the format, in float64, which shares no code with the project's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from pd_cluster.settings.adapters import AdapterSettings, LoraModule
+
+LAST = re.compile(r"\.(\d+)\.")
+
+
+def linear_modules(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Maps names of the linear modules in a model's layers to [out_features, in_features]."""
+    found = {}
+    for name, module in model.named_modules():
+        if not LAST.search(name) or name.endswith("shared_expert_gate"):
+            continue
+        if type(module) is torch.nn.Linear:
+            found[name] = (module.out_features, module.in_features)
+        elif type(module).__name__ == "Conv1D":
+            weight: Any = module.weight
+            found[name] = (weight.shape[1], weight.shape[0])
+    return found
+
+
+def make_adapter(
+    folder: Path,
+    base: Path,
+    seed: int = 0,
+    rank: int = 4,
+    only: str = "",
+    dtype: torch.dtype = torch.float32,
+    strength: float = 0.2,
+    **config: Any,
+) -> Path:
+    """Writes an adapter for `base`; `only`: a regular expression that its modules' names contain."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    tensors, ranks = {}, config.get("rank_pattern", {})
+    modules = {name: shape for name, shape in linear_modules(model).items() if re.search(only, name)}
+    for name, (out_features, in_features) in modules.items():
+        own = next((r for key, r in ranks.items() if re.search(rf"(^|\.){key}$", name)), rank)
+        for side, shape in (("A", (own, in_features)), ("B", (out_features, own))):
+            matrix = torch.randn(shape, generator=generator) * strength
+            tensors[f"base_model.model.{name}.lora_{side}.weight"] = matrix.to(dtype)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "init_lora_weights": True,
+        "base_model_name_or_path": "/somewhere/else",
+        **config,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def merged(base: Path, adapter: Path, out: Path) -> Path:
+    """Writes the model whose weights have the adapter in them."""
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for key in [key for key in tensors if ".lora_A." in key]:
+        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        a, b = tensors[key].double(), tensors[key.replace(".lora_A.", ".lora_B.")].double()
+        alphas = settings.get("alpha_pattern", {})
+        alpha = next((v for k, v in alphas.items() if re.search(rf"(^|\.){k}$", name)), settings["lora_alpha"])
+        scale = alpha / (math.sqrt(len(a)) if settings.get("use_rslora") else len(a))
+        weight: Any = model.get_submodule(name).weight
+        delta = scale * b @ a
+        is_transposed = type(model.get_submodule(name)).__name__ == "Conv1D"
+        weight.data = (weight.data.double() + (delta.T if is_transposed else delta)).float()
+    shutil.copytree(base, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    model.save_pretrained(out)
+    return out
+
+
+def loaded(*folders: Path, **settings: Any) -> AdapterSettings:
+    """Returns settings that load these adapters, named after their folders."""
+    modules = tuple(LoraModule(folder.name, str(folder)) for folder in folders)
+    return AdapterSettings(enable_lora=True, lora_modules=modules, **{"max_loras": 8, **settings})

@@ -302,7 +302,7 @@ def test_fast_collectives_reach_the_ranks(
     monkeypatch.setattr(serve, "WorkerConfig", made)
     env = tables(tmp_path, "npu", "10.0.0.18")
     local = next(tmp_path.glob("local_*_0.json"))
-    start = serve._start_of(ServeOptions(device="npu", **given), {**env, "RANK_TABLE_FILE_PATH": str(local)})
+    start = serve.start_of(ServeOptions(device="npu", **given), {**env, "RANK_TABLE_FILE_PATH": str(local)})
     with pytest.raises(Made) as caught:
         serve._run_worker(start, Credentials(b""))
     assert caught.value.args[0].get("HCCL_DETERMINISTIC") == value

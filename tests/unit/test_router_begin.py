@@ -29,7 +29,7 @@ def test_what_would_be_too_late_is_refused_before_anything_is_sent() -> None:
         assert caught.value.retry_after_s == 4
         assert world.mailbox.sent == []
         assert world.router.num_streams == 0
-        answer = error_response(caught.value)
+        answer = error_response(caught.value, "/v1/completions")
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
         world.instances[1].outstanding_tokens = 0
         _, first, _ = await world.begin()

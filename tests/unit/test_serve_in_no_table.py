@@ -11,7 +11,7 @@ import pytest
 
 from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of
 from pd_cluster.cluster.members.place import Place, address_towards, place_alone
-from pd_cluster.commands.serve import _start_of
+from pd_cluster.commands.serve_start import start_of
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.options import ServeOptions
 from pd_cluster.settings.processes import JoinSettings, KeyFiles, default_name, name_problem
@@ -24,7 +24,7 @@ JOIN = "127.0.0.1:9002"
 
 
 def place(env: dict[str, str] | None = None, **given: Any) -> Place:
-    return _start_of(ServeOptions(**given), env or {}).place
+    return start_of(ServeOptions(**given), env or {}).place
 
 
 def fault(call: Callable[[], object]) -> str:

@@ -49,7 +49,7 @@ def messages_paths(model: str) -> Json:
     """Anthropic's routes, whose errors have a shape of their own."""
     messages = {
         "requestBody": body_of(MessagesRequest),
-        **answers(messages_answers.Message, *ERRORS, prefix=OF_MESSAGES),
+        **answers(messages_answers.MessageAnswer, *ERRORS, prefix=OF_MESSAGES),
     }
     with_stream(messages, messages_answers.MessageEvent)
     counted = answers(messages_answers.TokensCount, 400, 404, 413, 429, prefix=OF_MESSAGES)

@@ -59,7 +59,7 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ModelList,
     responses.Model,
     *pooling.ANSWERS,
-    messages_answers.Message,
+    messages_answers.MessageAnswer,
     messages_answers.MessageEvent,
     messages_answers.MessageError,
     messages_answers.TokensCount,

@@ -33,7 +33,7 @@ class Block:
         return self._texts[0]
 
 
-class Change(NamedTuple):
+class BlockChange(NamedTuple):
     """One step of a reply. A block begins, grows by `text` any number of times, and ends before the next one begins."""
 
     what: Literal["begins", "grows", "ends"]
@@ -61,7 +61,7 @@ class BlockReader:
         """Tokens before the first one of the answer, the marks around reasoning included; 0 without any reasoning."""
         return self._num_reasoning_tokens if self._has_reasoned else 0
 
-    def read(self, piece: Piece) -> Iterator[Change]:
+    def read(self, piece: Piece) -> Iterator[BlockChange]:
         """Yields what is certain after this piece; with the last piece, also everything that was held back."""
         parts: list[Part] = [Content(piece.text)] if piece.text else []
         if self._reader is not None:
@@ -73,9 +73,9 @@ class BlockReader:
         for part in parts:
             yield from self._changes(part)
         if piece.finish_reason is not None and self.blocks:
-            yield Change("ends", self.blocks[-1])
+            yield BlockChange("ends", self.blocks[-1])
 
-    def _changes(self, part: Part) -> Iterator[Change]:
+    def _changes(self, part: Part) -> Iterator[BlockChange]:
         match part:
             case CallBegin(_, name):
                 yield from self._begin("call", self._new_call_id(), name)
@@ -92,14 +92,14 @@ class BlockReader:
         if not self.blocks or self.blocks[-1].kind != kind:
             yield from self._begin(kind)
         self.blocks[-1].add(text)
-        yield Change("grows", self.blocks[-1], text)
+        yield BlockChange("grows", self.blocks[-1], text)
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[BlockChange]:
         ended, begun = self.blocks[-1:], Block(len(self.blocks), kind, call_id, name)
         self.blocks.append(begun)
         for block in ended:
-            yield Change("ends", block)
-        yield Change("begins", begun)
+            yield BlockChange("ends", block)
+        yield BlockChange("begins", begun)
 
 
 class BlockAnswer(ABC):
@@ -149,7 +149,7 @@ class BlockAnswer(ABC):
         """Returns the events before any block."""
 
     @abstractmethod
-    def _change(self, change: Change) -> bytes:
+    def _change(self, change: BlockChange) -> bytes:
         """Returns the events of one step."""
 
     @abstractmethod

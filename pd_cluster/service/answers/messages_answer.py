@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pd_cluster.errors import PdClusterError
-from pd_cluster.service.answers.blocks import Block, BlockAnswer, Change
+from pd_cluster.service.answers.blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.schema.messages_protocol import MessagesRequest
@@ -44,7 +44,7 @@ class MessagesAnswer(BlockAnswer):
         message = self._message([]) | {"stop_reason": None, "stop_sequence": None}
         return named_event({"type": "message_start", "message": message})
 
-    def _change(self, change: Change) -> bytes:
+    def _change(self, change: BlockChange) -> bytes:
         block, events = change.block, b""
         match change.what:
             case "begins":

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from pd_cluster.errors import PdClusterError
-from pd_cluster.service.answers.blocks import Block, BlockAnswer, Change
+from pd_cluster.service.answers.blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
@@ -67,7 +67,7 @@ class ResponsesAnswer(BlockAnswer):
     def closing(self) -> bytes:
         return self._event(f"response.{self.status}", response=self.whole())
 
-    def _change(self, change: Change) -> bytes:
+    def _change(self, change: BlockChange) -> bytes:
         block = change.block
         match change.what:
             case "begins":

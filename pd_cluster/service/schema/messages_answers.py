@@ -39,7 +39,7 @@ class MessageUsage(BaseModel):
     output_tokens_details: OutputTokensDetails
 
 
-class Message(BaseModel):
+class MessageAnswer(BaseModel):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -77,7 +77,7 @@ class MessageEvent(BaseModel):
         "message_stop",
         "error",
     ]
-    message: Message | None = None
+    message: MessageAnswer | None = None
     index: int | None = None
     content_block: MessageBlock | None = None
     delta: MessageDelta | None = None

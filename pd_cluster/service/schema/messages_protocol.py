@@ -45,7 +45,7 @@ class MessageToolChoice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(BaseModel):
+class ThinkingConfig(BaseModel):
     """`budget_tokens` is a hint, which changes nothing here: max_tokens bounds thinking and answer together."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -76,7 +76,7 @@ class MessagesPrompt(BaseModel):
     system: str | Blocks | None = None
     tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: MessageToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
 

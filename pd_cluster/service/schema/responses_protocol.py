@@ -59,7 +59,7 @@ class TextConfig(BaseModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningConfig(BaseModel):
+class ResponseReasoning(BaseModel):
     """`summary` changes nothing here: reasoning is shown as the model wrote it."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -88,7 +88,7 @@ class ResponsesRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(default=None, ge=1, le=INT32_MAX)
     text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
+    reasoning: ResponseReasoning | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], FAIL_FAST] | None = None
     metadata: Annotated[dict[Name, Value], Field(max_length=MAX_METADATA)] | None = None
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)

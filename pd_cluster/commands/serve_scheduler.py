@@ -1,0 +1,105 @@
+"""`pd-cluster serve` as the scheduler: the public port, the admin port and the way to the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of
+from pd_cluster.cluster.members.place import (
+    Place,
+    find_place,
+    node_ports,
+    use_openai,
+)
+from pd_cluster.commands.serve_start import Start
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.config import ApiConfig, Credentials
+from pd_cluster.settings.routing import AdminSettings, EntranceSettings
+from pd_cluster.text.given_template import with_source
+from ranktable_tools.hosts import is_loopback
+
+log = logging.getLogger(__name__)
+
+
+def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]) -> None:
+    """Serves until a signal. Raises ConfigError, and OSError for a port that cannot be bound."""
+    options, place, files = start.options, start.place, start.files
+    ports = node_ports(env, place) if place.table.file else []
+    if start.join.join_port is not None and files.derives:
+        raise ConfigError("--join-port: workers in no table cannot derive a secret; drop --derive-secret")
+    token = admin_token_of(place, files)
+    entrance, admin = options.read(EntranceSettings), options.read(AdminSettings)
+    config = _api_config(start, env)
+    import uvloop
+
+    from pd_cluster.api.admin.admin_app import AdminAccess
+    from pd_cluster.api.front.server import bind, bind_path, bind_several, raise_descriptor_limit
+    from pd_cluster.api.scheduler_app import SchedulerServer
+    from pd_cluster.cluster.members.auto_role import AutoRole
+    from pd_cluster.cluster.members.elastic import Tables
+    from pd_cluster.cluster.tenancy.key_store import KeyStore
+    from pd_cluster.service.helpers.interpreter import tune
+
+    http = config.http
+    raise_descriptor_limit(http.connections)
+    keys = KeyStore(http, config.served_model_names or [start.engine.model]) if http.key_file else None
+    host, port = start.process.host, start.process.port
+    if entrance.uds:
+        listeners = bind_path(entrance.uds, entrance.api_workers)
+    else:
+        listeners = bind_several(host, port, entrance.api_workers)
+    admin_port = admin.admin_port if admin.admin_port is not None else port + 1
+    admin_listener = bind(admin.admin_host, admin_port, "--admin-port")
+    public = entrance.uds or f"{host}:{port}"
+    log.info("serving at %s, admin at %s:%d", public, admin.admin_host, admin_port)
+    tables = Tables(
+        lambda: find_place(env) if place.table.file else place,
+        lambda place: _ports_of_file(env, place),
+        lambda place: credentials_of(place, files),
+    )
+    join = (host, start.join.join_port) if start.join.join_port is not None else None
+    access = AdminAccess(token, is_loopback(admin.admin_host), admin.admin_hosts)
+
+    async def serve() -> None:
+        logs = start.process.logs
+        scheduler = SchedulerServer(place, credentials, ports, config, listeners, tables, logs, keys, join)
+        await scheduler.run(admin_listener, access, AutoRole() if entrance.auto_role else None)
+
+    tune()
+    with contextlib.ExitStack() as ending, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if entrance.uds:
+            ending.callback(Path(entrance.uds).unlink, missing_ok=True)
+        runner.run(serve())
+
+
+def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
+    """Returns what the public port serves. Raises ConfigError for flags that contradict each other."""
+    options, openai = start.options, use_openai(env)
+    http = options.http(env)
+    if http.allow_credentials and "*" in http.allowed_origins:
+        log.warning("--allow-credentials: any web page may send its visitors' credentials; name --allowed-origins")
+    if http.responses.folder:
+        if not openai:
+            named = f"{called('response_store')} {http.responses.folder}"
+            raise ConfigError(f"{named}: there is no /v1/responses with USE_OPENAI=0; leave it out")
+        from pd_cluster.service.response_store import ResponseStore
+
+        ResponseStore(http.responses)  # raises for a folder that cannot be used, before anything listens
+    return options.read(
+        ApiConfig,
+        engine=start.engine,
+        is_openai=openai,
+        timeouts=start.timeouts,
+        routing=start.routing,
+        chat=with_source(options.chat()),
+        http=http,
+    )
+
+
+def _ports_of_file(env: Mapping[str, str], place: Place) -> list[int] | None:
+    """Reads NODE_PORTS_FILE; NODE_PORTS does not change while a process runs. Raises ConfigError."""
+    return node_ports(env, place) if env.get("NODE_PORTS_FILE", "").strip() else None

@@ -1,0 +1,101 @@
+"""The part of `pd-cluster serve` that is read and checked in every role, before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pd_cluster.cluster.members.place import (
+    TABLE_VARIABLES,
+    Place,
+    address_towards,
+    find_place,
+    place_alone,
+    resolve_host,
+)
+from pd_cluster.cluster.routing.policy import POLICIES
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.options import ServeOptions
+from pd_cluster.settings.processes import (
+    HandoverSettings,
+    JoinSettings,
+    KeyFiles,
+    KVSettings,
+    ProcessSettings,
+    default_name,
+)
+from pd_cluster.settings.requests import Assurances
+from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.transport.table import CHOICES
+from pd_cluster.wire import KVOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The part that is read and checked in every role."""
+
+    options: ServeOptions
+    place: Place
+    process: ProcessSettings
+    files: KeyFiles
+    join: JoinSettings
+    engine: EngineConfig
+    timeouts: Timeouts
+    routing: RoutingConfig
+    handover: HandoverSettings
+    kv: KVOptions
+
+
+def start_of(options: ServeOptions, env: Mapping[str, str]) -> Start:
+    """Reads the common part. Raises ConfigError."""
+    options.read(Assurances)
+    process, join = options.read(ProcessSettings), options.read(JoinSettings)
+    engine, timeouts = options.engine(), options.timeouts()
+    return Start(
+        process=process,
+        join=join,
+        handover=options.handover(CHOICES),
+        kv=options.read(KVSettings).options(),
+        engine=engine,
+        timeouts=timeouts,
+        routing=options.routing(POLICIES),
+        files=options.read(KeyFiles),
+        place=_place_of(join, process, engine, timeouts, env),
+        options=options,
+    )
+
+
+def _place_of(
+    join: JoinSettings, process: ProcessSettings, engine: EngineConfig, timeouts: Timeouts, env: Mapping[str, str]
+) -> Place:
+    """Returns the place in the rank tables, or with --role outside of them. Raises ConfigError."""
+    if join.role not in ("prefill", "decode"):
+        given = {"join": join.addresses, "instance_name": join.instance_name, "advertise_host": join.advertise_host}
+        for name in [name for name, value in given.items() if value]:
+            raise ConfigError(f"{called(name)}: only a worker registers; give {called('role')} prefill or decode, too")
+    return find_place(env) if join.role is None else _place_alone(join, process, engine, timeouts, env)
+
+
+def _place_alone(
+    join: JoinSettings, process: ProcessSettings, engine: EngineConfig, timeouts: Timeouts, env: Mapping[str, str]
+) -> Place:
+    """Raises ConfigError for variables or flags that contradict --role."""
+    for name in TABLE_VARIABLES:
+        if env.get(name, "").strip():
+            raise ConfigError(f"{name} is set, and {called('role')} {join.role} reads no rank tables; drop one of them")
+    if join.role == "scheduler":
+        if join.join_port is None:
+            raise ConfigError(f"{called('role')} scheduler: workers need a port to register at; give --join-port PORT")
+        return place_alone("scheduler", process.host)
+    assert join.role is not None
+    if not join.addresses:
+        raise ConfigError(f"{called('role')} {join.role}: give {called('join')} HOST:PORT, its scheduler's join port")
+    if join.advertise_host is not None:
+        host = resolve_host(join.advertise_host, f"{called('advertise_host')} {{!r}}")
+    else:
+        host = address_towards(join.addresses, timeouts.join_timeout_s)
+    name = join.instance_name or default_name(join.role, socket.gethostname(), process.port)
+    return place_alone(join.role, host, name, engine.tensor_parallel_size)

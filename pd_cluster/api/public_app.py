@@ -21,6 +21,7 @@ from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.gate.http import LOOKING, PlainRoute, add_routes
 from pd_cluster.api.gate.request_id import RequestIds
 from pd_cluster.api.gate.root_path import RootPath
+from pd_cluster.api.openai.embedding_routes import embedding_routes
 from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.model_routes import model_routes
 from pd_cluster.api.openai.openai import openai_routes
@@ -52,7 +53,7 @@ def public_app(
     app = _app(service, openai, http)
     install_error_handlers(app)
     _put_in_front(app, service.router.entrance, drain, http, file_keys, counts)
-    own = (openai_routes, model_routes, token_routes) if openai else (legacy_routes,)
+    own = (openai_routes, embedding_routes, model_routes, token_routes) if openai else (legacy_routes,)
     for routes in own:
         add_routes(app, routes(service))
     add_routes(app, _common_routes(instances, drain))

@@ -14,6 +14,7 @@ from pd_cluster.checkpoints.pooling import pooling_kind_of
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import GenerationError, ModelError, RequestError
 from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.service.generation import Generation
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.types import INT32_MAX, NO_SAMPLING, Order, Pooling, PoolingKind
 
@@ -28,6 +29,7 @@ class EmbeddingAsk:
     """
 
     prompt: str | list[int]
+    place: str = "prompt"  # where it stands in the request, for errors
     dimensions: int | None = None
     normalizes: bool = True
     truncate_prompt_tokens: int | None = None
@@ -68,7 +70,7 @@ class Embedder:
         """Returns the prompt's tokens, cut where that is asked for. Raises RequestError."""
         limit, keep, prompt = self._limit(), ask.truncate_prompt_tokens, ask.prompt
         if isinstance(prompt, str):
-            (prompt,) = await self._encoder.encode([prompt], ask.special, keep is not None, "prompt", ask.caller)
+            (prompt,) = await self._encoder.encode([prompt], ask.special, keep is not None, ask.place, ask.caller)
         if keep is not None:
             keep = limit if keep == -1 else keep
             if not 0 < keep <= limit:
@@ -79,31 +81,54 @@ class Embedder:
                 )
             prompt = prompt[-keep:]
         if not prompt:
-            raise RequestError("prompt: no tokens", param="prompt")
+            raise RequestError(f"{ask.place}: no tokens", param=ask.place)
         if len(prompt) > limit:
             raise RequestError(
-                f"prompt: the prompt is too long: {len(prompt)} tokens; this model's maximum context length is {limit} "
-                f"tokens; send less, or truncate_prompt_tokens",
-                param="prompt",
+                f"{ask.place}: the prompt is too long: {len(prompt)} tokens; this model's maximum context length is "
+                f"{limit} tokens; send less, or truncate_prompt_tokens",
+                param=ask.place,
                 code="context_length_exceeded",
             )
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise RequestError(f"prompt: token ids must be in 0 to {self._vocab_size - 1}", param="prompt")
+            raise RequestError(f"{ask.place}: token ids must be in 0 to {self._vocab_size - 1}", param=ask.place)
         return prompt
 
     async def embed(self, ask: EmbeddingAsk) -> Embedding:
         """Returns the vector of a prompt. Raises RequestError, and what `Router.pool` raises."""
+        return await self.pooled(await self.prepare(ask))
+
+    async def prepare(self, ask: EmbeddingAsk) -> Generation:
+        """Returns the request of a prompt, which no instance has yet. Raises RequestError."""
         if ask.dimensions is not None and not 1 <= ask.dimensions <= INT32_MAX:
             raise RequestError(f"dimensions: {ask.dimensions}; must be in 1 to {INT32_MAX}", param="dimensions")
         pooling = Pooling(kind=self.kind, dimensions=ask.dimensions, normalizes=ask.normalizes)
         token_ids = await self.token_ids(ask)
         caller = ask.caller
-        order = Order(token_ids, NO_SAMPLING, caller.salt(ask.cache_salt), priority=ask.priority, pooling=pooling)
-        caller.arrived()
-        pooled = await self._router.pool(
-            order, client_id=ask.client_id, received_s=ask.received_s, visitor=caller.visitor
+        return Generation(
+            Order(token_ids, NO_SAMPLING, caller.salt(ask.cache_salt), priority=ask.priority, pooling=pooling),
+            sequences=[],
+            num_choices=0,
+            is_prompt_only=True,
+            client_id=ask.client_id,
+            received_s=ask.received_s,
+            visitor=caller.visitor,
+            arrived=caller.arrived,
         )
-        return Embedding(token_ids, numbers_of(pooled.vector, ask.dimensions), pooled.num_cached_tokens)
+
+    async def pooled(self, generation: Generation) -> Embedding:
+        """Returns the vector. Raises what `Router.pool` raises."""
+        order = generation.order
+        assert order.pooling is not None
+        generation.arrived()
+        pooled = await self._router.pool(
+            order,
+            generation.routed,
+            client_id=generation.client_id,
+            received_s=generation.received_s,
+            visitor=generation.visitor,
+        )
+        values = numbers_of(pooled.vector, order.pooling.dimensions)
+        return Embedding(order.prompt_token_ids, values, pooled.num_cached_tokens)
 
 
 def numbers_of(vector: bytes, dimensions: int | None) -> list[float]:

@@ -61,6 +61,14 @@ class Intake:
         self.encoder = PromptEncoder(tokenizer, limit, control)
         self.guides = GuideCheck(tokenizer_file, limits.vocab_size, limits.eos_token_ids, guided_timeout_s)
 
+    def check_priority(self, priority: int | None) -> None:
+        """Raises RequestError for a priority that would be ignored."""
+        if priority and not self._has_priorities:
+            raise RequestError(
+                f"priority: {priority}; this server takes requests as they come (--scheduling-policy fcfs)",
+                param="priority",
+            )
+
     async def close(self) -> None:
         self.encoder.close()
         await self.guides.close()
@@ -88,11 +96,7 @@ class Intake:
                 f"send fewer prompts in a request",
                 param=asked.field.partition(".")[0],
             )
-        if request.priority and not self._has_priorities:
-            raise RequestError(
-                f"priority: {request.priority}; this server takes requests as they come (--scheduling-policy fcfs)",
-                param="priority",
-            )
+        self.check_priority(request.priority)
         self._check_text(request, asked)
         sampling = msgspec.structs.replace(
             request.sampling(0, 0, self._sampling_defaults),

@@ -148,7 +148,7 @@ def _check_greedy(request: GenerationRequest, sampling: Sampling) -> None:
 
 
 def truncated(request: GenerationRequest, token_ids: list[int], limit: int, default_max_tokens: int) -> list[int]:
-    """Returns the last tokens of a prompt, as many as the request keeps. Raises RequestError."""
+    """Returns the last tokens of a prompt, or the first, as many as the request keeps. Raises RequestError."""
     keep = request.truncate_prompt_tokens
     if keep is None:
         return token_ids
@@ -161,13 +161,16 @@ def truncated(request: GenerationRequest, token_ids: list[int], limit: int, defa
             f"model's context of {limit} tokens; keep fewer, or lower max_tokens",
             param="truncate_prompt_tokens",
         )
-    return token_ids[-keep:]
+    return token_ids[:keep] if request.truncation_side == "right" else token_ids[-keep:]
 
 
 def max_tokens_of(
     request: GenerationRequest, num_prompt: int, limit: int, default_max_tokens: int | None, param: str
 ) -> int:
-    """Returns the most output tokens of this request. Raises RequestError when the context has no room for them."""
+    """Returns the most output tokens of this request: those that it wants, or as many as the context has room for.
+
+    Raises RequestError if there is room for none, or if what it wants exceeds the context by itself.
+    """
     if not num_prompt:
         raise RequestError(f"{param}: no tokens", param=param)
     if num_prompt >= limit:
@@ -180,15 +183,17 @@ def max_tokens_of(
     wanted = request.wanted_tokens
     least = 0 if isinstance(request, CompletionRequest) and request.echo else 1
     if wanted is not None and wanted < least:
-        raise RequestError(f"max_tokens: {wanted}; must be at least 1 (0 only with echo)", param="max_tokens")
+        name = request.wanted_name
+        raise RequestError(f"{name}: {wanted}; must be at least 1 (0 only with echo)", param=name)
+    room = limit - num_prompt
     if wanted is None:
-        room = limit - num_prompt
-        wanted = room if default_max_tokens is None or request.wants_all_room else min(default_max_tokens, room)
-    if num_prompt + wanted > limit:
+        return room if default_max_tokens is None or request.wants_all_room else min(default_max_tokens, room)
+    if wanted > limit:
+        name = request.wanted_name
         raise RequestError(
-            f"max_tokens: {num_prompt} prompt tokens and {wanted} output tokens are too many; this model's maximum "
-            f"context length is {limit} tokens",
-            param="max_tokens",
+            f"{name}: {wanted}; this model's maximum context length is {limit} tokens, prompt and output together; ask "
+            f"for fewer",
+            param=name,
             code="context_length_exceeded",
         )
-    return wanted
+    return min(wanted, room)

@@ -154,6 +154,8 @@ class Meter:
 
 def most_tokens(generation: Generation) -> int:
     """Returns the most tokens that it may use: its prompt once, and the longest answer of each computed sequence."""
+    if generation.order.pooling is not None:
+        return len(generation.prompt_token_ids)
     sampling = generation.sampling
     return len(generation.prompt_token_ids) + sampling.num_sequences * sampling.max_tokens
 

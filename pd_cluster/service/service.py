@@ -141,6 +141,10 @@ class TextService:
         """Whether the chat template has a place for tools."""
         return self.tokenizer.template is not None and "tools" in self.tokenizer.template.variables
 
+    def check_priority(self, priority: int | None) -> None:
+        """Raises RequestError for a priority that would be ignored."""
+        self._intake.check_priority(priority)
+
     async def close(self) -> None:
         await self._intake.close()
         await self._chats.close()

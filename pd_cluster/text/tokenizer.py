@@ -115,6 +115,10 @@ class Tokenizer:
                 found[spaced] = None
         return tuple(ids for ids in found if ids)
 
+    def token_name(self, token_id: int) -> str:
+        """Returns a token as the vocabulary writes it; "" for ids without any."""
+        return self._rust.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token by itself, possibly part of a character; b"" for ids without any."""
         if (added := self._added.get(token_id)) is not None:

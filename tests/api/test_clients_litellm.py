@@ -147,4 +147,4 @@ def test_too_long_a_prompt_can_fall_back_to_a_larger_model(litellm: Any, server:
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(model="openai/tiny", messages=messages, **server)
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(model="openai/tiny", messages=HELLO, max_tokens=MAX_MODEL_LEN, **server)
+        litellm.completion(model="openai/tiny", messages=HELLO, max_tokens=MAX_MODEL_LEN + 1, **server)

@@ -32,7 +32,7 @@ TEMPLATE = (
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("look", "wait")]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "ä"}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
-NO_REASONING = {"reasoning": None, "reasoning_content": None}
+NO_REASONING = {"reasoning": None, "reasoning_content": None, "tool_calls": []}
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 Service = Callable[..., tuple[TextService, Playback]]

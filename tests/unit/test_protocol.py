@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 
 from pd_cluster.errors import RequestError
+from pd_cluster.service.limits import truncated
 from pd_cluster.service.schema import parse as parsing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, parse
 from pd_cluster.service.schema.protocol import (
     CHAT_ONLY,
+    HARMLESS,
     MAX_BAD_WORD_NUM_CHARS,
     MAX_BAD_WORDS,
     MAX_PROMPTS,
@@ -247,9 +251,9 @@ def test_prompts_of_every_form(prompt: Any) -> None:
         [1],
         [{}],
         [{"content": "no role"}],
-        [{"role": "king", "content": "x"}],
+        [{"role": "", "content": "x"}],
         [{"role": "user", "content": 3}],
-        [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": [5]}],
         {"role": "user", "content": "x"},
     ],
 )
@@ -476,9 +480,39 @@ def test_a_huge_refused_value_is_not_repeated() -> None:
 def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger=parsing.__name__):
         for _ in range(3):
-            parsed(brand_new_field=1, kv_transfer_params={"host": "10.0.0.1"})
+            parsed(brand_new_field=1, metadata={"a": "b"}, service_tier="auto", store=True)
     told = [record.getMessage() for record in caplog.records]
-    assert sum("brand_new_field" in line for line in told) == 1
+    assert ["brand_new_field" in line for line in told] == [True]
+
+
+KEPT = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds", "logprob_token_ids", "repetition_detection")
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_parameters_that_would_change_the_answer_are_not_ignored(name: str) -> None:
+    assert refused(json.dumps({"prompt": "a", name: {"host": "10.0.0.1"}}).encode()).param == name
+
+
+def test_every_field_of_openai_s_client_is_known() -> None:
+    """Honoured, refused by name, or known to say nothing about the answer."""
+    for types, kind in (
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+        (chat_create_params.CompletionCreateParamsBase, ChatCompletionRequest),
+    ):
+        known = {*kind.model_fields, *NOT_YET, *HARMLESS}
+        assert not set(types.__annotations__) - known
+
+
+def test_the_first_tokens_are_kept_where_the_right_side_is_cut() -> None:
+    ids = list(range(50))
+    for side, kept in (("right", ids[:7]), ("left", ids[-7:]), (None, ids[-7:])):
+        request = parsed(truncate_prompt_tokens=7, truncation_side=side)
+        assert truncated(request, ids, 100, 16) == kept
+
+
+def test_all_wrong_keys_are_named() -> None:
+    error = str(refused(json.dumps({"prompt": "a", "logit_bias": {"x": 1, "5": 1, "-3": 2}}).encode()))
+    assert error.startswith("logit_bias: 'x', '-3' are no token ids")
 
 
 # ---- what becomes of the fields
@@ -589,9 +623,12 @@ def test_options_of_a_stream() -> None:
         request = parsed(CompletionRequest, stream=True, stream_options=options)
         return request.include_usage, request.include_usage_so_far
 
-    assert wanted() == (True, False)
+    assert wanted() == wanted(continuous_usage_stats=True) == (False, False)
+    assert wanted(include_usage=True) == (True, False)
     assert wanted(include_usage=None) == wanted(include_usage=False, continuous_usage_stats=True) == (False, False)
-    assert wanted(continuous_usage_stats=True) == (True, True)
+    assert wanted(include_usage=True, continuous_usage_stats=True) == (True, True)
+    chat = {"messages": [{"role": "user", "content": "a"}], "stream": True, "stream_options": {}}
+    assert parse(json.dumps(chat).encode(), ChatCompletionRequest).include_usage, "as in vLLM"
     assert refused(b'{"prompt": "a", "stream_options": {}}', GenerateRequest).param == "stream_options"
 
 

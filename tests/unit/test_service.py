@@ -93,10 +93,14 @@ def test_room_for_the_answer(make: Services, num_prompt: int) -> None:
     service, _ = make()
     room = LIMIT - num_prompt
     assert completion(service, [1] * num_prompt).sampling.max_tokens == min(16, room)
-    assert completion(service, [1] * num_prompt, max_tokens=room).sampling.max_tokens == room
+    for wanted in (room, room + 1, LIMIT):  # as many as there is room for, as in vLLM
+        assert completion(service, [1] * num_prompt, max_tokens=wanted).sampling.max_tokens == room
     with pytest.raises(RequestError, match="maximum context length is 10000 tokens") as caught:
-        completion(service, [1] * num_prompt, max_tokens=room + 1)
+        completion(service, [1] * num_prompt, max_tokens=LIMIT + 1)
     assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
+    with pytest.raises(RequestError, match="maximum context length is 10000 tokens") as caught:
+        completion(service, [1] * LIMIT, max_tokens=1)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
 
 def test_a_chat_may_fill_the_context(make: Services) -> None:

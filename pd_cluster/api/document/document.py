@@ -17,6 +17,7 @@ from pd_cluster.api.document.descriptions import DESCRIPTIONS, LIMITS
 from pd_cluster.api.openai.token_routes import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pd_cluster.service.schema import responses
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.embedding_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest
 from pd_cluster.service.status import MAX_BODY_NBYTES
@@ -31,6 +32,9 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    RerankRequest,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ChatCompletion,
@@ -39,6 +43,9 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     responses.CompletionChunk,
     responses.Tokenized,
     responses.Detokenized,
+    responses.EmbeddingList,
+    responses.ScoreList,
+    responses.Reranked,
     responses.ModelList,
     responses.Model,
 )
@@ -103,6 +110,7 @@ def _openai_paths(model: str, has_tools: bool) -> Json:
         "/v1/completions": {
             "post": _operation("completions", "Go on with a text.", completions, examples.completion_examples(model))
         },
+        **_pooling_paths(model),
         "/v1/models": {"get": _operation("models", "The model, by all its names.", _answers(responses.ModelList))},
         "/v1/models/{name}": {
             "get": {
@@ -127,6 +135,24 @@ def _openai_paths(model: str, has_tools: bool) -> Json:
             )
         },
     }
+
+
+def _pooling_paths(model: str) -> Json:
+    """Routes with several paths have an operation for each."""
+    embeddings = ("embeddings", "Texts or token ids as vectors.", EmbeddingRequest, responses.EmbeddingList)
+    score = ("score", "How near texts are to each other.", ScoreRequest, responses.ScoreList)
+    rerank = ("rerank", "Documents, those that are nearest to a query first.", RerankRequest, responses.Reranked)
+    found: Json = {}
+    for (name, summary, asked, answer), paths in (
+        (embeddings, ("/v1/embeddings",)),
+        (score, ("/score", "/v1/score")),
+        (rerank, ("/rerank", "/v1/rerank", "/v2/rerank")),
+    ):
+        for path in paths:
+            parts = {"requestBody": _body(asked), **_answers(answer, *ERRORS)}
+            tries = examples.pooling_examples(model)[name]
+            found[path] = {"post": _operation(path.strip("/").replace("/", "_"), summary, parts, tries)}
+    return found
 
 
 def _plain_paths() -> Json:

@@ -77,6 +77,18 @@ def tokenize_examples(model: str) -> Examples:
     }
 
 
+def pooling_examples(model: str) -> dict[str, Examples]:
+    texts = ["The sea is wide.", "Stones sink."]
+    return {
+        "embeddings": {
+            "texts": _example("Two texts", {"model": model, "input": texts, "encoding_format": "float"}),
+            "token_ids": _example("Token ids, eight numbers", {"model": model, "input": [1, 2, 3], "dimensions": 8}),
+        },
+        "score": {"texts": _example("One text against two", {"model": model, "text_1": "water", "text_2": texts})},
+        "rerank": {"documents": _example("The nearest of two", {"model": model, "query": "water", "documents": texts})},
+    }
+
+
 def detokenize_examples(model: str) -> Examples:
     return {"ids": _example("Three tokens", {"model": model, "tokens": [1, 2, 3]})}
 

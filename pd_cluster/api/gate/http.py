@@ -35,6 +35,9 @@ async def read_body(request: Request) -> bytes:
     leave no room.
     """
     count_request(request)
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "text/plain":
+        # A web page may send it to another host without asking first.
+        raise RequestError("Content-Type: text/plain; send application/json")
     arrival, declared = arrival_of(request), declared_length(request)
     if declared is not None and declared > MAX_BODY_NBYTES:
         raise BodyTooLarge(TOO_LARGE)

@@ -103,5 +103,5 @@ def _is_chat(body: bytes) -> bool:
 
 
 def _text(service: TextService, token_id: int) -> str:
-    """Returns the token's text; bytes that form no character are shown as U+FFFD."""
-    return service.tokenizer.token_bytes(token_id).decode(errors="replace")
+    """Returns the token as the vocabulary writes it, as vLLM does."""
+    return service.tokenizer.token_name(token_id)

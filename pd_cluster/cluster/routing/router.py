@@ -140,13 +140,19 @@ class Router:
     async def pool(
         self,
         order: Order,
+        routed: Callable[[RequestStream], None] = lambda stream: None,
         client_id: str = "",
         received_s: float | None = None,
         visitor: Visitor = ANYBODY,
     ) -> PooledOutput:
         """Returns the vector of a prompt whose order has a `pooling`. Parameters, errors and replays are `serve`'s."""
         streams: list[RequestStream] = []
-        served = self.serve(order, streams.append, _unheard, client_id, received_s, visitor)
+
+        def begun(stream: RequestStream) -> None:
+            streams.append(stream)
+            routed(stream)
+
+        served = self.serve(order, begun, _unheard, client_id, received_s, visitor)
         async with contextlib.aclosing(served) as tokens:  # type: ignore[type-var]
             async for token in tokens:
                 raise GenerationError(f"{streams[0].decode.name} sent token {token.token_id} in place of a vector")

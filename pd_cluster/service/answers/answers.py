@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -50,6 +50,7 @@ class Answer(ABC):
     prefix: str
     object: str
     chunk_object: str
+    nothing_of_prompt: ClassVar[dict[str, Any]] = {}  # a whole choice's fields if they were not asked for, as in vLLM
 
     def __init__(
         self, request: GenerationRequest, model: str, service: TextService, generations: list[Generation]
@@ -78,13 +79,14 @@ class Answer(ABC):
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         choices = [self._whole_choice(piece) for piece in pieces]
-        return {**self._head(self.object), "choices": choices, "usage": usage_of(self.generations)}
+        return {**self._head(self.object), "choices": choices, "usage": self._usage()}
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece, is_whole=True)
         content, reason = self._whole(piece), self._finish_reason(piece)
         choice = self._choice(piece.index, content, logprobs, piece.token_ids, reason)
-        return choice | {"stop_reason": piece.stop_reason} | self._prompt_ids(piece.index)
+        nothing: dict[str, Any] = {"token_ids": None, **self.nothing_of_prompt}
+        return nothing | choice | {"stop_reason": piece.stop_reason} | self._prompt_ids(piece.index)
 
     def _first_prompt_ids(self, choice: int) -> dict[str, Any]:
         """Returns the prompt's ids for a choice's first chunk."""
@@ -112,10 +114,10 @@ class Answer(ABC):
             self._opened[at] = True
             first = at * self._num_choices
             events = b"".join(self._opening(choice) for choice in range(first, first + self._num_choices))
+        if piece.finish_reason is not None:
+            return events + self._last_chunk(piece)
         if piece.text or (self.shows_every_token and piece.token_ids):
             events += self._text_chunk(piece)
-        if piece.finish_reason is not None:
-            events += self._last_chunk(piece)
         return events
 
     @property
@@ -134,23 +136,36 @@ class Answer(ABC):
             around = self._around_text[piece.index] = (before, after)
         return around[0] + _encode(piece.text) + around[1]
 
-    def _full_chunk(self, piece: Piece, content: dict[str, Any]) -> bytes:
+    def _full_chunk(self, piece: Piece, content: dict[str, Any], **end: Any) -> bytes:
+        """`end`: the fields of a choice's last chunk."""
         logprobs = self._logprobs(piece) if piece.logprobs else None
         ids = self._first_prompt_ids(piece.index)
-        return self._chunk(self._choice(piece.index, content, logprobs, piece.token_ids) | ids)
+        return self._chunk(self._choice(piece.index, content, logprobs, piece.token_ids) | end, ids)
 
     def _last_chunk(self, piece: Piece) -> bytes:
-        reason = self._finish_reason(piece)
-        choice = self._choice(piece.index, self._no_delta(), finish_reason=reason)
-        return self._chunk(choice | {"stop_reason": piece.stop_reason})
+        """Returns the chunk with the last text and the finish_reason."""
+        return self._end(piece, self._delta(piece.text) if piece.text else self._no_delta())
+
+    def _end(self, piece: Piece, content: dict[str, Any]) -> bytes:
+        return self._full_chunk(piece, content, finish_reason=self._finish_reason(piece), stop_reason=piece.stop_reason)
 
     def usage_chunk(self) -> bytes:
-        return event({**self._head(self.chunk_object), "choices": [], "usage": usage_of(self.generations)})
+        return event({**self._head(self.chunk_object), "choices": [], "usage": self._usage()})
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
+    def _usage(self) -> dict[str, Any]:
+        """Returns the usage of the whole answer."""
+        return usage_of(self.generations)
+
+    def _chunk(self, choice: dict[str, Any], prompt_ids: dict[str, Any] | None = None) -> bytes:
+        """`prompt_ids`: of the prompt, in a choice's first chunk."""
         so_far = self._generation_of(choice["index"]).usage if self.wanted.usage_so_far else None
         usage = {"usage": so_far} if self.wanted.usage else {}
-        return event({**self._head(self.chunk_object), "choices": [choice], **usage})
+        choice, ids = self._with_prompt_ids(choice, prompt_ids or {})
+        return event({**self._head(self.chunk_object), "choices": [choice], **ids, **usage})
+
+    def _with_prompt_ids(self, choice: dict[str, Any], ids: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns a chunk's choice and its fields beside it; completions have the prompt's ids in the choice."""
+        return choice | ids, {}
 
     def _choice(
         self,

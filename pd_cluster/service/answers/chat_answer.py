@@ -30,12 +30,23 @@ class ChatAnswer(Answer):
             self._texts = [ChoiceText(generation, shown) for _ in range(self._num_choices)]
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        answer = super().whole(pieces) | self._prompt_logprobs(self.generations[0])
+        nothing = {"prompt_logprobs": None, "prompt_token_ids": None}  # there, as in vLLM
+        answer = nothing | super().whole(pieces) | self._prompt_logprobs(self.generations[0])
         return answer | self._prompt_ids(0)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if not self._texts:
+            return usage
+        num_tokens = sum(len(self._tokenizer.encode(text.reasoning, False)) for text in self._texts)
+        return usage | {"completion_tokens_details": {"reasoning_tokens": min(num_tokens, usage["completion_tokens"])}}
+
+    def _with_prompt_ids(self, choice: dict[str, Any], ids: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return choice, ids
 
     def _opening(self, choice: int) -> bytes:
         ids = self._first_prompt_ids(choice)
-        opening = self._chunk(self._choice(choice, {"delta": {"role": self._role, "content": ""}}) | ids)
+        opening = self._chunk(self._choice(choice, {"delta": {"role": self._role, "content": ""}}), ids)
         return opening + (self._chunk(self._choice(choice, self._delta(self._echoed))) if self._echoed else b"")
 
     def _text_chunk(self, piece: Piece) -> bytes:
@@ -45,9 +56,13 @@ class ChatAnswer(Answer):
         return self._full_chunk(piece, {"delta": delta}) if delta or self.shows_every_token else b""
 
     def _last_chunk(self, piece: Piece) -> bytes:
-        rest = self._texts[piece.index].finish() if self._texts else {}
-        held_back = self._chunk(self._choice(piece.index, {"delta": rest})) if rest else b""
-        return held_back + super()._last_chunk(piece)
+        if not self._texts:
+            return super()._last_chunk(piece)
+        text = self._texts[piece.index]
+        before, rest = text.read(piece.text), text.finish()
+        if not before or not rest:
+            return self._end(piece, {"delta": before or rest})
+        return self._chunk(self._choice(piece.index, {"delta": before})) + self._end(piece, {"delta": rest})
 
     def _finish_reason(self, piece: Piece) -> str | None:
         makes_calls = bool(self._texts) and self._texts[piece.index].ends_in_calls
@@ -57,7 +72,7 @@ class ChatAnswer(Answer):
         return self._format.chat(piece.logprobs) if self.wanted.logprobs else None
 
     def _whole(self, piece: Piece) -> dict[str, Any]:
-        content: dict[str, Any] = {"content": piece.text}
+        content: dict[str, Any] = {"content": piece.text, "tool_calls": []}
         if self._texts:
             content = self._texts[piece.index].message(piece.text)
         if self._echoed:

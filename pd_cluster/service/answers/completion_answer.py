@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pd_cluster.service.answers.answers import Answer
 from pd_cluster.service.answers.logprobs import prompt_entries
@@ -14,6 +14,7 @@ from pd_cluster.service.service import TextService
 
 class CompletionAnswer(Answer):
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    nothing_of_prompt: ClassVar[dict[str, Any]] = {"prompt_logprobs": None, "prompt_token_ids": None}
 
     def __init__(
         self, request: CompletionRequest, model: str, service: TextService, generations: list[Generation]
@@ -35,7 +36,7 @@ class CompletionAnswer(Answer):
             return b""
         ids = self._first_prompt_ids(choice)
         logprobs = self._format.completion(self._prompt(choice)) if self.wanted.logprobs and self._echo else None
-        return self._chunk(self._choice(choice, {"text": echoed}, logprobs) | ids)
+        return self._chunk(self._choice(choice, {"text": echoed}, logprobs), ids)
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         return super()._whole_choice(piece) | self._prompt_logprobs(self._generation_of(piece.index))

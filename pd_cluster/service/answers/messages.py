@@ -17,6 +17,7 @@ class ChoiceText:
         self._new_call_id = generation.new_call_id
         self._calls_finish = generation.calls_finish
         self._shows_reasoning = shows_reasoning
+        self.reasoning = ""  # so far, whether it is shown or not
 
     @property
     def ends_in_calls(self) -> bool:
@@ -42,11 +43,12 @@ class ChoiceText:
             "reasoning": None,
             "reasoning_content": None,
         }  # clients read them without checking that they exist
-        return {"content": content, **unknown, **message, **({"tool_calls": calls} if calls else {})}
+        return {"content": content, **unknown, **message, "tool_calls": calls}
 
     def _delta(self, parts: list[Part]) -> dict[str, Any]:
         content = "".join(part.text for part in parts if isinstance(part, Content))
-        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) if self._shows_reasoning else ""
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        self.reasoning += reasoning
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
             if isinstance(part, CallBegin):
@@ -61,6 +63,6 @@ class ChoiceText:
                 call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += part.text
         found: dict[str, Any] = {"content": content} if content else {}
-        if reasoning:
+        if reasoning and self._shows_reasoning:
             found |= {"reasoning": reasoning, "reasoning_content": reasoning}
         return found | ({"tool_calls": list(calls.values())} if calls else {})

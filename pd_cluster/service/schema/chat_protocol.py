@@ -15,15 +15,16 @@ from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationReque
 MAX_TOOLS = 128
 MAX_DESCRIPTION_NUM_CHARS = 16_384
 MAX_TEMPLATE_NUM_CHARS = 65_536
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+OWN_NAME_PARTS = ("refusal", "thinking")  # whose text has the name of their type
+TEXT_PARTS = ("text", "input_text", "output_text", *OWN_NAME_PARTS)
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
+    role: Annotated[str, Field(min_length=1, max_length=64)]  # the template decides what it knows
+    content: str | Annotated[list[dict[str, Any] | str], FAIL_FAST] | None = None
 
     @property
     def text(self) -> str:
@@ -39,8 +40,12 @@ class ChatMessage(BaseModel):
         if isinstance(self.content, list):
             texts = []
             for at, part in enumerate(self.content):
-                text = part.get("refusal" if part.get("type") == "refusal" else "text")
-                if part.get("type") not in TEXT_PARTS or not isinstance(text, str):
+                if isinstance(part, str):
+                    texts.append(part)
+                    continue
+                kind = part.get("type")
+                text = part.get(kind if kind in OWN_NAME_PARTS else "text")
+                if kind not in TEXT_PARTS or not isinstance(text, str):
                     raise RequestError(
                         f"messages[{index}].content[{at}]: only parts of type 'text' are supported",
                         param="messages",
@@ -114,3 +119,7 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def wanted_name(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"

@@ -11,7 +11,14 @@ from pydantic import BaseModel, ValidationError
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
-from pd_cluster.service.schema.protocol import CHAT_ONLY, MIN_TEMPERATURE, NOT_YET, GenerateRequest, GenerationRequest
+from pd_cluster.service.schema.protocol import (
+    CHAT_ONLY,
+    HARMLESS,
+    MIN_TEMPERATURE,
+    NOT_YET,
+    GenerateRequest,
+    GenerationRequest,
+)
 from pd_cluster.types import Sampling, ShapesDraws
 
 log = logging.getLogger(__name__)
@@ -44,7 +51,8 @@ def checked(data: Any, kind: type[RequestT]) -> RequestT:
         raise RequestError("the body must be a JSON object")
     _refuse(data, NOT_YET, "is not supported yet by this server")
     if not issubclass(kind, ChatFields):
-        _refuse(data, CHAT_ONLY, "is for chats; use /v1/chat/completions")
+        others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
+        _refuse(data, others, "is for chats; use /v1/chat/completions")
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
@@ -181,6 +189,7 @@ def _check_most(number: int, most: int, what: str) -> None:
 
 def _log_unknown(request: BaseModel) -> None:
     for name in request.model_extra or {}:
-        if name not in NOT_YET and name not in CHAT_ONLY and name not in _logged_fields and len(_logged_fields) < 1000:
+        is_known = name in NOT_YET or name in CHAT_ONLY or name in HARMLESS
+        if not is_known and name not in _logged_fields and len(_logged_fields) < 1000:
             _logged_fields.add(name)
             log.warning("request field %r is unknown and has no effect", name[:80])

@@ -30,6 +30,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_NUM_CHARS = 256
 MAX_SALT_NUM_CHARS = 256
 MAX_LOGIT_BIAS = 100.0
+MOST_NAMED = 10  # of wrong keys in an error
 DRAWN_SEED = -1  # as if none was given, as in vLLM
 MIN_TEMPERATURE = 1e-5  # lower ones are greedy, as in vLLM
 
@@ -47,7 +48,20 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
+    "prompt_embeds": (),
+    "logprob_token_ids": ([],),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
 }
+# OpenAI's parameters that say nothing about the answer; they are accepted without effect.
+HARMLESS = frozenset(
+    {"metadata", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
+    | {"service_tier", "store", "verbosity"}
+)
 # The same for parameters that mean something only in a chat.
 CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -88,7 +102,7 @@ class GenerationRequest(BaseModel):
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Annotated[list[str], FAIL_FAST] | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SEQUENCES)
     best_of: int | None = Field(default=None, ge=1, le=MAX_SEQUENCES)
@@ -116,6 +130,7 @@ class GenerationRequest(BaseModel):
     prompt_cache_key: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    truncation_side: Literal["left", "right"] | None = None  # what is cut off
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
@@ -135,6 +150,11 @@ class GenerationRequest(BaseModel):
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def wanted_name(self) -> str:
+        """The field that says how many tokens are wanted."""
+        return "max_tokens"
 
     @property
     def wants_all_room(self) -> bool:
@@ -233,12 +253,18 @@ class GenerationRequest(BaseModel):
     @cached_property
     def biases(self) -> dict[int, float]:
         """Returns token id -> bias. Raises RequestError for keys that are not ids."""
-        for key in self.logit_bias or {}:
-            if not (key.isascii() and key.isdecimal() and len(key) < 11 and (key == "0" or key[0] != "0")):
-                raise RequestError(
-                    f'logit_bias: {reprlib.repr(key)} is not a token id; keys are ids, as in {{"5": -100}}',
-                    param="logit_bias",
-                )
+        wrong = [
+            reprlib.repr(key)
+            for key in self.logit_bias or {}
+            if not (key.isascii() and key.isdecimal() and len(key) < 11 and (key == "0" or key[0] != "0"))
+        ]
+        if wrong:
+            more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+            what = "is not a token id" if len(wrong) == 1 else "are no token ids"
+            raise RequestError(
+                f'logit_bias: {", ".join(wrong[:MOST_NAMED])}{more} {what}; keys are ids, as in {{"5": -100}}',
+                param="logit_bias",
+            )
         return {int(key): bias for key, bias in (self.logit_bias or {}).items()}
 
     @property
@@ -248,7 +274,7 @@ class GenerationRequest(BaseModel):
     @property
     def include_usage_so_far(self) -> bool:
         options = self.stream_options
-        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 _PROMPTS = Field(fail_fast=True, json_schema_extra={"maxItems": MAX_PROMPTS})  # checked with a message of its own
@@ -259,6 +285,11 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     add_special_tokens: bool | None = None
     logprobs: Count | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """As in vLLM, empty options ask for it in a chat only."""
+        return super().include_usage and "include_usage" in (self.stream_options or StreamOptions()).model_fields_set
 
     def prompts(self) -> list[str | list[int]]:
         """Returns one or many. Raises RequestError for none, and for more choices than one answer has room for."""

@@ -13,6 +13,67 @@ from pydantic import BaseModel, Field
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Tokens of the prompt whose KV cache was there already.")
+
+
+class PoolingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingData(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="With encoding_format base64: of float32 numbers.")
+
+
+class EmbeddingList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EmbeddingData]
+    usage: PoolingUsage
+
+
+class ScoreData(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float = Field(description="The cosine of the angle between the two vectors.")
+
+
+class ScoreList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: PoolingUsage
+
+
+class RerankDocument(BaseModel):
+    text: str
+
+
+class RerankResult(BaseModel):
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankUsage(BaseModel):
+    total_tokens: int
+
+
+class Reranked(BaseModel):
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: RerankUsage
+
+
 class ErrorDetails(BaseModel):
     message: str = Field(description="What is wrong, with names and numbers.")
     type: str = Field(description="The kind of error, such as invalid_request_error or service_unavailable.")
@@ -24,8 +85,8 @@ class Error(BaseModel):
     error: ErrorDetails
 
 
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int = Field(description="Tokens of the prompt whose KV cache was there already.")
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int = Field(description="Those of the text before the answer, tokenized by itself.")
 
 
 class Usage(BaseModel):
@@ -33,6 +94,9 @@ class Usage(BaseModel):
     completion_tokens: int = Field(description="Of all choices together.")
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        default=None, description="Of a chat whose answers are read for reasoning or calls."
+    )
 
 
 class PromptLogprob(BaseModel):
@@ -75,7 +139,7 @@ class AnswerMessage(BaseModel):
     content: str | None
     reasoning: str | None = Field(default=None, description="What the model wrote before its answer.")
     reasoning_content: str | None = Field(default=None, description="The same, under its older name.")
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall]
 
 
 class ChatChoice(BaseModel):
@@ -128,7 +192,6 @@ class ChatChunkChoice(BaseModel):
     finish_reason: FinishReason | None
     stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
 
 
 class ChatCompletionChunk(BaseModel):
@@ -140,6 +203,7 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
 
 
 class CompletionLogprobs(BaseModel):

@@ -19,10 +19,6 @@ PLATFORMS=$(for glibc in 17 24 26 27 28 31 34; do echo "--platform manylinux_2_$
 # Dependencies of pyproject.toml that come with the image, as does triton: too large to carry, and built for the GPU.
 OF_IMAGE="torch transformers tokenizers safetensors numpy"
 FOR_TESTS="pytest pytest-timeout pytest-xdist hypothesis"
-# The parts of `pd-cluster bench gpu` in each stage
-PARTS_OF_ENGINE="ceilings,engine,layout,start,attention,deterministic"
-PARTS_OF_CLUSTER="ceilings,handover,cluster"
-PARTS_OF_PEERS="transformers,small,small-transformers"
 MATPLOTLIB="matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six" # numpy is there
 
 say() {
@@ -160,11 +156,11 @@ tests() {
         true
 }
 
-# bench PARTS: measures them in the time that the stage has left.
+# Measures the parts of this stage in the time that it has left.
 bench() {
     budget=$((stage_end - $(date +%s) - 15))
     [ "$budget" -ge 1 ] || budget=1
-    step "bench-$stage" 235 "$python" -m pd_cluster bench gpu --device "$device" --parts "$1" $quick \
+    step "bench-$stage" 235 "$python" -m pd_cluster bench gpu --device "$device" --stage "$stage" $quick \
         --budget "$budget" --out "$logs" --models "$models" --resume || failed=1
 }
 
@@ -226,7 +222,7 @@ run_correct() {
 }
 
 run_engine() {
-    bench "$PARTS_OF_ENGINE"
+    bench
     if has ncu; then
         # By default ncu locks the clocks, and leaves them so if it is stopped: later stages would measure that.
         step ncu 60 ncu --set detailed --clock-control none \
@@ -240,11 +236,11 @@ run_engine() {
 run_cluster() {
     [ "$quick" ] || tests clusters 80 -n 2 --dist loadfile -m "not slow" tests/cluster/test_exact.py \
         tests/cluster/test_document_rows.py
-    bench "$PARTS_OF_CLUSTER"
+    bench
 }
 
 run_peers() {
-    bench "$PARTS_OF_PEERS"
+    bench
 }
 
 # Prints where the models go: $FOLDER, or /dev/shm where they fit, or the folder for temporary files.

@@ -185,11 +185,11 @@ place_of_models() {
     fi
 }
 
-# bench PARTS: measures them in the time that the stage has left.
+# bench --stage NAME, or bench --parts PARTS: measures them in the time that the stage has left.
 bench() {
     budget=$((stage_end - $(date +%s) - 15))
     [ "$budget" -ge 1 ] || budget=1
-    step "bench-$stage" 235 "$python" -m pd_cluster bench gpu --device "$device" --parts "$1" $quick \
+    step "bench-$stage" 235 "$python" -m pd_cluster bench gpu --device "$device" "$@" $quick \
         --budget "$budget" --out "$logs" --models "$models" --resume || failed=1
 }
 

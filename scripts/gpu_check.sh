@@ -15,11 +15,6 @@
 
 set -eu
 
-# The parts of `pd-cluster bench gpu` in each stage
-PARTS_OF_ENGINE="ceilings,engine,layout,start,attention,deterministic"
-PARTS_OF_CLUSTER="ceilings,handover,cluster"
-PARTS_OF_PEERS="transformers,small,small-transformers"
-
 own_option() {
     case "$1" in
     --device) device=${2:?"--device needs cuda or cpu"} && num_words=2 ;;
@@ -65,7 +60,7 @@ run_correct() {
 }
 
 run_engine() {
-    bench "$PARTS_OF_ENGINE"
+    bench --stage "$stage"
     if has ncu; then
         # By default ncu locks the clocks, and leaves them so if it is stopped: later stages would measure that.
         step ncu 60 ncu --set detailed --clock-control none \
@@ -79,11 +74,11 @@ run_engine() {
 run_cluster() {
     [ "$quick" ] || tests clusters 80 -n 2 --dist loadfile -m "not slow" tests/cluster/test_exact.py \
         tests/cluster/test_document_rows.py
-    bench "$PARTS_OF_CLUSTER"
+    bench --stage "$stage"
 }
 
 run_peers() {
-    bench "$PARTS_OF_PEERS"
+    bench --stage "$stage"
 }
 
 tool=gpu_check

@@ -87,7 +87,7 @@ run_guide() {
 }
 
 run_figures() {
-    bench "$PARTS_OF_FIGURES"
+    bench --parts "$PARTS_OF_FIGURES"
 }
 
 tool=npu_check

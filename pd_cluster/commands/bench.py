@@ -267,11 +267,9 @@ def overload(
 def gpu(
     parts: Annotated[
         str,
-        typer.Option(
-            help="ceilings,engine,layout,start,handover,cluster,transformers,small,attention,small-transformers,"
-            "deterministic; default: all. models: only makes the models."
-        ),
+        typer.Option(help="Names, by commas; a wrong one lists all. Default: all. models: only makes the models."),
     ] = "",
+    stage: Annotated[str, typer.Option(help="Only the parts of this stage of scripts/gpu_check.sh.")] = "",
     device: Annotated[str, typer.Option(help="cuda, or cpu with --quick.")] = "cuda",
     budget: Annotated[float, typer.Option(min=1, help="Seconds; a part that does not fit any more is not run.")] = 540,
     out: Annotated[str, typer.Option(help="Folder of the report, profiles and logs; default: gpu-report.")] = "",
@@ -286,7 +284,7 @@ def gpu(
 
     if table:
         show_table(table)
-    elif not run(make_bench(parts, device, quick, budget, out, folder, models, resume)):
+    elif not run(make_bench(parts, device, quick, budget, out, folder, models, resume, stage)):
         raise typer.Exit(1)
 
 

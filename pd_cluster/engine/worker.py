@@ -23,7 +23,9 @@ from pd_cluster.engine.outbox import Outbox
 from pd_cluster.engine.pace import StepPace
 from pd_cluster.engine.step.core import EngineCore, StepResult
 from pd_cluster.engine.step.limits import EngineLimits
+from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.trace import LegNotes, Tracer
+from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.config import WorkerConfig
 from pd_cluster.types import Status, TokenOutput
 
@@ -78,6 +80,7 @@ class Worker:
             lambda legs: Handover(means, core.scheduler, legs, is_prefill, growth_tokens, limits.vocab_size),
         )
         self.handover = self.legs.handover
+        core.begins = self._begin
 
     def run(self, came_round: Callable[[], None] = lambda: None) -> None:
         """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the error of mailbox or step.
@@ -100,25 +103,28 @@ class Worker:
 
     def _step(self) -> bool:
         """Runs one step of the engine and handles its results; False when there was nothing to compute."""
-        exports = self.handover.exports
         self.handover.imports.credit()
         if self._shares_cores and not self._is_draining and self.legs.patience.waits:
             return False
         plan = self.core.plan()
+        started_s = self._clock()
+        result = self.core.run(plan)
+        self._pace.computed(plan.chunks, self._clock() - started_s)
+        if self.handover.is_prefill:
+            self._notes.computed(plan.chunks, started_s)
+        self._computed(result)
+        return bool(plan.chunks)
+
+    def _begin(self, plan: StepPlan) -> OnLayer | None:
+        """Offers the transfers of a step's new prompts, and prepares to ship its layers; see ahead.Begins."""
+        exports = self.handover.exports
         for request in plan.admitted:
             if request.leg != "decode" and not request.output_token_ids:
                 self._notes.admitted(request)
             if request.leg == "prefill":
                 exports.admitted(request)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
-        hands_over = exports.computing(plan.chunks)
-        started_s = self._clock()
-        result = self.core.run(plan, self.handover.layers_done if hands_over else None)
-        self._pace.computed(plan.chunks, self._clock() - started_s)
-        if self.handover.is_prefill:
-            self._notes.computed(plan.chunks, started_s)
-        self._computed(result)
-        return bool(plan.chunks)
+        return self.handover.layers_done if exports.computing(plan.chunks) else None
 
     def _computed(self, result: StepResult) -> None:
         """Sends a step's tokens, hands prompts over, and forgets what has ended."""

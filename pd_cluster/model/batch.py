@@ -16,6 +16,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.types import Request
 
 Ints = npt.NDArray[np.int64]
+OnLayer = Callable[[int], None]  # receives how many layers of a step's keys and values are in the pool, or launched
 
 ALIGNMENT = 16  # bytes
 NUM_COLUMNS = 6  # of StepInput.rows
@@ -70,7 +71,7 @@ class ForwardBatch:
     layers_written: list[int] = field(default_factory=list)
     windows: set[int | None] = field(default_factory=set)  # the windows that its layers attended through
     after_layer: Callable[[], None] | None = None  # called on a CPU between layers: the number of threads may change
-    on_layer: Callable[[int], None] | None = None  # receives how many layers' keys and values are in the pool
+    on_layer: OnLayer | None = None  # receives how many layers' keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
     kernel_state: object = None  # kept by the kernels from layer to layer
     adapters: Ints | None = None  # [num_seqs]: slots of their adapters; None: there are none

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
 from pd_cluster.model.batch import (
     NO_HIDDEN_STATES,
+    OnLayer,
     RunnerOutput,
     StepInput,
     batch_of,
@@ -54,7 +55,6 @@ from pd_cluster.types import Request
 log = logging.getLogger(__name__)
 
 NO_VARIANTS: Mapping[str, int] = {}
-OnLayer = Callable[[int], None]
 
 ASKING_ROPES = ("dynamic", "longrope")  # transformers' own code compares the step's largest position on the host
 
@@ -235,15 +235,23 @@ class ModelRunner:
         slots = None if self.model.adapters is None else self.model.adapters.slots
         return step_input(chunks, self.pool.layout.block_size, slots)
 
-    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> DeviceTokens:
+    def launch(
+        self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
+    ) -> DeviceTokens:
         """See engine/step/ahead.py; for runners that go ahead."""
-        return self.launch_step(self.step_of(chunks), chunks, after)
+        return self.launch_step(self.step_of(chunks), chunks, after, on_layer)
 
-    def launch_step(self, step: StepInput, chunks: Sequence[tuple[Request, int]], after: After | None) -> DeviceTokens:
+    def launch_step(
+        self,
+        step: StepInput,
+        chunks: Sequence[tuple[Request, int]],
+        after: After | None,
+        on_layer: OnLayer | None = None,
+    ) -> DeviceTokens:
         """Launches a step on rank 0; the others `compute` it."""
         with torch.inference_mode():
             input_ids = None if after is None else self.group.spread(after.input_ids(step))
-            logits, _ = self._compute(step, input_ids)
+            logits, _ = self._compute(step, input_ids, on_layer)
             ready = [request for request, count in zip(chunks, step.rows[:, 3], strict=True) if count]
             token_ids = self._choose(logits, ready, step, input_ids)
             requests = [request for request, _ in ready]

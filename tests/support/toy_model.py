@@ -80,8 +80,13 @@ class ToyRunner:
     def can_launch(self, requests: Sequence[Request]) -> bool:
         return True
 
-    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> DeviceTokens:
-        """Acts as a device that computes at once: it knows `after`, which the requests do not."""
+    def launch(
+        self,
+        chunks: Sequence[tuple[Request, int]],
+        after: After | None = None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> DeviceTokens:
+        """Acts as a device of one layer that computes at once: it knows `after`, which the requests do not."""
         known = [request.token_ids(0, request.num_tokens) for request, _ in chunks]
         unknown = [False] * len(chunks)
         if after is not None:
@@ -97,6 +102,8 @@ class ToyRunner:
             assert start + num_tokens <= len(tokens)
             for position in range(start, start + num_tokens):
                 self.memory[request.block_table[position // self.block_size]] = tuple(tokens[: position + 1])
+        if on_layer is not None:
+            on_layer(1)
         ready = [i for i, (r, n) in enumerate(chunks) if r.num_computed_tokens + n == len(known[i])]
         if not ready:
             return DeviceTokens(torch.empty(0, dtype=torch.int64), CPU)

@@ -14,6 +14,7 @@ from pd_cluster.engine.step import beam_groups
 from pd_cluster.engine.step.beams import BeamSearch, Growth, are_first_tokens, first_tokens_of
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
@@ -273,7 +274,7 @@ def test_searches_end_however_scarce_everything_is(max_num_seqs: int, caches: bo
 
 
 def test_parked_beams_that_keep_their_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepScheduler, "_parked", lambda self, request: [])
+    monkeypatch.setattr(BlockRoom, "parked", lambda self, request: [])
     scheduler = make(6, budget=1)
     scheduler.add(beam_request("a", 12, width=4, max_tokens=10))
     with pytest.raises(AssertionError, match="somebody starves"):

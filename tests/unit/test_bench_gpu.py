@@ -23,7 +23,7 @@ from pd_cluster.lab.gpu import parts as gpu_parts
 from pd_cluster.lab.gpu import picture as gpu_picture
 from pd_cluster.lab.gpu.bench import GpuBench, Measured, make_bench
 from pd_cluster.lab.gpu.goals import COPY, PRODUCTS, READ, judged
-from pd_cluster.lab.gpu.parts import MODELS, PARTS, Part, planned, run_part
+from pd_cluster.lab.gpu.parts import MODELS, PARTS, Part, parts_of, planned, run_part
 from pd_cluster.lab.gpu.report import GpuReport, PartResult, table
 from pd_cluster.lab.gpu.spec import (
     INDEX_FILE,
@@ -151,10 +151,27 @@ def test_models_are_made_once_before_who_reads_them_first() -> None:
 def test_the_parts_of_each_stage_of_the_check_fit_four_minutes() -> None:
     """The stages are those of scripts/gpu_check.sh, each with the models that it reads."""
     text = (ROOT / "scripts/gpu_check.sh").read_text()
-    stages = re.findall(r'^PARTS_OF_[A-Z]+="(.*)"$', text, re.MULTILINE)
-    assert {kind for each in stages for kind in each.split(",")} == {part.kind for part in PARTS}
-    for each in stages:
-        assert sum(part.least_s for part in planned(each.split(","))) < 230
+    stages = re.findall(r"^run_(\w+)\(\) \{\n(?:    .*\n)*?    bench\n", text, re.MULTILINE)
+    assert {kind for stage in stages for kind in parts_of(stage)} == {part.kind for part in PARTS}
+    assert {stage for part in PARTS for stage in part.stages} == set(stages)
+    for stage in stages:
+        assert sum(part.least_s for part in planned(parts_of(stage))) < 230
+
+
+def test_the_page_names_the_parts_of_each_stage() -> None:
+    page = (ROOT / "docs/benchmarks/gpu.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.* the parts (.*?)(?: below.*)? \|$", page, re.MULTILINE)
+    assert {stage: tuple(re.findall(r"`([\w-]+)`", names)) for stage, names in rows} == {
+        stage: parts_of(stage) for stage in ("engine", "cluster", "peers")
+    }
+
+
+def test_a_stage_is_named_alone_and_known() -> None:
+    assert make_bench("", "cpu", True, 60, "", "", stage="peers").parts == parts_of("peers")
+    with pytest.raises(ConfigError, match="--stage peer: expected one of cluster, engine, peers"):
+        make_bench("", "cpu", True, 60, "", "", stage="peer")
+    with pytest.raises(ConfigError, match="--stage peers and --parts small: give one of them"):
+        make_bench("small", "cpu", True, 60, "", "", stage="peers")
 
 
 def test_the_check_runs_every_kernel_against_its_reference_on_the_gpu() -> None:
@@ -188,7 +205,7 @@ class FakeChildren:
             raise ChildFailed(why)
 
 
-ENGINE = Part("engine", "gpu_engine", ("decode", "prefill", "mixed"), 10, 100)
+ENGINE = Part("engine", ("engine",), "gpu_engine", ("decode", "prefill", "mixed"), 10, 100)
 
 
 def ran(tmp_path: Path, part: Part = ENGINE, deadline_s: float = 100) -> tuple[dict[str, str], list[str]]:

@@ -16,6 +16,7 @@ from pd_cluster.engine.step.beams import Growth
 from pd_cluster.engine.step.core import EngineCore, StepResult
 from pd_cluster.engine.step.holdings import Holdings
 from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
@@ -219,7 +220,7 @@ def test_a_step_ahead_that_forgets_who_has_ended_is_noticed(monkeypatch: pytest.
 
 
 def test_a_step_ahead_into_a_block_of_somebody_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepScheduler, "grow_ahead", lambda self, request, num_tokens: True)
+    monkeypatch.setattr(BlockRoom, "grow_ahead", lambda self, request, num_tokens: True)
     with pytest.raises((AssertionError, LookupError)):
         explore(range(300, 340), launches=True)
 

@@ -15,25 +15,29 @@ from pd_cluster.devices.device import CPU
 from pd_cluster.engine.handover.exports import Exports, ExportState, ShipLimits
 from pd_cluster.engine.handover.held import Held
 from pd_cluster.engine.handover.imports import Import, Imports, ImportState
+from pd_cluster.engine.step import ahead
+from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Drained, Landed
 from pd_cluster.transport.guard import Opener
 from pd_cluster.transport.landing import Lander, Landing
 from pd_cluster.types import Leg, Order, Request, Sampling, Status, TokenOutput
+from tests.support.handoff_ahead import AheadWorld
 from tests.support.handoff_world import World
 
 SEEDS = range(500)  # a deliberate fault is noticed by 2 of 100 at least, see below
 SLOW_SEEDS = range(1000, 101_000)
 
 
-def explore(seeds: Sequence[int]) -> Counter[str]:
+def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]:
     """Runs every seed; returns how often which outcome was seen on either side."""
     seen: Counter[str] = Counter()
     for seed in seeds:
-        world = World(seed)
+        world = world_of(seed)
         try:
             world.run()
             world.check()
@@ -46,6 +50,8 @@ def explore(seeds: Sequence[int]) -> Counter[str]:
                 was_told = at_p in ("handed over", "aborted")  # D may be done before P has read that it took over
                 assert on_token_one or (was_told and at_d == "finished"), f"seed {seed}: {at_p}, {at_d}"
         seen["D waits"] += world.num_waits > 0
+        if isinstance(world, AheadWorld):
+            seen["steps ahead"] += world.num_ahead
         for side, ends in (("P", world.p_ends), ("D", world.d_ends)):
             seen.update(f"{side} {outcome.split(':')[0]}" for outcome in ends.outcome.values())
     return seen
@@ -347,3 +353,53 @@ def test_an_offer_of_another_length_is_refused() -> None:
     fresh.on_offer("c", wire.Offer("t", 2**60))
     assert world.ended == [f"offered {2**60} tokens for a prompt of 8"]
     assert not len(fresh)
+
+
+# ---- P's steps ahead of its host
+
+
+def test_random_orders_of_events_with_steps_ahead_of_the_host() -> None:
+    """Prompts that are handed over are launched before the host has seen the end of the step before."""
+    seen = explore(SEEDS, AheadWorld)
+    for outcome in (
+        "P handed over",
+        "P died",
+        "P the link to decode is down",
+        "D finished",
+        "D aborted",
+        "steps ahead",
+    ):
+        assert seen[outcome] > 25, f"{outcome!r} was hardly seen: {seen}"
+
+
+def a_prompt_that_is_handed_over_goes_on(request: Request) -> bool:
+    return len(request.output_token_ids) + 1 >= request.sampling.max_tokens
+
+
+def a_link_waits_for_no_launch(self: AheadWorld) -> None:
+    World._send_job(self)
+
+
+def steps_ahead_are_not_begun(self: AheadWorld, plan: StepPlan) -> OnLayer | None:
+    return begins(self, plan) if not self.device.num_launched else None
+
+
+begins = AheadWorld._begins
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (ahead, "ends_with", a_prompt_that_is_handed_over_goes_on),
+        (AheadWorld, "_send_job", a_link_waits_for_no_launch),
+        (AheadWorld, "_begins", steps_ahead_are_not_begun),
+        *[m for m in MUTATIONS if m[2] is not credit_without_blocks_for_the_prompt],
+    ],
+    ids=lambda given: getattr(given, "__name__", None),
+)
+def test_a_fault_in_steps_ahead_of_the_host_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
+        explore(SEEDS, AheadWorld)

@@ -45,7 +45,7 @@ class Runner:
     def step_of(self, chunks: Any) -> StepInput:
         return StepInput(np.array([[1, 5, 2, 1]]), np.array([7]), np.array([3, 4]))
 
-    def launch_step(self, step: StepInput, chunks: Any, after: Any) -> str:
+    def launch_step(self, step: StepInput, chunks: Any, after: Any, on_layer: Any) -> str:
         assert self.lead is not None
         self.progress_inside.append(self.lead.progress)
         return "tokens"

@@ -13,10 +13,9 @@ from typing import Any
 
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel, encode
-from pd_cluster.engine.step.core import OnLayer
 from pd_cluster.engine.step.plan import Move
 from pd_cluster.errors import InstanceLost
-from pd_cluster.model.batch import RunnerOutput, StepInput
+from pd_cluster.model.batch import OnLayer, RunnerOutput, StepInput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Request
@@ -89,35 +88,38 @@ class LeadRunner:
     def can_launch(self, requests: Sequence[Request]) -> bool:
         return self._runner.can_launch(requests)
 
-    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> Tokens:
+    def launch(
+        self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
+    ) -> Tokens:
         """Sends the step from host to host, and tokens that the host does not know yet from device to device."""
         step = self._runner.step_of(chunks)
-        self._begin(step, is_ahead=after is not None, by_layers=False)
-        tokens = self._runner.launch_step(step, chunks, after)
+        advance = self._begin(step, after is not None, on_layer)
+        tokens = self._runner.launch_step(step, chunks, after, advance)
         self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
         return tokens
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
         step = self._runner.step_of(chunks)
-        num_steps = self._begin(step, is_ahead=False, by_layers=on_layer is not None)
-
-        def advance(num_layers: int) -> None:
-            self.progress = to.Reached(num_steps, num_layers)
-            if on_layer is not None:
-                on_layer(num_layers)
-
-        output = self._runner.compute(step, advance if on_layer is not None else None)
-        self.progress = to.Reached(num_steps, ALL_LAYERS)
+        output = self._runner.compute(step, self._begin(step, False, on_layer))
+        self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
         return output
 
-    def _begin(self, step: StepInput, is_ahead: bool, by_layers: bool) -> int:
-        """Sends the step to the followers; returns its number."""
+    def _begin(self, step: StepInput, is_ahead: bool, on_layer: OnLayer | None) -> OnLayer | None:
+        """Sends the step to the followers; returns `on_layer` with this rank's progress noted before it."""
         rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
         rope_positions = b"" if step.rope_positions is None else step.rope_positions.tobytes()
         adapters = b"" if step.adapters is None else step.adapters.tobytes()
-        self._tell(to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters))
-        self.progress = to.Reached(self.progress.num_steps + 1, 0)
-        return self.progress.num_steps
+        self._tell(to.Step(rows, input_ids, blocks, is_ahead, on_layer is not None, rope_positions, adapters))
+        num_steps = self.progress.num_steps + 1
+        self.progress = to.Reached(num_steps, 0)
+        if on_layer is None:
+            return None
+
+        def advance(num_layers: int) -> None:
+            self.progress = to.Reached(num_steps, num_layers)
+            on_layer(num_layers)
+
+        return advance
 
     def _tell(self, message: to.RankMessage) -> None:
         data = encode(message)

@@ -8,18 +8,29 @@ last token, which the device adds, with the earlier ones that the host knows (`m
 A step counts as computed (blocks full, prefix cached, window passed) when the next one is planned: whatever that one
 reads or overwrites, it does so later in the device's order. A sequence that turns out to have ended, or is aborted, is
 computed once too often: that step writes to freed blocks, and their next holder writes later in the device's order.
+
+Every step begins with `Begins`, whoever plans it. Launches follow one another, so a prompt that is handed over needs no
+more than in steps of the host: when a step begins, all layers of the one before it are launched, and a copy that is
+queued now waits for them on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from pd_cluster.engine.step.plan import StepPlan, needs_host
+from pd_cluster.engine.step.plan import StepPlan, ends_with, needs_host
 from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.model.batch import OnLayer
 from pd_cluster.model.sampling.sampler import Sampled
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Request, Status
+
+Begins = Callable[[StepPlan], OnLayer | None]
+"""Called once for each step, before it is launched; may take chunks out of the plan.
+
+Returns what receives how many layers have their writes launched, or None if nobody needs to know.
+"""
 
 
 class Launcher(Protocol):
@@ -28,16 +39,19 @@ class Launcher(Protocol):
     def can_launch(self, requests: Sequence[Request]) -> bool:
         """Whether the device can choose the tokens of these requests without the host."""
 
-    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> Tokens:
+    def launch(
+        self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
+    ) -> Tokens:
         """Launches a step; its tokens are those of the requests that catch up, in order.
 
-        `after` gives the tokens that chunks compute beyond those that the host knows.
+        `after` gives the tokens that chunks compute beyond those that the host knows. `on_layer` receives how many
+        layers of the chunks' keys and values have their writes launched.
         """
 
 
 class LookAhead:
-    def __init__(self, runner: Launcher, scheduler: StepScheduler) -> None:
-        self._runner, self._scheduler = runner, scheduler
+    def __init__(self, runner: Launcher, scheduler: StepScheduler, begins: Begins) -> None:
+        self._runner, self._scheduler, self._begins = runner, scheduler, begins
         self._plan: StepPlan | None = None  # of the step that is under way
         self._rows: Mapping[Request, int] = {}  # row of its tokens by request
         self._tokens: Tokens | None = None
@@ -55,18 +69,23 @@ class LookAhead:
         self._plan = plan
         return plan
 
-    def sample(self, plan: StepPlan) -> tuple[list[Request], list[Sampled]] | None:
+    def has_launched(self, plan: StepPlan) -> bool:
+        """Whether this is the step under way."""
+        return plan is self._plan
+
+    def sample(self, plan: StepPlan, on_layer: OnLayer | None) -> tuple[list[Request], list[Sampled]] | None:
         """Returns the requests that caught up, and a token of each; launches the next step, if it can, before it waits.
 
         The step is then recorded as computed. Returns None, having done nothing, for a step that does not qualify.
+        `on_layer` is for a step that is not under way yet.
         """
         if not self._runner.goes_ahead:
             return None
         tokens, rows = self._tokens, self._rows
-        if plan is not self._plan:
+        if not self.has_launched(plan):
             tokens = None
             if all(self._may_go(request) for request, _ in plan.chunks):
-                tokens, rows = self._runner.launch(plan.chunks), _rows_of(plan)
+                tokens, rows = self._runner.launch(plan.chunks, None, on_layer), _rows_of(plan)
         self._plan = self._tokens = None
         if tokens is None:
             return None
@@ -76,15 +95,17 @@ class LookAhead:
         return ready, [chosen[rows[request]] for request in ready]
 
     def _launch_next(self, ready: Sequence[Request], tokens: Tokens, rows: Mapping[Request, int]) -> None:
-        leaving = [r for r in ready if len(r.output_token_ids) + 1 >= r.sampling.max_tokens]
-        plan = self._scheduler.plan_ahead(leaving, self._may_go)
-        if plan is None or not plan.chunks:
+        plan = self._scheduler.plan_ahead([request for request in ready if ends_with(request)], self._may_go)
+        if plan is None:
+            return
+        on_layer = self._begins(plan)
+        if not plan.chunks:
             return
         sources = [rows[request] if request.num_behind == 0 else None for request, _ in plan.chunks]
         after = After(tokens, sources) if any(row is not None for row in sources) else None
         self.num_ahead += 1
         self._rows = _rows_of(plan)
-        self._plan, self._tokens = plan, self._runner.launch(plan.chunks, after)
+        self._plan, self._tokens = plan, self._runner.launch(plan.chunks, after, on_layer)
 
     def _may_go(self, request: Request) -> bool:
         return not needs_host(request) and self._runner.can_launch([request])

@@ -14,19 +14,17 @@ from typing import Protocol
 import torch
 
 from pd_cluster.engine.step import beam_groups
-from pd_cluster.engine.step.ahead import LookAhead
+from pd_cluster.engine.step.ahead import Begins, LookAhead
 from pd_cluster.engine.step.beams import BeamSearch, answer, first_tokens_of
 from pd_cluster.engine.step.outputs import NextTokens, PooledVector, RowOutput
 from pd_cluster.engine.step.plan import Move, StepPlan
 from pd_cluster.engine.step.pooler import Pooler, logits_of
 from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.model.batch import RunnerOutput
+from pd_cluster.model.batch import OnLayer, RunnerOutput
 from pd_cluster.model.sampling.guided import Guides, Masks, no_guides
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Candidate, PooledOutput, PromptOutput, Request, TokenOutput
-
-OnLayer = Callable[[int], None]
 
 
 class Runner(Protocol):
@@ -42,7 +40,9 @@ class Runner(Protocol):
     def can_launch(self, requests: Sequence[Request]) -> bool:
         """See ahead.Launcher."""
 
-    def launch(self, chunks: Sequence[tuple[Request, int]], after: After | None = None) -> Tokens:
+    def launch(
+        self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
+    ) -> Tokens:
         """See ahead.Launcher."""
 
     def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
@@ -97,7 +97,8 @@ class EngineCore:
         self.sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
         self.times = StepTimes()
         self.num_steps = 0
-        self.ahead = LookAhead(runner, scheduler)
+        self.begins: Begins = lambda plan: None
+        self.ahead = LookAhead(runner, scheduler, lambda plan: self.begins(plan))
         self._pooler = Pooler()
         self._clock = clock
 
@@ -110,15 +111,16 @@ class EngineCore:
         self.times.plan_s += self._clock() - start_s
         return plan
 
-    def run(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Computes a plan: forward pass, sampling, bookkeeping. A request that is handed over keeps its blocks."""
         result = StepResult(plan)
+        on_layer = None if self.ahead.has_launched(plan) else self.begins(plan)
         times, start_s = self.times, self._clock()
         if plan.moves:
             self.runner.move(plan.moves)
         if not plan.chunks:
             return result
-        if on_layer is None and (chosen := self.ahead.sample(plan)) is not None:
+        if (chosen := self.ahead.sample(plan, on_layer)) is not None:
             sampled_s = self._clock()
             times.forward_s += sampled_s - start_s
             ready, sampled = chosen

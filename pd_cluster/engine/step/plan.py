@@ -25,20 +25,23 @@ def service_order(request: Request) -> tuple[int, float, str, int]:
 def needs_host(request: Request) -> bool:
     """Whether the host must see a step of this request before it can plan the next one.
 
-    A guide's mask and a beam search need the tokens; the first token of several sequences forks them; a prompt that is
-    handed over is shipped layer by layer; a pooled prompt and logprobs of a prompt are computed from the step's rows;
-    adapters take turns.
+    A guide's mask and a beam search need the tokens; the first token of several sequences forks them; a pooled prompt
+    and logprobs of a prompt are computed from the step's rows; adapters take turns.
     """
     sampling = request.sampling
     return (
-        request.leg == "prefill"
-        or request.pooling is not None
+        request.pooling is not None
         or request.wants_prompt_logprobs
         or bool(request.order.variant)
         or sampling.guide is not None
         or bool(sampling.beam_width)
         or (sampling.n > 1 and not request.output_token_ids)
     )
+
+
+def ends_with(request: Request) -> bool:
+    """Whether a request that gets its next token now runs no longer: it reaches its limit, or is handed over."""
+    return request.leg == "prefill" or len(request.output_token_ids) + 1 >= request.sampling.max_tokens
 
 
 class Move(NamedTuple):

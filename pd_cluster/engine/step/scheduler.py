@@ -11,7 +11,8 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 
 from pd_cluster.engine.step.holdings import Holdings
-from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, pooling_chunk_of, service_order
+from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, StepPlan, pooling_chunk_of, service_order
+from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.turns import Turns
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
@@ -57,9 +58,7 @@ class StepScheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []  # in order of service
         self.running: list[Request] = []
-        self.num_preemptions = 0
-        self.num_prefix_query_tokens = 0
-        self.num_prefix_hit_tokens = 0
+        self.room = BlockRoom(holdings, blocks, self.swap, self.requests, self.waiting, self.running)
 
     # ---- arrival and end of a request
 
@@ -168,7 +167,7 @@ class StepScheduler:
             if not num_tokens and request.pooling is not None:
                 budget = 0
                 break
-            if num_tokens and self._make_room(request, request.num_computed_tokens + num_tokens, plan):
+            if num_tokens and self.room.make_room(request, request.num_computed_tokens + num_tokens, plan):
                 plan.add(request, num_tokens)
                 budget = self.max_num_batched_tokens - plan.num_tokens if plan.preempted else budget - num_tokens
         if not plan.preempted:
@@ -190,32 +189,23 @@ class StepScheduler:
             if not budget:
                 break
             num_tokens = min(max(1, request.num_behind), budget)
-            if not may_go(request) or not self.grow_ahead(request, num_tokens):
+            if not may_go(request) or not self.room.grow_ahead(request, num_tokens):
                 return None
             plan.add(request, num_tokens)
             budget -= num_tokens
         if self.waiting and budget and self.num_seqs - len(gone) < self.max_num_seqs:
             first = self.waiting[0]
             cached = self._holdings.cached(first, first.num_tokens - 1)
-            if self._num_missing(first, cached) is None:
-                return None if gone or self._parked(first) else plan
+            if self.room.num_missing(first, cached) is None:
+                return None if gone or self.room.parked(first) else plan
             if not self._enters_ahead(first, may_go):
                 return None
             self._admit(plan, budget, len(gone), lambda request: self._enters_ahead(request, may_go))
         return plan
 
-    def grow_ahead(self, request: Request, num_tokens: int) -> bool:
-        """Takes blocks for its next `num_tokens` tokens; False if some are missing or one must be copied."""
-        missing, is_shared = self._lacks(request, request.num_computed_tokens + num_tokens)
-        if is_shared or missing > self.blocks.num_available:
-            return False
-        if missing:
-            request.block_table += self.blocks.take(missing)
-        return True
-
     def _enters_ahead(self, request: Request, may_go: Callable[[Request], bool]) -> bool:
         """Whether it needs neither the host nor its swapped blocks nor those of a parked beam."""
-        return may_go(request) and not request.swap_table and not self._parked(request)
+        return may_go(request) and not request.swap_table and not self.room.parked(request)
 
     def computed(self, plan: StepPlan) -> list[Request]:
         """Records a computed step; returns the requests that caught up and sample now, in the plan's order."""
@@ -239,7 +229,19 @@ class StepScheduler:
         cached = self._holdings.cached(request, len(request.prompt_token_ids))
         num_blocks = min(self.num_blocks_for(num_tokens) + num_sequences - 1, self.blocks.num_blocks)
         num_available = self.blocks.num_available - self.blocks.num_unheld(cached)
-        return num_blocks - len(cached) + self._reserve() <= num_available
+        return num_blocks - len(cached) + self.room.reserve() <= num_available
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.room.num_preemptions
+
+    @property
+    def num_prefix_query_tokens(self) -> int:
+        return self.room.num_prefix_query_tokens
+
+    @property
+    def num_prefix_hit_tokens(self) -> int:
+        return self.room.num_prefix_hit_tokens
 
     @property
     def num_seqs(self) -> int:
@@ -260,7 +262,7 @@ class StepScheduler:
         if any(r.block_table for r in self.waiting):
             raise AssertionError("a request that waits holds blocks")
 
-    # ---- room
+    # ---- waiting requests enter
 
     def _chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
         """Returns how many of its tokens the step can take.
@@ -273,10 +275,6 @@ class StepScheduler:
             return num_tokens if num_tokens <= budget else 0
         rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
         return min(request.num_behind, budget, rows)
-
-    def _reserve(self) -> int:
-        """Returns the blocks kept free for running requests' growth, so that admission does not preempt at once."""
-        return len(self.running)
 
     def _admit(
         self,
@@ -292,10 +290,10 @@ class StepScheduler:
             num_seqs += 1
             if num_seqs > self.max_num_seqs or not self._chunk(request, budget, plan):
                 return
-            while not self._enter(request, plan):
-                if not (victims := self._parked(request)):
+            while not self.room.enter(request, plan):
+                if not (victims := self.room.parked(request)):
                     return
-                self._preempt(max(victims, key=service_order), plan)
+                self.room.preempt(max(victims, key=service_order), plan)
             self.waiting.pop(0)
             request.status = Status.RUNNING
             self.running.append(request)
@@ -303,84 +301,3 @@ class StepScheduler:
             plan.admitted.append(request)
             plan.add(request, num_tokens)
             budget -= num_tokens
-
-    def _num_missing(self, request: Request, cached: Sequence[int]) -> int | None:
-        """Returns how many blocks it takes besides its cached ones; None: there are not enough."""
-        num_missing = self.num_blocks_for(request.num_tokens) - len(cached)
-        num_available = self.blocks.num_available - self.blocks.num_unheld(cached)
-        return num_missing if num_missing + self._reserve() <= num_available else None
-
-    def _enter(self, request: Request, plan: StepPlan) -> bool:
-        """Takes blocks for all known tokens that are not cached. False: there are not enough."""
-        cached = self._holdings.cached(request, request.num_tokens - 1)  # the last token gives the logits
-        num_missing = self._num_missing(request, cached)
-        if num_missing is None:
-            return False
-        self.blocks.share(cached)
-        request.block_table = cached + self.blocks.take(num_missing)
-        if request.swap_table:
-            plan.moves += [Move("in", s, t) for s, t in zip(request.swap_table, request.block_table, strict=False)]
-            self.swap.release(request.swap_table)
-            request.swap_table = []
-            request.num_hashed_blocks = self._holdings.num_passed(request)  # the former blocks' hashes are lost
-            return True
-        request.num_computed_tokens = len(cached) * self.block_size
-        request.num_hashed_blocks = len(cached)
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = request.num_computed_tokens
-            self.num_prefix_query_tokens += len(request.prompt_token_ids) if self._holdings.prefix is not None else 0
-            self.num_prefix_hit_tokens += request.num_cached_tokens
-        return True
-
-    def _make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Grows the block table to `num_tokens`, preempting younger requests. False: not in this step.
-
-        A block that others hold too is replaced by a copy before it is written.
-        """
-        while True:
-            missing, is_shared = self._lacks(request, num_tokens)
-            if missing + is_shared <= self.blocks.num_available:
-                break
-            victims = [r for r in self.running if r.leg != "prefill" and service_order(r) > service_order(request)]
-            victims += self._parked(request)
-            if not victims:
-                return False
-            self._preempt(max(victims, key=service_order), plan)
-        if is_shared:
-            first = request.num_computed_tokens // self.block_size
-            (own,) = self.blocks.take(1)
-            plan.moves.append(Move("copy", request.block_table[first], own))
-            self.blocks.release([request.block_table[first]])
-            request.block_table[first] = own
-        if missing:
-            request.block_table += self.blocks.take(missing)
-        return True
-
-    def _lacks(self, request: Request, num_tokens: int) -> tuple[int, bool]:
-        """Returns how many blocks its first `num_tokens` tokens lack, and whether the first to be written is shared."""
-        first = request.num_computed_tokens // self.block_size
-        is_shared = first < len(request.block_table) and self.blocks.is_shared(request.block_table[first])
-        return max(0, self.num_blocks_for(num_tokens) - len(request.block_table)), is_shared
-
-    def _parked(self, request: Request) -> list[Request]:
-        """Returns the beams that give their blocks to a request: those of its own search and of younger requests."""
-        parked = [r for r in self.requests.values() if r.status is Status.PARKED and r.block_table]
-        return [r for r in parked if r.leg_key == request.leg_key or service_order(r) > service_order(request)]
-
-    def _preempt(self, victim: Request, plan: StepPlan) -> None:
-        num_blocks = self.num_blocks_for(victim.num_computed_tokens)
-        swap_table = self.swap.take(num_blocks) if num_blocks <= self.swap.num_available else []
-        pairs = zip(victim.block_table, swap_table, strict=False)
-        plan.moves += [Move("out", source, target) for source, target in pairs if source != self._holdings.nobodys]
-        self._holdings.give_back(victim)
-        victim.swap_table = swap_table
-        if not swap_table:
-            victim.num_computed_tokens = 0
-        self.num_preemptions += 1
-        if victim.status is Status.PARKED:  # it stays parked: none of its tokens are computed again before its turn
-            return
-        self.running.remove(victim)
-        plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
-        plan.preempted.append(victim)
-        victim.status = Status.WAITING
-        insort(self.waiting, victim, key=service_order)

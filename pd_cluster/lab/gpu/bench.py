@@ -19,7 +19,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.lab.child import sigterm_raises
 from pd_cluster.lab.gpu import picture as gpu_picture
 from pd_cluster.lab.gpu.goals import judged
-from pd_cluster.lab.gpu.parts import PARTS, Part, name_of, planned, run_part
+from pd_cluster.lab.gpu.parts import PARTS, Part, name_of, parts_of, planned, run_part
 from pd_cluster.lab.gpu.report import REPORT_FILE, GpuReport, PartResult, read_report, table
 from pd_cluster.lab.gpu.spec import (
     INDEX_FILE,
@@ -107,9 +107,12 @@ def make_bench(
     folder: str,
     models: str = "",
     resume: bool = False,
+    stage: str = "",
 ) -> GpuBench:
     """Builds the bench from the command line, where empty means the default. Raises ConfigError."""
-    names = tuple(name.strip() for name in parts.split(",") if name.strip())
+    if stage and parts:
+        raise ConfigError(f"--stage {stage} and --parts {parts}: give one of them")
+    names = parts_of(stage) if stage else tuple(name.strip() for name in parts.split(",") if name.strip())
     return GpuBench(
         parts=names or tuple(part.kind for part in PARTS),
         device=device,

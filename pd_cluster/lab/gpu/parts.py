@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from pd_cluster.errors import ConfigError
 from pd_cluster.lab.child import ChildFailed, run_child
 from pd_cluster.lab.gpu import handover as gpu_handover
 from pd_cluster.lab.gpu.report import PartResult
@@ -27,10 +28,12 @@ MOST_THREADS = 8
 class Part:
     """`module` of peers/, or "" for the parts that run here. `model`: the shape that it uses.
 
-    `least_s`: with less time it is not started; `most_s`: it is then ended. Both are for an H100.
+    `stages` of scripts/gpu_check.sh measure it. `least_s`: with less time it is not started; `most_s`: it is then
+    ended. Both are for an H100.
     """
 
     kind: str
+    stages: tuple[str, ...]
     module: str
     sections: tuple[str, ...]
     least_s: float
@@ -41,20 +44,32 @@ class Part:
 
 ENGINE = ("startup", "decode", "overhead", "prefill", "mixed", "profile")
 DECIDING = ("sampled", "ragged", "seats", "graphs")
-MODELS = (Part("model", "gpu_model", (), 20, 120, 0, False), Part("model", "gpu_model", (), 5, 40, 1, False))
-PARTS = (
-    Part("ceilings", "gpu_ceilings", (), 10, 60, 0, False),
-    Part("engine", "gpu_engine", (*ENGINE, *DECIDING), 40, 180),
-    Part("layout", "gpu_layout", (), 10, 40, 0, False),
-    Part("start", "gpu_start", ("cold", "warm"), 25, 90),
-    Part("handover", "", ("with checksums", "without checksums"), 15, 45, 0, False),
-    Part("cluster", "gpu_cluster", ("split", "colocated"), 50, 150),
-    Part("transformers", "gpu_continuous", (), 40, 110),
-    Part("small", "gpu_engine", ENGINE, 25, 80, 1),
-    Part("attention", "gpu_attention", (), 15, 60, 0, False),
-    Part("small-transformers", "gpu_continuous", (), 30, 60, 1),
-    Part("deterministic", "gpu_deterministic", ("decode", "prefill"), 30, 90),
+MODELS = (
+    Part("model", (), "gpu_model", (), 20, 120, 0, False),
+    Part("model", (), "gpu_model", (), 5, 40, 1, False),
 )
+PARTS = (
+    Part("ceilings", ("engine", "cluster"), "gpu_ceilings", (), 10, 60, 0, False),
+    Part("engine", ("engine",), "gpu_engine", (*ENGINE, *DECIDING), 40, 180),
+    Part("layout", ("engine",), "gpu_layout", (), 10, 40, 0, False),
+    Part("start", ("engine",), "gpu_start", ("cold", "warm"), 25, 90),
+    Part("handover", ("cluster",), "", ("with checksums", "without checksums"), 15, 45, 0, False),
+    Part("cluster", ("cluster",), "gpu_cluster", ("split", "colocated"), 50, 150),
+    Part("transformers", ("peers",), "gpu_continuous", (), 40, 110),
+    Part("small", ("peers",), "gpu_engine", ENGINE, 25, 80, 1),
+    Part("attention", ("engine",), "gpu_attention", (), 15, 60, 0, False),
+    Part("small-transformers", ("peers",), "gpu_continuous", (), 30, 60, 1),
+    Part("deterministic", ("engine",), "gpu_deterministic", ("decode", "prefill"), 30, 90),
+)
+
+
+def parts_of(stage: str) -> tuple[str, ...]:
+    """Returns the names of a stage's parts, in order. Raises ConfigError."""
+    names = tuple(part.kind for part in PARTS if stage in part.stages)
+    if not names:
+        stages = sorted({each for part in PARTS for each in part.stages})
+        raise ConfigError(f"--stage {stage}: expected one of {', '.join(stages)}")
+    return names
 
 
 def planned(names: Sequence[str]) -> list[Part]:

@@ -1,0 +1,189 @@
+"""The handover's world with a prefill engine on a device, whose steps are launched ahead of the host.
+
+A launch puts each layer at the end of the device's queue; layers are computed while the host does something else. A
+link's jobs wait for what was launched before them, as they do for a marker on a stream. LookAhead is the real one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pd_cluster import wire
+from pd_cluster.engine.step.ahead import LookAhead
+from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.model.batch import OnLayer
+from pd_cluster.model.sampling.sampler import Sampled
+from pd_cluster.model.sampling.tokens import After, Tokens
+from pd_cluster.types import Request, Status, TokenOutput
+from tests.support.handoff_engine import NUM_LAYERS, Memory, contents, ends_at_once, first_tokens
+from tests.support.handoff_world import World
+
+
+class ToyDevice:
+    """Computes layers in the order of their launches."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._queue: deque[Callable[[], None]] = deque()
+        self.num_launched = self.num_done = 0
+
+    def launch(self, chunks: Sequence[tuple[Request, int]], layer: int) -> None:
+        """The launch keeps the block tables and tokens that it is given: the host changes its own meanwhile."""
+        for request, num_tokens in chunks:
+            start = request.num_computed_tokens
+            values = contents(request, 0, start + num_tokens)
+            self._queue.append(partial(self._compute, list(request.block_table), values, start, layer))
+            self.num_launched += 1
+
+    def run_one(self) -> None:
+        if self._queue:
+            self._queue.popleft()()
+            self.num_done += 1
+
+    def _compute(self, table: list[int], values: list[int], start: int, layer: int) -> None:
+        slots, slot = self._memory.slots[layer], self._memory.slot
+        found = [slots[slot(table, position)] for position in range(start)]
+        assert found == values[:start], f"a step reads foreign KV in layer {layer}"
+        for position in range(start, len(values)):
+            slots[slot(table, position)] = values[position]
+
+
+class DeviceTokens(Tokens):
+    def __init__(self, world: AheadWorld, num_rows: int) -> None:
+        self._world, self._num_rows = world, num_rows
+        self._stop = world.device.num_launched
+
+    def wait(self) -> list[Sampled]:
+        while self._world.device.num_done < self._stop:
+            self._world.meanwhile()
+            self._world.device.run_one()
+        return [Sampled(0, None)] * self._num_rows
+
+
+class AheadWorld(World):
+    """Everything of P that is not a step of its engine happens between steps and inside them."""
+
+    goes_ahead = True
+
+    def start_p(self) -> None:
+        super().start_p()
+        self.device = ToyDevice(self.p.memory)
+        self.ahead = LookAhead(self, self.p.scheduler, self._begins)
+        self.marks: defaultdict[str, deque[int]] = defaultdict(deque)  # by link, of its jobs
+        self._is_stepping = False
+        self.num_ahead = 0
+
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        return True
+
+    def launch(
+        self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
+    ) -> DeviceTokens:
+        assert after is None, "a prompt that is handed over does not decode here"
+        for layer in range(NUM_LAYERS):
+            self.device.launch(chunks, layer)
+            self.meanwhile()
+            self._read_credits()
+            if on_layer is not None:
+                on_layer(layer + 1)
+        return DeviceTokens(self, len(chunks))
+
+    def meanwhile(self) -> None:
+        """Other threads and D go on while P's engine launches or waits."""
+        if self.rng.random() < 0.5:
+            self._one_event()
+
+    # ---- P's engine
+
+    def _begins(self, plan: StepPlan) -> OnLayer | None:
+        for request in plan.admitted:
+            self.exports.admitted(request)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
+        return self.exports.layers_done if self.exports.computing(plan.chunks) else None
+
+    def _p_step(self) -> None:
+        if self._is_stepping:
+            return
+        while self.p_inbox:
+            self._p_reads_inbox()
+        self._is_stepping = True
+        self._run_step()
+        self._is_stepping = False
+
+    def _run_step(self) -> None:
+        plan, on_layer = self.ahead.plan(), None
+        if plan is None:
+            plan = self.p.scheduler.plan()
+            on_layer = self._begins(plan)
+        if not plan.chunks:
+            self.exports.expire()
+            return
+        chosen = self.ahead.sample(plan, on_layer)
+        if chosen is None:
+            self.launch(plan.chunks, None, on_layer).wait()
+            ready = self.p.scheduler.computed(plan)
+        else:
+            ready = chosen[0]
+        tokens: dict[str, list[TokenOutput]] = {}
+        for request in ready:
+            tokens[request.key] = first_tokens(request)
+            request.output_token_ids.append(tokens[request.key][0].token_id)
+            if ends_at_once(request, tokens[request.key]):
+                self.p.scheduler.finish(request)
+                self._end(self.p, request, "finished")
+            else:
+                self.p.scheduler.export(request)
+        for request, _ in plan.chunks:
+            self.exports.computed(request, tokens.get(request.key, []))
+        self.exports.expire()
+        self.num_ahead = self.ahead.num_ahead
+
+    def _p_reads_inbox(self) -> None:
+        if not self._is_stepping:
+            super()._p_reads_inbox()
+
+    def _p_dies(self) -> None:
+        if not self._is_stepping:
+            super()._p_dies()
+
+    def check(self) -> None:
+        while self.p_inbox or self.replies:
+            self._p_mailbox_replies()
+            self._p_reads_inbox()
+        super().check()
+
+    # ---- its links
+
+    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+        self.marks[conn].append(self.device.num_launched)
+        super().ship(conn, transfer_id, index, piece)
+        link, job = self.link(conn), self.link(conn).jobs.pop()
+        request = self.p.legs[transfer_id.removeprefix("t")][0]
+        expected = contents(request, piece.first_token, piece.stop_token)
+
+        def checked() -> wire.KVHeader | None:
+            header = job()
+            if header is not None:
+                is_there = all(layer == expected for layer in link.source.read(piece))
+                assert is_there, f"{transfer_id} is shipped too early"
+            return header
+
+        link.jobs.append(checked)
+
+    def ship_end(self, conn: str, end: wire.KVEnd) -> None:
+        self.marks[conn].append(self.device.num_launched)
+        super().ship_end(conn, end)
+
+    def _check_shipped(self, transfer_id: str, piece: wire.KVPiece) -> None:
+        """It need not be computed yet; see `ship`."""
+
+    def _send_job(self) -> None:
+        conn = self.p_conn
+        if conn is not None and self.marks[conn]:
+            if self.marks[conn][0] > self.device.num_done:
+                self.device.run_one()
+                return
+            self.marks[conn].popleft()
+        super()._send_job()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
-import select
 import struct
 import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def test_progress_is_a_bar_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPat
         llm.generate(["a", "b"], GREEDY)
         terminal.flush()
         shown = ""
-        while "2/2" not in shown and select.select([ours], [], [], 10)[0]:  # it comes in parts
+        while "2/2" not in shown and wait([ours], 10):  # it comes in parts
             shown += os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert "100%|" in shown

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import select
 import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +158,7 @@ class Emulator:
         assert self._process.stdout is not None
         self._process.stdin.write(" ".join(map(str, (name, *offsets, *numbers))) + "\n")
         self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], CALL_DEADLINE_S)
-        assert ready, f"{name} did not end within {CALL_DEADLINE_S} s"
+        assert wait([self._process.stdout], CALL_DEADLINE_S), f"{name} did not end within {CALL_DEADLINE_S} s"
         answer = self._process.stdout.readline()
         *returned, end = answer.split() or [""]
         assert end == "done", f"{name} ended the emulator: exit status {self._process.wait(CALL_DEADLINE_S)}"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import select
 import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,7 @@ class TritonChild:
         line = json.dumps([module, function, arguments]).encode() + b"\n"
         self._process.stdin.write(line)
         self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], TIMEOUT_S)
-        answer = self._process.stdout.readline() if ready else b""
+        answer = self._process.stdout.readline() if wait([self._process.stdout], TIMEOUT_S) else b""
         if not answer:
             self._process.kill()
             raise NoAnswer(f"the child that runs Triton has not answered {line!r}")

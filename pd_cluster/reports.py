@@ -113,12 +113,20 @@ class Busy(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int = 0  # that wait for their turn to be routed
 
 
+class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of the adapters of requests that have their first token, and of those that have not."""
+
+    running: list[str] = []
+    waiting: list[str] = []
+
+
 class AllStats(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to API process: the counts of all API processes, including those that have ended."""
 
     stats: Stats
     others: Busy  # all except the receiver
     num_api_processes: int
+    adapters: AdapterUse = AdapterUse()  # of the others
 
 
 class MoveOn(msgspec.Struct, frozen=True, tag=True):
@@ -159,11 +167,18 @@ class Keys(msgspec.Struct, frozen=True, tag=True):
     tenants: list[str]
 
 
+class AdapterNames(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to API process: the adapters that requests may name, with their digests; `version` grows."""
+
+    names: dict[str, str]
+    version: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to API process: drain and stay; a second Stop ends the process at once."""
 
 
-ToApi = Instances | OthersTokens | AllStats | MoveOn | Keys | Stop
+ToApi = Instances | OthersTokens | AllStats | MoveOn | Keys | AdapterNames | Stop
 
 
 class Outstanding(msgspec.Struct, frozen=True, array_like=True):
@@ -181,3 +196,5 @@ class ApiReport(msgspec.Struct, frozen=True):
     is_idle: bool = False
     busy: Busy = Busy()
     stats: Stats | None = None
+    adapters: AdapterUse = AdapterUse()
+    adapters_version: int = 0  # of the last AdapterNames

@@ -21,10 +21,12 @@ from pd_cluster.api.front.server import make_server, serve_until_signal
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
+from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.members.mirror import Mirror
 from pd_cluster.cluster.tenancy.rate_memory import RateMemory
 from pd_cluster.engine.start.process import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import PdClusterError
+from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.reports import ApiReport, Keys, Stop, ToApi
 from pd_cluster.service.edge import Edge
 from pd_cluster.service.helpers.interpreter import tune
@@ -38,7 +40,12 @@ async def serve(channel: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=channel, limit=MAX_LINE_NBYTES)
     config = msgspec.json.decode(await reader.readline(), type=ApiProcessConfig)
     config.logs.begin()
-    edge = Edge(config.api, config.credentials, lambda mailbox, _: Mirror(mailbox), config.index)
+    names = dict(config.adapters.names)  # changed in place by the mirror
+
+    def roster_of(mailbox: Mailbox, checkpoint: Checkpoint) -> Mirror:
+        return Mirror(mailbox, names, config.adapters.version)
+
+    edge = Edge(config.api, config.credentials, roster_of, config.index, names)
     mirror, service = edge.roster, edge.service()
     edge.start()
     try:
@@ -59,7 +66,14 @@ async def serve(channel: socket.socket) -> None:
         stops: list[Callable[[], None]] = []
 
         def own() -> ApiReport:
-            return ApiReport({}, drain.is_idle, busy_of(edge.router, drain), edge.router.stats.snapshot())
+            return ApiReport(
+                {},
+                drain.is_idle,
+                busy_of(edge.router, drain),
+                edge.router.stats.snapshot(),
+                edge.router.adapters.use(),
+                mirror.adapters_version,
+            )
 
         until = _until(mirror, reader, writer, edge.handler.fatal, own, stops, file_keys)
         await serve_until_signal(servers, until, drain.begin, drain, stops.append)

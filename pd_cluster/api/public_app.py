@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 
 from pd_cluster import __version__
-from pd_cluster.api.admin.metrics import Totals, metrics_routes
+from pd_cluster.api.admin.metrics import AdapterNaming, Totals, metrics_routes
 from pd_cluster.api.document.document import document
 from pd_cluster.api.gate.arrivals import Arrivals
 from pd_cluster.api.gate.auth import ApiKeys
@@ -64,8 +64,12 @@ def public_app(
         add_routes(app, response_routes(service, store))
         add_routes(app, kept_response_routes(service, store))
     add_routes(app, _common_routes(instances, drain))
-    add_routes(app, metrics_routes(service.router, instances, shown_name(service), drain, totals))
+    add_routes(app, metrics_routes(service.router, instances, shown_name(service), drain, totals, _adapters(service)))
     return app
+
+
+def _adapters(service: TextService) -> AdapterNaming | None:
+    return AdapterNaming(service.adapters, service.max_loras) if service.max_loras else None
 
 
 def shown_name(service: TextService) -> str:

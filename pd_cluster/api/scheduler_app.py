@@ -26,6 +26,7 @@ from pd_cluster.api.front.server import bind_unix, make_server, serve_until_sign
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
+from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.auto_role import AutoRole
 from pd_cluster.cluster.members.elastic import Elastic, Tables
 from pd_cluster.cluster.members.membership import membership_of
@@ -34,6 +35,7 @@ from pd_cluster.cluster.members.registrar import JoinPort
 from pd_cluster.cluster.processes.api_processes import ApiProcesses
 from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.errors import ConfigError, Refused, Unavailable
+from pd_cluster.reports import AdapterNames
 from pd_cluster.service.edge import Edge
 from pd_cluster.settings.config import ApiConfig, ApiProcessConfig, Credentials
 from pd_cluster.settings.logs import Logs
@@ -58,8 +60,12 @@ class SchedulerServer:
         logs: Logs,
         keys: KeyStore | None = None,
         join: tuple[str, int] | None = None,
+        lora_root: str = "",
     ) -> None:
-        """`keys`: those of --api-key-file, if there is one. `join`: address and port for workers in no table."""
+        """`keys`: those of --api-key-file, if there is one. `join`: address and port for workers in no table.
+
+        `lora_root`: the folder below which adapters may be loaded at run time; "": none may.
+        """
         self._config = config
         self._keys = keys
         self._file_keys: FileKeys | None = None  # set where this process itself serves
@@ -72,13 +78,14 @@ class SchedulerServer:
             self._processes = self._several(credentials, logs)
         move_on = self._edge.router.move_on if self._processes is None else self._processes.move_on
         self._join_port = JoinPort(self.membership, credentials, config.timeouts, *join) if join is not None else None
+        self._book = self._adapter_book(lora_root) if lora_root else None
         self.elastic = Elastic(self.membership, credentials, tables, move_on, config.timeouts.drain_timeout_s)
 
     async def run(self, admin_listener: socket.socket, access: AdminAccess, auto_role: AutoRole | None) -> None:
         """Serves until a signal. Raises ConfigError for ports in the wrong order."""
         self._edge.start()
         try:
-            app = admin_app(self.elastic, self._timelines(), access)
+            app = admin_app(self.elastic, self._timelines(), access, self._book)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
             failure = _first_failure(self._watch(auto_role), self._edge.handler.fatal)
             if self._processes is not None:
@@ -111,6 +118,31 @@ class SchedulerServer:
         finally:
             await service.close()
 
+    def _adapter_book(self, root: str) -> AdapterBook:
+        """Raises ConfigError."""
+        engine, router, processes = self._config.engine, self._edge.router, self._processes
+        if not engine.adapters.enable_lora:
+            raise ConfigError("--allow-runtime-lora: needs --enable-lora, here and in the workers")
+
+        def used() -> set[str]:
+            use = router.adapters.use()
+            return {*use.running, *use.waiting} if processes is None else processes.adapters
+
+        async def publish() -> None:
+            if processes is not None:
+                await processes.set_adapters(self._edge.adapters)
+
+        return AdapterBook(
+            self.membership,
+            engine.adapters,
+            root,
+            self._edge.adapters,
+            (engine.model, *self._config.served_model_names),
+            used,
+            publish,
+            self._config.timeouts.drain_timeout_s,
+        )
+
     def _several(self, credentials: Credentials, logs: Logs) -> ApiProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cluster-api-")  # mode 0700
         configs = []
@@ -127,6 +159,7 @@ class SchedulerServer:
                     listener_fd=listener.fileno(),
                     admin_fd=admin.detach(),
                     logs=logs,
+                    adapters=AdapterNames(dict(self._edge.adapters), 0),
                     keys=self._keys.keys if self._keys is not None else None,
                     rates_fd=self._keys.memory.fd if self._keys is not None else -1,
                 )
@@ -154,6 +187,8 @@ class SchedulerServer:
             loop.add_signal_handler(signal.SIGHUP, hang_up)
             group.create_task(self.membership.run())
             group.create_task(self.elastic.run())
+            if self._book is not None:
+                group.create_task(self._book.run())
             if self._join_port is not None:
                 group.create_task(self._join_port.run())
             if auto_role is not None:

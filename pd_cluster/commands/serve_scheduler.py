@@ -66,7 +66,9 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
 
     async def serve() -> None:
         logs = start.process.logs
-        scheduler = SchedulerServer(place, credentials, ports, config, listeners, tables, logs, keys, join)
+        scheduler = SchedulerServer(
+            place, credentials, ports, config, listeners, tables, logs, keys, join, admin.lora_root
+        )
         await scheduler.run(admin_listener, access, AutoRole() if entrance.auto_role else None)
 
     tune()

@@ -146,6 +146,8 @@ def build_worker(
     limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants)
     shares = not runner.device.is_accelerator
     worker = Worker(config, core, side, limits, mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest)
+    if config.engine.adapters.enable_lora:
+        worker.take_adapters(core.runner.adapters if isinstance(core.runner, LeadRunner) else runner)
     mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)
     report = RankReport(
         state="ready",
@@ -173,7 +175,14 @@ def _lead(
     lanes = RankLanes(local, followers, lambda: runner.progress, mailbox.send, inbox.put)
     wait_s = config.timeouts.collective_timeout_s
     lost = partial(a_rank_is_lost, config.ranks.size, wait_s, inbox, tell_lost)
-    Watch(followers, lanes.hear, lost, wait_s).start()
+
+    def hear(message: to.OfLanes | to.LoadedAdapter) -> None:
+        if isinstance(message, to.LoadedAdapter):
+            runner.adapters.hear(message)
+        else:
+            lanes.hear(message)
+
+    Watch(followers, hear, lost, wait_s).start()
     return lanes
 
 

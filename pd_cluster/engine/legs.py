@@ -41,6 +41,12 @@ class Legs:
         """Whether nothing is left here, not even draining blocks."""
         return not self.sequences and not self._core.scheduler.requests
 
+    def variants(self) -> set[str]:
+        """Returns the adapters of all requests that are here."""
+        return {each.order.variant for sequences in self.sequences.values() for each in sequences} | {
+            each.order.variant for each in self._core.scheduler.requests.values()
+        }
+
     def of_client(self, conn: str) -> list[str]:
         return [key for key, sequences in self.sequences.items() if sequences[0].client == conn]
 

@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from pd_cluster import wire
+from pd_cluster.engine.adapters import Keeper, WorkerAdapters
 from pd_cluster.engine.handover.cache_news import CacheNews
-from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
+from pd_cluster.engine.handover.events import AdapterLoaded, ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
 from pd_cluster.engine.handover.handover import Handover, Means
 from pd_cluster.engine.handover.links import LaneEnds, Post, Side
 from pd_cluster.engine.legs import Legs
@@ -80,7 +81,16 @@ class Worker:
             lambda legs: Handover(means, core.scheduler, legs, is_prefill, growth_tokens, limits.vocab_size),
         )
         self.handover = self.legs.handover
+        self._max_lora_rank = config.engine.adapters.max_lora_rank
+        self.adapters = self._adapters_of(None)
         core.begins = self._begin
+
+    def take_adapters(self, keeper: Keeper) -> None:
+        """Lets the scheduler decide which adapters the model has."""
+        self.adapters = self._adapters_of(keeper)
+
+    def _adapters_of(self, keeper: Keeper | None) -> WorkerAdapters:
+        return WorkerAdapters(keeper, self._max_lora_rank, self._post.send, self.inbox.put, self.legs.variants)
 
     def run(self, came_round: Callable[[], None] = lambda: None) -> None:
         """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the error of mailbox or step.
@@ -181,6 +191,7 @@ class Worker:
         self._outbox.tick()
         self._cache_news.tick()
         self.handover.tick()
+        self.adapters.tick()
         self.legs.expire(now_s)
 
     # ---- events
@@ -203,6 +214,8 @@ class Worker:
         match event:
             case Mail(conn, peer, body):
                 self._read(conn, peer, body)
+            case AdapterLoaded():
+                self.adapters.loaded(event)
             case StartDrain():
                 self._is_draining = True
             case ConnOpened(conn, peer, kind):
@@ -218,6 +231,8 @@ class Worker:
                 self.legs.submit(conn, body, self._is_draining)
             case wire.Abort() if conn in self._schedulers:
                 self.legs.abort(conn, body)
+            case wire.WantedAdapters() if conn in self._schedulers:
+                self.adapters.read(conn, body)
             case wire.Peers() if conn in self._schedulers:
                 self.handover.set_peers(body.peers)
             case _:

@@ -39,6 +39,7 @@ from pd_cluster.model.capturable import obstacle
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype, resolve_kv_cache_dtype
+from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step
 from pd_cluster.model.proof import prove
@@ -155,21 +156,31 @@ class ModelRunner:
         for module in config.adapters.lora_modules:
             self.load_adapter(LoraFolder.read(Path(module.path), config.adapters.max_lora_rank))
 
-    def load_adapter(self, folder: LoraFolder) -> None:
+    def load_adapter(self, folder: LoraFolder, slot: int | None = None) -> None:
         """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError, ConfigError.
 
-        Nothing is done if it is loaded already.
+        Nothing is done if it is loaded already. `slot`: the one that it has on rank 0.
         """
-        adapters = self.model.adapters
-        assert adapters is not None
+        adapters = self.adapters
         most = self._most_adapters
         if most is not None and folder.digest not in adapters.slots and len(adapters.slots) >= most:
             raise ConfigError(f"{called('max_cpu_loras')} {most}: so many adapters are loaded already; raise it")
-        adapters.load(folder)
+        adapters.load(folder, slot)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter that no request has, between two steps."""
+        self.adapters.drop(digest)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The model's adapters. Raises ConfigError if it was loaded without places for any."""
+        if self.model.adapters is None:
+            raise ConfigError(f"{called('enable_lora')}: this process was started without it")
+        return self.model.adapters
 
     @property
     def variants(self) -> Mapping[str, int]:
-        """The slots of loaded adapters by digest; more may follow."""
+        """The slots of loaded adapters by digest; it changes as they come and go."""
         return NO_VARIANTS if self.model.adapters is None else self.model.adapters.slots
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:

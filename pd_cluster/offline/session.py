@@ -22,6 +22,7 @@ from pd_cluster.offline.local import NO_TIMEOUTS, SPLIT_TIMEOUTS, LocalEngine
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.lora import LoraFolders
 from pd_cluster.offline.split import SplitCluster
+from pd_cluster.service.adapter_names import digests_of
 from pd_cluster.service.edge import text_service
 from pd_cluster.service.helpers.interpreter import seldom_collecting
 from pd_cluster.service.service import TextService
@@ -143,7 +144,8 @@ class Offline:
         local = self._parts.backend = LocalEngine(config.engine)
         limit = self.checkpoint.max_model_len(config.engine.max_model_len)
         defaults = sampling_defaults(self.checkpoint, config.engine.generation_config, config.sampling_override)
-        service = text_service(local.router, self.checkpoint, api, limit, config.engine.seed, defaults)
+        names = digests_of(config.engine.adapters, (config.engine.model, *config.served_model_names))
+        service = text_service(local.router, self.checkpoint, api, limit, config.engine.seed, defaults, names)
         await local.start()
         return service
 

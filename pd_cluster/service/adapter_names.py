@@ -5,7 +5,7 @@ A name is resolved once, when a request arrives. From then on the content counts
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
@@ -13,7 +13,7 @@ from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.adapters import AdapterSettings
 
 
-def digests_of(settings: AdapterSettings, model_names: Collection[str]) -> Mapping[str, str]:
+def digests_of(settings: AdapterSettings, model_names: Collection[str]) -> dict[str, str]:
     """Maps names of adapters to their digests. `model_names`: the model's own. Raises ConfigError, ModelError."""
     found = {}
     for module in settings.lora_modules:

@@ -50,6 +50,8 @@ class LoopHandler:
             self._call(self.roster.on_heartbeat, conn, body.load)
         elif isinstance(body, wire.CacheKeys):
             self._call(self.roster.on_cache_keys, conn, body)
+        elif isinstance(body, wire.AdapterStates):
+            self._call(self.roster.on_adapter_states, conn, body)
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
         self._call(self.roster.on_closed, conn, reason)
@@ -80,7 +82,9 @@ class Edge(Generic[RosterT]):
         credentials: Credentials,
         roster_of: Callable[[Mailbox, Checkpoint], RosterT],
         index: int | None = None,
+        adapters: dict[str, str] | None = None,
     ) -> None:
+        """`adapters`: digests by name, as another process has read them; None: this one reads --lora-modules."""
         engine, routing, timeouts = config.engine, config.routing, config.timeouts
         self.config = config
         self.checkpoint = Checkpoint.of(engine)
@@ -92,6 +96,8 @@ class Edge(Generic[RosterT]):
             log.info("requests that do not say otherwise have %s (--generation-config vllm: not the file's)", told)
         self._limit = self.checkpoint.max_model_len(engine.max_model_len)
         self._seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))
+        own = (engine.model, *config.served_model_names)
+        self.adapters = digests_of(engine.adapters, own) if adapters is None else adapters
         name = "scheduler" if index is None else f"scheduler-{index}"
         self.mailbox = Mailbox(name, secrets.randbits(62), "scheduler", credentials, timeouts)
         self.roster = roster_of(self.mailbox, self.checkpoint)
@@ -114,7 +120,9 @@ class Edge(Generic[RosterT]):
     def service(self) -> TextService:
         """Makes the service of this process."""
         self.router.expect_instances()
-        return text_service(self.router, self.checkpoint, self.config, self._limit, self._seed, self._defaults)
+        return text_service(
+            self.router, self.checkpoint, self.config, self._limit, self._seed, self._defaults, self.adapters
+        )
 
 
 def text_service(
@@ -124,8 +132,9 @@ def text_service(
     max_model_len: int,
     seed: int | None,
     defaults: Mapping[str, int | float],
+    adapters: Mapping[str, str],
 ) -> TextService:
-    """Makes a text service. Raises ConfigError."""
+    """Makes a text service. `adapters`: digests by name, as they are at any time. Raises ConfigError."""
     served = ServiceConfig(
         config.engine.model,
         config.served_model_names,
@@ -142,7 +151,8 @@ def text_service(
         config.forces_usage,
         config.stream_interval,
         config.structured_outputs.disable_any_whitespace,
-        digests_of(config.engine.adapters, (config.engine.model, *config.served_model_names)),
+        adapters,
+        config.engine.adapters.max_loras if config.engine.adapters.enable_lora else 0,
     )
     return TextService(router, checkpoint, served)
 

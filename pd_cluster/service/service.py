@@ -47,7 +47,8 @@ class ServiceConfig:
     `shows_token_ids`: logprobs name tokens by their ids unless a request chooses. `sampling_defaults`: the result of
     sampling_defaults.py. `requires_model`: a request must name one. `forces_usage`: every stream ends with its usage.
     `stream_interval`: tokens of a choice in each piece of a stream. `has_compact_json`: guided JSON has no blanks
-    between its parts, unless a request says which. `adapters`: the digest of each, by its name.
+    between its parts, unless a request says which. `adapters`: the digest of each, by its name;
+    `max_loras` 0: there are none.
     """
 
     model: str
@@ -66,6 +67,7 @@ class ServiceConfig:
     stream_interval: int = 1
     has_compact_json: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int = 0
 
 
 class TextService:
@@ -79,7 +81,7 @@ class TextService:
         self.shows_token_ids = config.shows_token_ids or not self.tokenizer.has_text
         self._reply_format = ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats_of(chat.tool_parser_plugin))
         self.model = config.model
-        self.adapters = config.adapters
+        self.adapters, self.max_loras = config.adapters, config.max_loras
         self.is_unproven = checkpoint.is_unproven
         self.served_model_names = config.served_model_names or [config.model]
         vocab_size = int(checkpoint.config.get("vocab_size", self.tokenizer.vocab_size))
@@ -133,9 +135,7 @@ class TextService:
 
     def variant_of(self, name: str | None, caller: Caller = NOBODY) -> str:
         """Returns the digest of the adapter of this name; "" for the model itself. Raises ModelNotFound."""
-        if name is None or name not in self.adapters:
-            return ""
-        return self.adapters[self.check_model(name, caller)]
+        return "" if name is None else self.adapters.get(self.check_model(name, caller), "")
 
     def check_model(self, name: str | None, caller: Caller = NOBODY) -> str:
         """Returns the name to answer with: the model's, or an adapter's.

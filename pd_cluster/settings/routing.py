@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from typing import Annotated
@@ -164,3 +165,24 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
             form=HOST_NAMES,
         ),
     ] = frozenset()
+    allow_runtime_lora: Annotated[
+        bool,
+        SCHEDULER(
+            "Let the admin port load and unload LoRA adapters, from folders below --lora-root.", after="admin_host"
+        ),
+    ] = False
+    lora_root: Annotated[
+        str,
+        SCHEDULER(
+            "Folder below which the admin port may load adapters; the same on every host.", after="allow_runtime_lora"
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.allow_runtime_lora and not self.lora_root:
+            raise ConfigError(f"{called('allow_runtime_lora')}: needs {called('lora_root')}")
+        if self.lora_root and not self.allow_runtime_lora:
+            raise ConfigError(f"{called('lora_root')}: needs {called('allow_runtime_lora')}")
+        if self.lora_root and not os.path.isdir(self.lora_root):
+            raise ConfigError(f"{called('lora_root')} {self.lora_root}: no such folder")

@@ -5,7 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from pd_cluster.wire.links import LinkAnswer, LinkOpen, LinkReady, LinkRefused, LinkValue
-from pd_cluster.wire.membership import Gone, Heartbeat, Hello, Join, JoinAnswer, Leave, Peers, Welcome
+from pd_cluster.wire.membership import (
+    AdapterStates,
+    Gone,
+    Heartbeat,
+    Hello,
+    Join,
+    JoinAnswer,
+    Leave,
+    Peers,
+    WantedAdapters,
+    Welcome,
+)
 from pd_cluster.wire.requests import Abort, CacheKeys, Outputs, Submit
 from pd_cluster.wire.transfers import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Revoke
 
@@ -18,6 +29,8 @@ Body = (
     | JoinAnswer
     | Leave
     | Peers
+    | WantedAdapters
+    | AdapterStates
     | Submit
     | Abort
     | Outputs

@@ -111,6 +111,26 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int = 1
 
 
+class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter (`digest`, 64 hex digits) and the folder where a worker finds it."""
+
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    path: Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class WantedAdapters(Message, frozen=True):
+    """Every adapter that the receiver shall have; it drops others once no request has them."""
+
+    adapters: list[AdapterPlace]
+
+
+class AdapterStates(Message, frozen=True):
+    """Digests of the last `WantedAdapters` that requests may have now, and why others cannot be loaded."""
+
+    loaded: list[str]
+    problems: dict[str, str] = {}
+
+
 class Peers(Message, frozen=True):
     """All live workers, including the receiver: roles may change. One that is absent or has a new epoch is dead."""
 

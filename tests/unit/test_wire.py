@@ -28,6 +28,8 @@ BODIES: list[wire.Body] = [
     wire.Join(role="decode", host="fd00::1", port=65535, device_ids=["4", "5"], model_identity="ab" * 32),
     wire.JoinAnswer("no"),
     wire.Leave(),
+    wire.WantedAdapters([wire.AdapterPlace("ab" * 32, "/adapters/french")]),
+    wire.AdapterStates(["ab" * 32], {"cd" * 32: "no such folder"}),
     wire.Peers(
         [
             wire.PeerInfo(

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.timelines import TimelineSource, timeline_routes
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.http import read_body
+from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.errors import Forbidden, RequestError, Unauthorized
@@ -84,15 +86,35 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
-Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing)
+class AdapterLoad(msgspec.Struct, forbid_unknown_fields=True):
+    """As in vLLM. `load_inplace`: a name that is taken stands for this adapter from now on."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
 
 
-def admin_app(elastic: Elastic, timelines: TimelineSource, access: AdminAccess) -> FastAPI:
+class AdapterUnload(msgspec.Struct, forbid_unknown_fields=True):
+    """As in vLLM, whose `lora_int_id` has no effect there either."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, AdapterUnload)
+
+
+def admin_app(
+    elastic: Elastic, timelines: TimelineSource, access: AdminAccess, adapters: AdapterBook | None = None
+) -> FastAPI:
+    """`adapters` None: they cannot be changed at run time, and there are no routes for it."""
     app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     guarded = [Depends(access.check)]
     app.include_router(timeline_routes(timelines), dependencies=guarded)
     app.include_router(instance_routes(elastic), dependencies=guarded)
+    if adapters is not None:
+        app.include_router(adapter_routes(adapters), dependencies=guarded)
     return app
 
 
@@ -131,6 +153,25 @@ def instance_routes(elastic: Elastic) -> APIRouter:
         body = await _read(request, ChangeRole)
         role = _role(body.role)
         return describe(elastic.change_role(name, role, body.force, _timeout_s(body)))
+
+    return routes
+
+
+def adapter_routes(book: AdapterBook) -> APIRouter:
+    """Makes vLLM's routes to load and unload adapters; they answer with a line of text once it is done."""
+    routes = APIRouter()
+
+    @routes.post("/v1/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        body = await _read(request, AdapterLoad)
+        await book.load(body.lora_name, body.lora_path, body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post("/v1/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        body = await _read(request, AdapterUnload)
+        await book.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return routes
 

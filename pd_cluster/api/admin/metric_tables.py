@@ -42,6 +42,11 @@ class OfCluster:
     text: str
 
 
+ADAPTERS = OfCluster(
+    "vllm:lora_requests_info",
+    "Names of adapters whose requests have their first token, and of those whose have not, separated by commas; the "
+    "value is Unix time. Only with --enable-lora.",
+)
 INSTANCE_GAUGES = (
     OfInstance("vllm:num_requests_running", "Sequences that take part in steps.", lambda load: load.num_running),
     OfInstance("vllm:num_requests_waiting", "Requests that wait for room.", lambda load: load.num_waiting),

@@ -6,8 +6,10 @@ The names are in metric_tables.py. Knows nothing of how anything is counted or o
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -25,7 +27,7 @@ from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import BOUNDS
 from pd_cluster.cluster.tenancy.tenants import by_tenant
 from pd_cluster.errors import Unavailable
-from pd_cluster.reports import AllStats, Buckets, Busy, Stats
+from pd_cluster.reports import AdapterUse, AllStats, Buckets, Busy, Stats
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Totals = Callable[[], AllStats | None]
@@ -33,7 +35,12 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 
 def metrics_routes(
-    router: Router, instances: Sequence[Instance], model_name: str, drain: Drain, totals: Totals | None = None
+    router: Router,
+    instances: Sequence[Instance],
+    model_name: str,
+    drain: Drain,
+    totals: Totals | None = None,
+    adapters: AdapterNaming | None = None,
 ) -> APIRouter:
     """`totals`: of all API processes, which all return the same; None: there is only this process."""
     routes = APIRouter(route_class=PlainRoute)
@@ -46,7 +53,10 @@ def metrics_routes(
 
     @routes.api_route("/metrics", methods=LOOKING)
     async def metrics(request: Request) -> Response:
-        body = metrics_of(instances, model_name, told(), busy_of(router, drain))
+        found = told()
+        body = metrics_of(instances, model_name, found, busy_of(router, drain))
+        if adapters is not None:
+            body += adapters.metric(router.adapters.use(), found.adapters)
         return Response(body, media_type=METRICS_MEDIA_TYPE)
 
     @routes.api_route("/load", methods=LOOKING)
@@ -55,6 +65,39 @@ def metrics_routes(
         return JSONResponse({"server_load": drain.num_running + told().others.num_requests})
 
     return routes
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNaming:
+    """`digests`: of adapters, by their names at any time; `most`: --max-loras."""
+
+    digests: Mapping[str, str]
+    most: int
+
+    def metric(self, *uses: AdapterUse) -> bytes:
+        """Returns the exposition of what is used now: one series, as gateways that route by it expect."""
+        running = self._names(digest for use in uses for digest in use.running)
+        waiting = self._names(digest for use in uses for digest in use.waiting)
+        of = tables.ADAPTERS
+        family = GaugeMetricFamily(
+            of.name, of.text, labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        )
+        family.add_metric([str(self.most), running, waiting], time.time())
+        registry = CollectorRegistry()
+        registry.register(_Only(family))
+        return generate_latest(registry)
+
+    def _names(self, digests: Iterable[str]) -> str:
+        used = set(digests)
+        return ",".join(sorted(name for name, digest in self.digests.items() if digest in used))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Only(Collector):
+    family: Metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self.family
 
 
 def busy_of(router: Router, drain: Drain) -> Busy:

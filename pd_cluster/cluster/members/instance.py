@@ -48,6 +48,8 @@ class Instance:
     next_role: Role | None = None  # its role once it is empty
     drain_deadline_s: float = 0.0  # until then its requests may finish there
     drain_timeout_s: float = 0.0  # that deadline's duration
+    adapters: frozenset[str] = frozenset()  # of those it shall have, by digest, those that it has reported
+    adapter_problems: dict[str, str] = field(default_factory=dict)
 
     @property
     def epoch(self) -> int:

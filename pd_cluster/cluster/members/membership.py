@@ -74,6 +74,8 @@ class Membership(Roster):
         self._was_ready = False  # once the cluster has served, a stranger at a port must not end it
         self._joined: set[str] = set()  # at run time
         self._refused: dict[str, tuple[int, str]] = {}  # name -> epoch of a life with other keys, and the reason
+        self.adapters: wire.WantedAdapters | None = None  # those that every worker shall have; None: those of its start
+        self._loading: set[str] = set()  # open connections to workers that do not have all of them yet
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._watch_too: Callable[[Instance], asyncio.Task[None]] | None = None
 
@@ -112,6 +114,7 @@ class Membership(Roster):
             task.cancel()
         conn, instance.conn = instance.conn, ""
         self._open.discard(conn)
+        self._loading.discard(conn)
         if self._by_conn.pop(conn, None) is not None:
             self._mailbox.send(conn, wire.Peers([]))  # makes it close its links
             asyncio.get_running_loop().call_later(FAREWELL_S, self._mailbox.disconnect, conn)
@@ -219,7 +222,46 @@ class Membership(Roster):
             )
         return ""
 
+    # ---- adapters
+
+    def on_opened(self, conn: str) -> None:
+        instance = self._by_conn.get(conn)
+        if instance is None or self.adapters is None:
+            super().on_opened(conn)
+            return
+        self._mailbox.send(conn, self.adapters)
+        if self.adapters.adapters:
+            self._loading.add(conn)
+            self.set_state(instance, "connecting", "it loads adapters")
+        else:
+            super().on_opened(conn)
+
+    def on_adapter_states(self, conn: str, states: wire.AdapterStates) -> None:
+        """Opens an instance once it has all of them."""
+        instance = self._by_conn.get(conn)
+        if instance is None or self.adapters is None:
+            return
+        instance.adapters, instance.adapter_problems = frozenset(states.loaded), states.problems
+        if conn in self._loading:
+            lacking = [each.digest for each in self.adapters.adapters if each.digest not in instance.adapters]
+            if not lacking:
+                self._loading.discard(conn)
+                super().on_opened(conn)
+            elif reasons := [states.problems[each] for each in lacking if each in states.problems]:
+                self.set_state(instance, "connecting", f"it cannot load an adapter: {reasons[0]}")
+        self.wake()
+
+    def tell_adapters(self, adapters: wire.WantedAdapters) -> None:
+        """Sends the list to every worker, now or when it connects."""
+        self.adapters = adapters
+        for conn in self._open | self._loading:
+            self._mailbox.send(conn, adapters)
+
     # ---- peers
+
+    def on_closed(self, conn: str, reason: str) -> None:
+        self._loading.discard(conn)
+        super().on_closed(conn, reason)
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
         """Returns the new state. Keys last as long as both processes live, so a refused life is not tried again."""

@@ -14,7 +14,17 @@ import msgspec
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Connector, Roster
-from pd_cluster.reports import AllStats, ApiReport, Instances, InstanceView, MoveOn, OthersTokens, Outstanding, ToApi
+from pd_cluster.reports import (
+    AdapterNames,
+    AllStats,
+    ApiReport,
+    Instances,
+    InstanceView,
+    MoveOn,
+    OthersTokens,
+    Outstanding,
+    ToApi,
+)
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +35,11 @@ SILENT_TICKS = 10  # the scheduler hears at least this often that this process i
 class Mirror(Roster):
     """Followers also hear when the scheduler wants an instance emptied."""
 
-    def __init__(self, lines: Connector) -> None:
+    def __init__(self, lines: Connector, adapters: dict[str, str] | None = None, version: int = 0) -> None:
+        """`adapters`: digests by name, changed in place; `version`: of the scheduler's message that they are from."""
         super().__init__([], lines)
+        self._adapters = {} if adapters is None else adapters
+        self.adapters_version = version
         self._views: dict[str, InstanceView] = {}
         self.totals: AllStats | None = None  # of all API processes; None: not received yet
 
@@ -60,6 +73,10 @@ class Mirror(Roster):
                     instance.others_tokens = tokens.get(instance.name, 0)
             case AllStats():
                 self.totals = news
+            case AdapterNames(names, version):
+                self._adapters.clear()
+                self._adapters.update(names)
+                self.adapters_version = version
             case MoveOn(name, why):
                 for instance in [each for each in self.instances if each.name == name]:
                     for follower in self._followers:

@@ -88,6 +88,9 @@ class Roster:
         if instance is not None:
             instance.known_blocks.hear(news)
 
+    def on_adapter_states(self, conn: str, states: wire.AdapterStates) -> None:
+        """Ignores it: only a membership sends lists of adapters."""
+
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)
         if instance is None:
@@ -98,6 +101,7 @@ class Roster:
         instance.conn = ""
         instance.load, instance.num_sequences_then = wire.Load(), 0
         instance.known_blocks = KnownBlocks()
+        instance.adapters, instance.adapter_problems = frozenset(), {}
         if was_open:
             for follower in self._followers:
                 follower.on_lost(instance, reason)

@@ -22,6 +22,8 @@ from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.stats import added
 from pd_cluster.errors import InstanceLost
 from pd_cluster.reports import (
+    AdapterNames,
+    AdapterUse,
     AllStats,
     ApiReport,
     Busy,
@@ -60,6 +62,8 @@ class _Api:
     busy: Busy = field(default_factory=Busy)
     stats: Stats = field(default_factory=Stats)  # of this life
     told_stats: AllStats | None = None
+    adapters: AdapterUse = field(default_factory=AdapterUse)
+    adapters_version: int = 0
     is_idle: bool = False  # it drains and serves nothing any more, or has ended
     told: bytes = b""
     deaths_s: list[float] = field(default_factory=list)
@@ -95,6 +99,8 @@ class ApiProcesses:
         self._drain_timeout_s = drain_timeout_s
         self._is_stopping = False
         self._all_idle = asyncio.Event()
+        self._reported = asyncio.Event()
+        self._num_adapter_news = 0
 
     async def run(self, change: Callable[[], Awaitable[None]]) -> None:
         """Runs until cancelled; `change` returns when an instance may have changed. Raises InstanceLost."""
@@ -131,6 +137,25 @@ class ApiProcesses:
         for api in self._apis:
             api.config = msgspec.structs.replace(api.config, keys=keys)
             api.tell(keys)
+
+    async def set_adapters(self, names: dict[str, str]) -> None:
+        """Sets the adapters' names in every process; returns when all that live have heard them."""
+        self._num_adapter_news += 1
+        news = AdapterNames(dict(names), self._num_adapter_news)
+        for api in self._apis:
+            api.config = msgspec.structs.replace(api.config, adapters=news)
+            api.tell(news)
+        try:
+            async with asyncio.timeout(SILENCE_S):  # one that says nothing for so long is killed
+                while any(api.is_alive and api.adapters_version < news.version for api in self._apis):
+                    await self._reported.wait()
+        except TimeoutError:
+            log.error("not all API processes have heard of the adapters within %g s", SILENCE_S)
+
+    @property
+    def adapters(self) -> set[str]:
+        """The digests of the adapters of requests under way."""
+        return {digest for api in self._apis for digest in api.adapters.running + api.adapters.waiting}
 
     # ---- the end
 
@@ -224,6 +249,9 @@ class ApiProcesses:
     def _hear(self, api: _Api, report: ApiReport) -> None:
         """Adds up a report."""
         api.report, api.is_idle, api.busy = report.outstanding, report.is_idle, report.busy
+        api.adapters, api.adapters_version = report.adapters, report.adapters_version
+        self._reported.set()
+        self._reported = asyncio.Event()
         if report.stats is not None:
             api.stats = report.stats
         if all(each.is_idle for each in self._apis):
@@ -260,10 +288,17 @@ class ApiProcesses:
         for api in self._apis:
             others = [each.busy for each in self._apis if each is not api]
             busy = Busy(*map(sum, zip(*map(msgspec.structs.astuple, others), strict=True)))
-            news = AllStats(stats, busy, num_alive)
+            use = [each.adapters for each in self._apis if each is not api]
+            news = AllStats(stats, busy, num_alive, _together(use))
             if news != api.told_stats:
                 api.told_stats = news
                 api.tell(news)
+
+
+def _together(uses: Sequence[AdapterUse]) -> AdapterUse:
+    running = {digest for use in uses for digest in use.running}
+    waiting = {digest for use in uses for digest in use.waiting}
+    return AdapterUse(sorted(running), sorted(waiting))
 
 
 def _descriptors(config: ApiProcessConfig) -> list[int]:

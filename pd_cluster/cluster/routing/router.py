@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Members
+from pd_cluster.cluster.routing.adapter_use import AdapterCounts
 from pd_cluster.cluster.routing.dispatch import Dispatch, Send
 from pd_cluster.cluster.routing.entrance import ANYBODY, SHUTTING_DOWN, Entrance, Visitor
 from pd_cluster.cluster.routing.fair_queue import QueueEntry
@@ -67,6 +68,7 @@ class Router:
         self._life = secrets.token_hex(4)
         self.timelines = Timelines()
         self.stats = RequestStats()
+        self.adapters = AdapterCounts()
         self.entrance = Entrance(
             membership, choose, self.stats, goals, self._limits.together_s, max_queue_s, has_priorities
         )
@@ -120,6 +122,7 @@ class Router:
                     if is_first:
                         told_s = stream.first_s if order.gathers else None
                         self.timelines.first_token(stream.request_id, stream.heard_s, told_s)
+                        self.adapters.begins(order.variant)
                         is_first = False
                     yield item
                 elif isinstance(item, Setback):
@@ -135,7 +138,7 @@ class Router:
             if expiry is not None:
                 expiry.cancel()
             stream.prompted = _unheard  # the reader may hold the stream: no cycle that outlives the request
-            self._finish(stream, entry)
+            self._finish(stream, entry, is_first)
 
     async def pool(
         self,
@@ -165,6 +168,16 @@ class Router:
         self, order: Order, deadline_s: float | None, client_id: str, received_s: float | None, visitor: Visitor
     ) -> tuple[RequestStream, QueueEntry | None]:
         """Opens a stream once the request has its pair. Raises Unavailable, Overloaded, DeadlineExceeded."""
+        self.adapters.arrives(order.variant)
+        try:
+            return await self._paired(order, deadline_s, client_id, received_s, visitor)
+        except BaseException:
+            self.adapters.ends(order.variant, has_begun=False)
+            raise
+
+    async def _paired(
+        self, order: Order, deadline_s: float | None, client_id: str, received_s: float | None, visitor: Visitor
+    ) -> tuple[RequestStream, QueueEntry | None]:
         arrived_s = self.stats.clock() if received_s is None else received_s
         ask = ask_of(order)
         found = self.entrance.pair_at_once(ask, order.num_decoding, order.priority, visitor)
@@ -220,11 +233,12 @@ class Router:
         self._streams[request_id] = stream
         return stream
 
-    def _finish(self, stream: RequestStream, entry: QueueEntry | None) -> None:
+    def _finish(self, stream: RequestStream, entry: QueueEntry | None, is_first: bool) -> None:
         """Aborts the legs that have not ended by themselves, and forgets the request."""
         if self._streams.pop(stream.request_id, None) is not None:
             self._dispatch.abort(stream)
         self.entrance.ended(entry, stream.num_tokens)
+        self.adapters.ends(stream.order.variant, has_begun=not is_first)
         self._note_end(stream, sys.exception())
 
     def _note_end(self, stream: RequestStream, error: BaseException | None) -> None:

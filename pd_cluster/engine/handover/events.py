@@ -60,8 +60,18 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """The thread that loads adapters has loaded one; `problem`: or why not."""
+
+    digest: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class StartDrain:
     """Accept nothing more, and stop when all current requests have ended."""
 
 
-Event = ConnOpened | ConnClosed | Mail | HandedOver | StopEngine | StartDrain | OfLane | Offered | LinkEvent
+Event = (
+    ConnOpened | ConnClosed | Mail | HandedOver | StopEngine | StartDrain | OfLane | Offered | AdapterLoaded | LinkEvent
+)

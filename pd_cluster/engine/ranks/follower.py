@@ -21,6 +21,7 @@ from pd_cluster.engine.handover.links import LocalLanes
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.lead import ALL_LAYERS
+from pd_cluster.engine.ranks.rank_adapters import load_share
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.batch import NUM_COLUMNS, StepInput
@@ -198,7 +199,7 @@ class Follower:
         self._host = None
         if lanes is not None:
             self._host = LaneHost(lanes, runner.pool.layout, channel.send)
-        self._steps: queue.SimpleQueue[to.Step | to.Moves | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[to.Step | to.Moves | to.DropAdapter | None] = queue.SimpleQueue()
         self._num_steps = 0
         self._next_count_s = 0.0
 
@@ -225,6 +226,8 @@ class Follower:
                 return
             if isinstance(message, to.Moves):
                 self._runner.move(message.moves)
+            elif isinstance(message, to.DropAdapter):
+                self._runner.drop_adapter(message.digest)
             else:
                 self._compute(message)
 
@@ -246,8 +249,10 @@ class Follower:
             self._host.count()
 
     def _hear(self, message: to.ToFollower) -> None:
-        if isinstance(message, (to.Step, to.Moves)):
+        if isinstance(message, (to.Step, to.Moves, to.DropAdapter)):
             self._steps.put(message)
+        elif isinstance(message, to.LoadAdapter):
+            load_share(self._runner, message, self._channel.send)
         elif isinstance(message, to.Ping):
             self._channel.send(to.Pong())
         elif self._host is not None:

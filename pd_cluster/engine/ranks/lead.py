@@ -13,6 +13,7 @@ from typing import Any
 
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel, encode
+from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
 from pd_cluster.engine.step.plan import Move
 from pd_cluster.errors import InstanceLost
 from pd_cluster.model.batch import OnLayer, RunnerOutput, StepInput
@@ -80,6 +81,7 @@ class LeadRunner:
         self.vocab_size = runner.vocab_size
         self.goes_ahead = runner.goes_ahead
         self.progress = to.Reached(0, ALL_LAYERS)  # this rank's
+        self.adapters = LeadAdapters(runner, len(followers), self._tell)
 
     def move(self, moves: Sequence[Move]) -> None:
         self._tell(to.Moves(list(moves)))

@@ -43,6 +43,21 @@ class Moves(RankMessage, frozen=True):
     moves: Sequence[tuple[Move, int, int]]
 
 
+class LoadAdapter(RankMessage, frozen=True):
+    """A follower answers with `LoadedAdapter`; `path` is its folder."""
+
+    digest: str
+    path: str
+    slot: int
+    max_rank: int
+
+
+class DropAdapter(RankMessage, frozen=True):
+    """Takes effect between the steps before and behind it."""
+
+    digest: str
+
+
 class Reached(msgspec.Struct, frozen=True, order=True, array_like=True):
     """An engine's progress: steps begun, and layers that the last of them has written."""
 
@@ -173,6 +188,14 @@ class Pong(RankMessage, frozen=True):
     pass
 
 
+class LoadedAdapter(RankMessage, frozen=True):
+    """`problem`: why it could not be loaded; "" if it was."""
+
+    rank: int
+    digest: str
+    problem: str
+
+
 class Offers(RankMessage, frozen=True):
     """This rank's offers for a lane, its largest payloads, and the content of its probe block."""
 
@@ -208,6 +231,8 @@ class Counted(RankMessage, frozen=True):
 ToFollower = (
     Step
     | Moves
+    | LoadAdapter
+    | DropAdapter
     | Ping
     | OpenSend
     | Open
@@ -226,4 +251,4 @@ ToFollower = (
     | CloseReceive
 )
 OfLanes = Offers | Posted | Reported | Counted
-FromFollower = Pong | OfLanes
+FromFollower = Pong | LoadedAdapter | OfLanes

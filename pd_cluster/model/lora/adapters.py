@@ -6,6 +6,7 @@ B are cut as the weights beside them are, so that existing sums add the parts up
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,16 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder, Stored
 from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.packing import PackedModule
-from pd_cluster.model.lora.adapted import AdaptedLinear, AdaptedModule, Addition, Features, LowRank, Site, StepRows
+from pd_cluster.model.lora.adapted import (
+    NONE,
+    AdaptedLinear,
+    AdaptedModule,
+    Addition,
+    Features,
+    LowRank,
+    Site,
+    StepRows,
+)
 from pd_cluster.model.parallel.plan import WHOLE, Cut
 from pd_cluster.model.parallel.shard import take
 
@@ -39,7 +49,8 @@ class Adapters:
     def __init__(self, cut: CutOf = uncut, name_of: Callable[[str], str] = str) -> None:
         """`name_of`: a weight's name in the model that is served, by its name in the model that was trained."""
         self.rows = StepRows()
-        self.slots: dict[str, int] = {}  # by the adapters' digests; only grows
+        self.slots: dict[str, int] = {}  # by the adapters' digests
+        self._slots_given = itertools.count(NONE + 1)  # none of them twice
         self._places: dict[str, tuple[Site, Features]] = {}
         self._cut, self._name_of = cut, name_of
         self._lock = threading.Lock()
@@ -94,17 +105,39 @@ class Adapters:
 
     # ---- adapters
 
-    def load(self, folder: LoraFolder) -> int:
-        """Loads an adapter on any thread, while steps are computed; returns its slot. Raises ModelError."""
+    def load(self, folder: LoraFolder, slot: int | None = None) -> int:
+        """Loads an adapter on any thread, while steps are computed; returns its slot. Raises ModelError.
+
+        `slot`: the one that it has on rank 0; None: the next.
+        """
         with self._lock:
-            if (known := self.slots.get(folder.digest)) is not None:
+            known = self.slots.get(folder.digest)
+            if known is not None and slot in (None, known):
                 return known
-            slot = len(self.slots) + 1
+            slot = self.next_slot() if slot is None else slot
             for site, addition in self._additions(folder):
                 site.additions[slot] = addition
+            if known is not None:  # of a load that rank 0 has given up
+                self._drop(known)
             self.slots[folder.digest] = slot  # last: now requests may have it
             log.info("adapter %s: %d modules of %s", folder.digest[:12], len(folder.modules), folder.path)
             return slot
+
+    def drop(self, digest: str) -> None:
+        """Forgets an adapter that no request has, between two steps."""
+        with self._lock:
+            slot = self.slots.pop(digest, None)
+            if slot is not None:
+                self._drop(slot)
+                log.info("adapter %s is dropped", digest[:12])
+
+    def _drop(self, slot: int) -> None:
+        for site, _ in self._places.values():
+            site.additions.pop(slot, None)
+
+    def next_slot(self) -> int:
+        """Returns a slot that no adapter has had."""
+        return next(self._slots_given)
 
     def _additions(self, folder: LoraFolder) -> list[tuple[Site, Addition]]:
         data = bytearray(folder.weights())

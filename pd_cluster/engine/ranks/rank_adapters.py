@@ -1,0 +1,91 @@
+"""Adapters of an instance with several ranks: rank 0 has each of them load its share, and waits until all have."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.engine.adapters import load_from
+from pd_cluster.engine.ranks import rank_messages as to
+from pd_cluster.errors import ModelError
+from pd_cluster.model.runner import ModelRunner
+
+ANSWER_TIMEOUT_S = 300.0
+
+
+class LeadAdapters:
+    """Rank 0's side. `tell` sends to all followers, of which there are `num_followers`."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        num_followers: int,
+        tell: Callable[[to.RankMessage], None],
+        timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
+        self._runner = runner
+        self._num_followers = num_followers
+        self._tell = tell
+        self._timeout_s = timeout_s
+        self._answers: dict[str, dict[int, str]] = {}  # problems by digest and rank, of those under way
+        self._changed = threading.Condition()
+
+    @property
+    def variants(self) -> Mapping[str, int]:
+        return self._runner.variants
+
+    def hear(self, message: to.LoadedAdapter) -> None:
+        """Takes a follower's answer, on its channel's thread."""
+        with self._changed:
+            if message.digest in self._answers:
+                self._answers[message.digest][message.rank] = message.problem
+                self._changed.notify_all()
+
+    def load_adapter(self, folder: LoraFolder) -> None:
+        """Loads it on all ranks; on a thread beside the steps. Raises ModelError, ConfigError."""
+        if folder.digest in self.variants:
+            return
+        max_rank = max(pair.rank for pair in folder.modules.values())
+        with self._changed:
+            self._answers[folder.digest] = {}
+        slot = self._runner.adapters.next_slot()
+        self._tell(to.LoadAdapter(folder.digest, str(folder.path), slot, max_rank))
+        try:
+            self._await(folder.digest)
+            self._runner.load_adapter(folder, slot)  # last: requests may have it now
+        except Exception:
+            self._tell(to.DropAdapter(folder.digest))
+            raise
+        finally:
+            with self._changed:
+                del self._answers[folder.digest]
+
+    def drop_adapter(self, digest: str) -> None:
+        self._runner.drop_adapter(digest)
+        self._tell(to.DropAdapter(digest))
+
+    def _await(self, digest: str) -> None:
+        """Waits for every follower's answer. Raises ModelError."""
+        deadline_s = time.monotonic() + self._timeout_s
+        with self._changed:
+            while len(self._answers[digest]) < self._num_followers:
+                if not self._changed.wait(deadline_s - time.monotonic()):
+                    raise ModelError(f"adapter {digest[:12]}: not all ranks have loaded it in {self._timeout_s:g} s")
+            for rank, problem in sorted(self._answers[digest].items()):
+                if problem:
+                    raise ModelError(f"rank {rank}: {problem}")
+
+
+def load_share(runner: ModelRunner, message: to.LoadAdapter, answer: Callable[[to.LoadedAdapter], None]) -> None:
+    """Loads a follower's share on a thread of its own."""
+
+    def load() -> None:
+        def put(folder: LoraFolder) -> None:
+            runner.load_adapter(folder, message.slot)
+
+        problem = load_from(message.path, message.digest, message.max_rank, put)
+        answer(to.LoadedAdapter(runner.group.rank, message.digest, problem))
+
+    threading.Thread(target=load, name="adapters", daemon=True).start()

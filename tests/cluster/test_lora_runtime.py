@@ -1,0 +1,208 @@
+"""Adapters that come and go while a cluster of two API processes and a two-rank prefill instance serves."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pd_cluster.cluster.members.credentials import ADMIN_TOKEN_FILE
+from tests.support.adapters import make_adapter, merged
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import assert_all_same, random_prompt
+
+Checkpoints = Callable[..., Path]
+MAX_TOKENS = 12
+INFO = "vllm:lora_requests_info"
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of the model and of adapters merged into it."""
+    base, folder = checkpoint("llama", max_position_embeddings=2048), tmp_path_factory.mktemp("adapters")
+    found = {"": base}
+    for seed, name in enumerate(("first", "second", "third")):
+        adapter = make_adapter(folder / "root" / name, base, seed, rank=4 + seed)
+        found[name] = merged(base, adapter, folder / f"merged-{name}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(models: dict[str, Path]) -> Path:
+    return models["first"].parent / "root"
+
+
+class Served(LiveCluster):
+    def command(self, path: str, status: int = 200, token: str | None = None, **body: Any) -> str:
+        token = (self.folder / ADMIN_TOKEN_FILE).read_text().strip() if token is None else token
+        headers = {"Authorization": f"Bearer {token}"}
+        answer = httpx.post(f"{self.admin_url}{path}", json=body, headers=headers, timeout=60, trust_env=False)
+        assert answer.status_code == status, answer.text
+        return answer.text if status == 200 else answer.json()["error"]["message"]
+
+    def load(self, name: str, path: Path | str, status: int = 200, **fields: Any) -> str:
+        return self.command("/v1/load_lora_adapter", status, lora_name=name, lora_path=str(path), **fields)
+
+    def unload(self, name: str, status: int = 200) -> str:
+        return self.command("/v1/unload_lora_adapter", status, lora_name=name)
+
+    def names(self) -> list[str]:
+        listed = httpx.get(f"{self.url}/v1/models", trust_env=False).json()["data"]
+        return [each["id"] for each in listed[1:]]
+
+    def used(self) -> dict[str, str]:
+        """The labels of vLLM's metric of adapters."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
+        (family,) = [each for each in text_string_to_metric_families(text) if each.name == INFO]
+        (sample,) = family.samples
+        return dict(sample.labels)
+
+    def status(self, name: str) -> int:
+        """Asks on a connection of its own: any API process may have it."""
+        body = {"model": name, "prompt": [5], "max_tokens": 1}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60, trust_env=False).status_code
+
+    def assert_gives(self, names: dict[str, Path], seed: int) -> None:
+        """Checks many requests at once against the merged models."""
+        rng = random.Random(seed)
+        asks = [(name, random_prompt(rng, n)) for name in names for n in (1, 33, 70)]
+        outputs: dict[int, list[int]] = {}
+
+        def job(at: int) -> Callable[[], None]:
+            name, prompt = asks[at]
+            fields = {"model": name} if name else {}
+            return lambda: outputs.update({at: self.complete(prompt, MAX_TOKENS, **fields)})
+
+        errors = in_parallel([job(at) for at in range(len(asks))], concurrency=len(asks))
+        assert not errors, errors[0]
+        for name, folder in names.items():
+            own = [at for at in range(len(asks)) if asks[at][0] == name]
+            assert_all_same(folder, [asks[at][1] for at in own], [outputs[at] for at in own], MAX_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def cluster(models: dict[str, Path], root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = ["--enable-lora", "--max-loras=2", "--max-cpu-loras=3", "--num-blocks=512"]
+    own = {"scheduler": ["--allow-runtime-lora", f"--lora-root={root}", "--api-workers=2"]}
+    with Served(
+        tmp_path_factory.mktemp("runtime"),
+        models[""],
+        arguments=[*flags, f"--lora-modules=first={root}/first"],
+        member_arguments=own,
+        tp_sizes={"prefill-0": 2},
+    ) as running:
+        yield running
+
+
+def test_an_adapter_is_had_once_its_load_is_answered(cluster: Served, models: dict[str, Path], root: Path) -> None:
+    assert cluster.status("second") == 404
+    assert "added successfully" in cluster.load("second", "second")
+    assert {cluster.status("second") for _ in range(8)} == {200}
+    assert cluster.names() == ["first", "second"]
+    cluster.assert_gives({name: models[name] for name in ("", "first", "second")}, seed=1)
+    assert "removed successfully" in cluster.unload("second")
+    assert {cluster.status("second") for _ in range(8)} == {404}
+    cluster.assert_home()
+
+
+def test_what_cannot_be_loaded_changes_nothing(cluster: Served, root: Path, tmp_path: Path) -> None:
+    before = cluster.names()
+    assert "needs the admin token" in cluster.command(
+        "/v1/load_lora_adapter", 401, "wrong", lora_name="x", lora_path=""
+    )
+    assert "there is no adapter 'second'" in cluster.unload("second", 404)
+    assert "there is no folder" in cluster.load("x", root / "nothing", 404)
+    assert "is not below --lora-root" in cluster.load("x", "../merged-first", 400)
+    outside = tmp_path / "outside"
+    shutil.copytree(root / "second", outside)
+    (root / "link").symlink_to(outside)
+    assert "is not below --lora-root" in cluster.load("x", "link", 400)
+    (root / "link").unlink()
+    assert "the model itself" in cluster.load("tiny", "second", 400)
+    assert "is loaded already" in cluster.load("first", "second", 400)
+    assert "not a name" in cluster.load("a/b", "second", 400)
+    half = root / "half"
+    shutil.copytree(root / "second", half)
+    data = (half / "adapter_model.safetensors").read_bytes()
+    (half / "adapter_model.safetensors").write_bytes(data[: len(data) // 2])
+    assert "adapter_model.safetensors" in cluster.load("x", "half", 400)
+    shutil.rmtree(half)
+    assert cluster.names() == before
+
+
+def test_one_that_fits_no_layer_is_refused_by_the_workers(
+    cluster: Served, checkpoint: Checkpoints, root: Path, tmp_path: Path
+) -> None:
+    wider = checkpoint("llama", hidden_size=128, intermediate_size=96)
+    make_adapter(root / "wider", wider)
+    problem = cluster.load("wider", "wider", 400)
+    assert "prefill-0" in problem or "decode-0" in problem
+    assert "do not fit" in problem
+    assert cluster.names() == ["first"]
+    assert cluster.status("first") == 200
+
+
+def test_a_name_may_stand_for_another_content(cluster: Served, models: dict[str, Path]) -> None:
+    """The same prompt before and after: no block that the first content computed is used again."""
+    cluster.load("moving", "second")
+    cluster.assert_gives({"moving": models["second"]}, seed=3)
+    assert "is loaded already" in cluster.load("moving", "third", 400)
+    cluster.load("moving", "third", load_inplace=True)
+    cluster.assert_gives({"moving": models["third"]}, seed=3)
+    cluster.unload("moving")
+
+
+def test_at_most_max_cpu_loras_and_room_again_after_an_unload(cluster: Served, models: dict[str, Path]) -> None:
+    make_adapter(models["first"].parent / "root" / "fourth", models[""], seed=9)
+    cluster.load("second", "second")
+    cluster.load("third", "third")
+    assert cluster.names() == ["first", "second", "third"]
+    assert "--max-cpu-loras 3: so many" in cluster.load("fourth", "fourth", 400)
+    cluster.unload("third")
+    cluster.unload("second")
+
+    def dropped() -> bool:
+        return cluster.log_file("decode-0").read_text().count("is dropped") >= 2
+
+    cluster.wait_until("the worker has dropped them", dropped)
+
+
+def test_one_that_is_unloaded_ends_its_requests(cluster: Served, models: dict[str, Path]) -> None:
+    """A stream that has begun goes on to its end, with its adapter, and shows in the metrics meanwhile."""
+    cluster.load("second", "second")
+    prompt = random_prompt(random.Random(8), 20)
+    body = {"model": "second", "prompt": prompt, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    stream = {"stream": True, "return_token_ids": True}
+    tokens: list[int] = []
+    url = f"{cluster.url}/v1/completions"
+    with httpx.stream("POST", url, json={**body, **stream}, timeout=60, trust_env=False) as answer:
+        lines = answer.iter_lines()
+        begun = next(line for line in lines if line.startswith("data: "))
+        cluster.wait_until("the metric names it", lambda: cluster.used()["running_lora_adapters"] == "second")
+        cluster.unload("second")
+        assert cluster.status("second") == 404
+        for line in [begun, *lines]:
+            if line.startswith("data: {"):
+                tokens += httpx.Response(200, text=line[6:]).json()["choices"][0].get("token_ids") or []
+    assert len(tokens) == 400
+    assert_all_same(models["second"], [prompt], [tokens[:64]], 64)
+    idle = {"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    cluster.wait_until("the metric names none", lambda: cluster.used() == idle)
+    cluster.assert_home()
+
+
+def test_a_worker_that_comes_back_loads_what_is_published(cluster: Served, models: dict[str, Path]) -> None:
+    cluster.load("second", "second")
+    cluster.kill("decode-0")
+    cluster.await_exit("decode-0")
+    cluster.start_member("decode-0")
+    cluster.await_ready()
+    cluster.assert_gives({"second": models["second"], "": models[""]}, seed=5)
+    cluster.unload("second")
+    cluster.assert_home()

@@ -69,10 +69,10 @@ def paired_lora(given: Any, num_prompts: int) -> list[LoRARequest | None]:
 
 
 class LoraFolders:
-    """The adapters of one engine, by their folders. `load` gives one to the engine; None: it has those of its start."""
+    """The adapters of one engine, by their folders. `load` gives one to the engine."""
 
     def __init__(
-        self, settings: AdapterSettings, started: Mapping[str, str], load: Callable[[LoraFolder], None] | None
+        self, settings: AdapterSettings, started: Mapping[str, str], load: Callable[[LoraFolder], None]
     ) -> None:
         """`started`: digests of the adapters that the engine has had from its start, by name."""
         self._settings, self._started, self._load = settings, set(started.values()), load
@@ -100,11 +100,6 @@ class LoraFolders:
 
     def _digest(self, folder: LoraFolder) -> str:
         if folder.digest not in self._started:
-            if self._load is None:
-                raise ConfigError(
-                    f"{folder.path}: worker processes have the adapters of their start; give it to LLM(…, "
-                    f"lora_modules=['NAME={folder.path}'])"
-                )
             self._load(folder)
         return folder.digest
 

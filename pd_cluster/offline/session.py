@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.errors import Closed, ConfigError
@@ -76,12 +77,18 @@ class Offline:
             self.checkpoint = Checkpoint.of(config.engine)
             self.checkpoint.warn_of_ignored_files()
             self._parts.service = self.run(self._open(config))
-            backend = self._parts.backend
-            load = backend.load_adapter if isinstance(backend, LocalEngine) else None
-            self.adapters = LoraFolders(config.engine.adapters, self.service.adapters, load)
+            self.adapters = LoraFolders(config.engine.adapters, self.service.adapters, self._load_adapter)
         except BaseException:
             self.close()
             raise
+
+    def _load_adapter(self, folder: LoraFolder) -> None:
+        """Raises ModelError, ConfigError, RequestError."""
+        match self._parts.backend:
+            case LocalEngine() as engine:
+                engine.load_adapter(folder)
+            case SplitCluster() as split:
+                self.run(split.load_adapter(folder))
 
     @property
     def service(self) -> TextService:

@@ -16,6 +16,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.credentials import credentials_of
 from pd_cluster.cluster.members.membership import Membership, membership_of
 from pd_cluster.cluster.members.place import find_place, node_ports
@@ -46,7 +48,9 @@ class SplitCluster:
         self._folder = Path(tempfile.mkdtemp(prefix="pd-cluster-"))  # mode 0700
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._working: list[asyncio.Task[None]] = []
         self._preloader: LaunchPreloader | None = None
+        self._book: AdapterBook | None = None
         self.edge: Edge[Membership]
 
     async def start(self) -> None:
@@ -59,15 +63,38 @@ class SplitCluster:
         roster_of = partial(membership_of, place, node_ports(scheduler.env, place), self._config.timeouts)
         self.edge = Edge(self._config, credentials_of(place, KeyFiles()), roster_of)
         self.edge.start()
+        if self._config.engine.adapters.enable_lora:
+            self._book = self._adapter_book()
+            self._working.append(asyncio.create_task(self._book.run()))
         self._watching = asyncio.create_task(self.edge.roster.run())
+        self._working.append(self._watching)
         await self._until_linked(time.monotonic() + START_TIMEOUT_S)
+
+    async def load_adapter(self, folder: LoraFolder) -> None:
+        """Returns when all workers have the adapter. Raises RequestError."""
+        assert self._book is not None  # the engine takes adapters
+        await self._book.load(folder.digest[:32], str(folder.path), replaces=True)
+
+    def _adapter_book(self) -> AdapterBook:
+        edge, timeouts = self.edge, self._config.timeouts
+
+        def used() -> set[str]:
+            use = edge.router.adapters.use()
+            return {*use.running, *use.waiting}
+
+        async def publish() -> None:
+            """Does nothing: this process alone serves."""
+
+        settings = self._config.engine.adapters
+        return AdapterBook(edge.roster, settings, "/", edge.adapters, (), used, publish, timeouts.drain_timeout_s)
 
     async def close(self) -> None:
         """Ends the processes: asks, waits, kills. Removes the rank tables. A second Ctrl-C kills them at once."""
         try:
-            if self._watching is not None:
-                self._watching.cancel()
-                await asyncio.gather(self._watching, return_exceptions=True)
+            for task in self._working:
+                task.cancel()
+            await asyncio.gather(*self._working, return_exceptions=True)
+            if self._working:
                 self.edge.mailbox.close()
             for _ in range(2):  # the second signal does not wait for requests
                 for process in self._running:

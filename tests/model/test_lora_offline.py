@@ -94,15 +94,20 @@ def test_what_is_refused(llm: LLM, models: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_worker_processes(models: dict[str, Path], tmp_path: Path) -> None:
-    """The split loads adapters at its start, with two ranks on either side; a request finds one by its content."""
+    """Two ranks on either side have adapters from the start, found by their content, and others on first use."""
     folder = models["a"].parent
     modules = [f"a={folder / 'a'}", f"b={folder / 'b'}"]
     sizes = {"prefill": 1, "decode": 1, "tensor_parallel_size": 2, "num_blocks": 64}
     with LLM(str(models[""]), enable_lora=True, lora_modules=modules, max_loras=2, **sizes) as llm:  # type: ignore[arg-type]
         check(llm, models, ["a", "", "b"])
         other = make_adapter(tmp_path / "other", models[""], 7)
-        with pytest.raises(RequestError, match=r"worker processes have the adapters of their start; .*lora_modules="):
-            llm.generate("a", GREEDY, lora_request=LoRARequest("o", 1, str(other)), use_tqdm=False)
+        first = LoRARequest("o", 1, str(other))
+        (output,) = llm.generate("a", GREEDY, lora_request=first, use_tqdm=False)
+        folder = merged(models[""], other, tmp_path / "merged")
+        assert_all_same(folder, [output.prompt_token_ids], [list(output.outputs[0].token_ids)], GREEDY.max_tokens)
+        wide = make_adapter(tmp_path / "wide", models[""], 8, rank=32)
+        with pytest.raises(RequestError, match=r"rank 32 .*max_lora_rank 16"):
+            llm.generate("a", GREEDY, lora_request=LoRARequest("w", 2, str(wide)), use_tqdm=False)
 
 
 def test_adapters_of_a_pipeline(models: dict[str, Path]) -> None:

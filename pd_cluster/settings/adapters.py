@@ -7,6 +7,7 @@ import os
 import re
 import reprlib
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.setting import Form, Panel, Scope, Setting, at_least, at_most, check
 
+SHIPPED_ADAPTER = Path(__file__).parents[1] / "models" / "pirate"  # for settings.engine's SHIPPED_MODEL
 MOST_RANK = 512
 NAME = re.compile(r"[^\s/\\=\x00-\x1f\x7f][^/\\=\x00-\x1f\x7f]{0,127}")
 EXAMPLE = """NAME=PATH, or JSON such as '{"name": "NAME", "path": "PATH"}'"""

@@ -13,6 +13,7 @@ import torch
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import HostValues
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.image_rows import ImagePart, ImageRows, image_parts
 from pd_cluster.types import Request
 
 Ints = npt.NDArray[np.int64]
@@ -67,6 +68,7 @@ class ForwardBatch:
     host_context_lens: Ints  # [num_seqs], the same as `context_lens`
     pool: KVPool
     hidden: HiddenRows | None = None  # None: no hidden states are wanted
+    images: ImageRows | None = None  # None: no token stands for a picture
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     layers_written: list[int] = field(default_factory=list)
     windows: set[int | None] = field(default_factory=set)  # the windows that its layers attended through
@@ -113,6 +115,7 @@ class StepInput:
     blocks: Ints  # [sum of blocks]
     rope_positions: Ints | None = None  # [1 or 3, num_tokens]; None: every token's index in its sequence
     adapters: Ints | None = None  # [num_seqs]: slots (model/lora); None: no sequence has an adapter
+    images: tuple[ImagePart, ...] = ()
 
 
 def step_input(
@@ -141,6 +144,7 @@ def step_input(
         np.array(blocks, dtype=np.int64),
         _rope_positions([request for request, _ in chunks], rows),
         None if slots is None else _adapters([request.order.variant for request, _ in chunks], slots),
+        image_parts(chunks),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -93,9 +94,14 @@ class PlainCausalLM:
         if self.adapters is not None:
             self.adapters.rows.begin(batch.adapters, batch.query_lens)
         self._set_batch(batch)
+        tokens = {"input_ids": batch.input_ids}
+        if batch.images is not None:
+            embeddings = self.model.get_input_embeddings()(batch.input_ids)
+            batch.images.embed(embeddings[0])
+            tokens = {"inputs_embeds": embeddings}
         try:
             logits: torch.Tensor = self.model(
-                input_ids=batch.input_ids,
+                **tokens,
                 position_ids=batch.rope_positions,
                 use_cache=False,
                 logits_to_keep=batch.sample_rows,
@@ -109,6 +115,15 @@ class PlainCausalLM:
         self._batch = batch
         for rotary in self._rotaries:
             rotary.batch = batch
+
+    def take_deep_features(self) -> None:
+        """Lets its layers take what pictures add to the residual stream after them (DeepStack)."""
+        for layer_idx, layer in enumerate(self.model.model.layers):
+            layer.register_forward_hook(partial(self._deepen, layer_idx))
+
+    def _deepen(self, layer_idx: int, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        if self._batch is not None and self._batch.images is not None:
+            self._batch.images.deepen(output[0], layer_idx)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Joins the shares of the module's own logits to […, vocab_size]."""
@@ -186,10 +201,14 @@ class FusedCausalLM:
         if self.adapters is not None:
             self.adapters.rows.begin(batch.adapters, batch.query_lens)
         x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
+        if (images := batch.images) is not None:
+            images.embed(x)
         ropes = self._ropes(x, batch)
         delta = None
-        for layer in self._layers[:-1]:
+        for layer_idx, layer in enumerate(self._layers[:-1]):
             delta = self._after_attention(layer, x, self._attention(layer, x, delta, ropes, batch))
+            if images is not None:
+                images.deepen(x, layer_idx)
         last = self._layers[-1]
         attended = self._attention(last, x, delta, ropes, batch)
         hidden = batch.hidden

@@ -21,7 +21,7 @@ from pd_cluster.devices.group import buffers_nbytes
 from pd_cluster.devices.streams import capture
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import num_lanes
-from pd_cluster.kv.memory import Move
+from pd_cluster.kv.memory import TORCH_DTYPES, Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.attention_choice import SDPA, check_backend, check_deterministic, default_block_size
@@ -38,6 +38,7 @@ from pd_cluster.model.batch import (
 from pd_cluster.model.capturable import obstacle
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
+from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype, resolve_kv_cache_dtype
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
@@ -48,6 +49,7 @@ from pd_cluster.model.sampling.tokens import After, DeviceTokens
 from pd_cluster.model.sizing import check_offload, num_pool_blocks, num_step_tokens, num_swap_blocks
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.trial import prove_lengths, trial
+from pd_cluster.model.vision.tower import Tower, load_tower
 from pd_cluster.native.memory import keep_what_is_freed
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.engine import EngineConfig
@@ -113,6 +115,7 @@ class ModelRunner:
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, dtype: str, block_size: int) -> None:
         """Loads the model, allocates the pool and runs the proof. Raises ModelError for what must not be served."""
         device = self.device
+        self.tower: Tower | None = None  # None: it takes no pictures
         self.model = load_model(
             checkpoint,
             dtype,
@@ -125,6 +128,9 @@ class ModelRunner:
             config.npu_head_dims,
             config.kv_cache_dtype,
         )
+        if checkpoint.vision is not None:
+            kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
+            self.tower = load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens)
         self._load_adapters(config)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
@@ -246,6 +252,11 @@ class ModelRunner:
         slots = None if self.model.adapters is None else self.model.adapters.slots
         return step_input(chunks, self.pool.layout.block_size, slots)
 
+    def sparing_pixels(self, parts: Sequence[ImagePart]) -> list[ImagePart]:
+        """Returns a step's parts of pictures for other ranks, which keep the same features as this one."""
+        assert self.tower is not None or not parts
+        return [] if self.tower is None else self.tower.sparing_pixels(parts)
+
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> DeviceTokens:
@@ -295,6 +306,9 @@ class ModelRunner:
             batch = batch_of(step, self.pool)
             if input_ids is not None:
                 batch.input_ids = input_ids[None]
+            if step.images:
+                assert self.tower is not None  # see engine/step/limits.py
+                batch.images = self.tower.rows(step.images)
             batch.on_layer = on_layer
             batch.after_layer = self.threads.adjust if self.threads.may_change else None
             logits = self.model(batch)

@@ -125,9 +125,9 @@ async def _begun(service: TextService, ask: Ask) -> Generation:
 
 async def _generation(service: TextService, ask: Ask, request: CompletionRequest | ChatCompletionRequest) -> Generation:
     if isinstance(request, ChatCompletionRequest):
-        return await service.chat(request, allows_control_tokens=ask.allows_control_tokens)
+        return await service.chat(request, allows_control_tokens=ask.allows_control_tokens, pictures=ask.pictures)
     assert ask.prompt is not None
-    return await service.completion(request, ask.prompt)
+    return await service.completion(request, ask.prompt, pictures=ask.pictures)
 
 
 # ---- the end

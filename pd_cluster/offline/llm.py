@@ -28,7 +28,7 @@ from pd_cluster.offline.pooling import (
     paired_pooling,
 )
 from pd_cluster.offline.progress import Progress
-from pd_cluster.offline.prompts import Prompt, paired, read_conversations, read_prompts, refuse
+from pd_cluster.offline.prompts import Prompt, paired, pictures_of, read_conversations, read_prompts, refuse
 from pd_cluster.offline.sampling import SamplingParams, guided_fields
 from pd_cluster.offline.session import Offline
 
@@ -136,9 +136,11 @@ class LLM:
         """Continues prompts, adding nothing to them. Returns one output for each, in their order.
 
         `prompts`, or `inputs`: a str, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of one
-        of these; `prompt_token_ids`: one list, or several. `sampling_params`: one for all, or one for each.
-        `lora_request`: the adapter of all prompts, or one for each (None: the model itself); it needs enable_lora=True.
-        `guided_options_request`: the guide of all outputs, as a dict or an object with guided_json and so on.
+        of these. A dict may have "multi_modal_data": {"image": …}, a PIL image or a list of them, if the model takes
+        images; its prompt has one placeholder for each. `prompt_token_ids`: one list, or several. `sampling_params`:
+        one for all, or one for each. `lora_request`: the adapter of all prompts, or one for each (None: the model
+        itself); it needs enable_lora=True. `guided_options_request`: the guide of all outputs, as a dict or an object
+        with guided_json and so on.
 
         Raises RequestError, before any work, for errors that do not depend on the model: the shape of the input, a
         value of a parameter, an argument that is not supported. Errors that depend on the model (a prompt that is too
@@ -193,7 +195,13 @@ class LLM:
         params = paired(sampling_params, len(conversations))
         adapters = paired_lora(lora_request, len(conversations))
         asks = asks_for_chats(
-            conversations, params, template, self._new_seed, self._has_tool_parser, allow_control_tokens
+            conversations,
+            params,
+            template,
+            self._new_seed,
+            self._has_tool_parser,
+            allow_control_tokens,
+            self._offline.checkpoint.vision is not None,
         )
         return self._answered(asks, adapters, use_tqdm)
 
@@ -215,6 +223,8 @@ class LLM:
         `error_msg`.
         """
         read = read_prompts(prompts, None)
+        if any(map(pictures_of, read)):
+            raise RequestError("prompts: vectors are of texts; leave the images out", param="prompts")
         check_have_text(read, self._has_text)
         params = paired_pooling(pooling_params, len(read))
         variants = self._offline.adapters.variants(paired_lora(lora_request, len(read)))

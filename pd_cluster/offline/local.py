@@ -141,9 +141,8 @@ class LocalEngine:
     def _load(self) -> tuple[Worker, InstanceInfo]:
         import torch
 
-        from pd_cluster.engine.build import build_core, side_of
+        from pd_cluster.engine.build import build_core, limits_of, side_of
         from pd_cluster.engine.handover.events import ConnOpened
-        from pd_cluster.engine.step.limits import EngineLimits
         from pd_cluster.engine.worker import Worker
 
         torch.set_grad_enabled(False)  # per thread
@@ -163,8 +162,7 @@ class LocalEngine:
         )
         core, runner = build_core(self._config)
         self._runner = runner
-        limits = EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants)
-        worker = Worker(config, core, side_of(config, runner), limits, self, _NoLanes(), self._inbox)
+        worker = Worker(config, core, side_of(config, runner), limits_of(runner), self, _NoLanes(), self._inbox)
         self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
         info = InstanceInfo(
             name=NAME,

@@ -29,6 +29,7 @@ from pd_cluster.service.helpers.interpreter import seldom_collecting
 from pd_cluster.service.service import TextService
 from pd_cluster.settings.config import ApiConfig
 from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.media import MediaSettings
 from pd_cluster.settings.requests import ChatConfig, RequestSettings, StructuredOutputs
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.setting import declared
@@ -46,6 +47,7 @@ class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig
     chat: ChatConfig = ChatConfig()
+    media: MediaSettings = MediaSettings()
     prefill: int = 0
     decode: int = 0
     max_logprobs: int = RequestSettings().max_logprobs
@@ -141,6 +143,7 @@ class Offline:
             routing=RoutingConfig(has_priorities=True, max_queue_s=None),
             max_logprobs=config.max_logprobs,
             chat=config.chat,
+            media=config.media,
             sampling_override=config.sampling_override,
             structured_outputs=config.structured_outputs,
         )

@@ -153,6 +153,7 @@ def text_service(
         config.structured_outputs.disable_any_whitespace,
         adapters,
         config.engine.adapters.max_loras if config.engine.adapters.enable_lora else 0,
+        config.media,
     )
     return TextService(router, checkpoint, served)
 

@@ -12,6 +12,7 @@ from pd_cluster.cluster.routing.entrance import ANYBODY, Visitor
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError
 from pd_cluster.parsers.reply import ReplyReader
+from pd_cluster.service.pixels import PixelHold
 from pd_cluster.service.sequence import Piece, TextSequence
 from pd_cluster.types import Logprobs, Order, PromptOutput, Sampling
 
@@ -54,6 +55,7 @@ class Generation:
     received_s: float | None = None
     visitor: Visitor = ANYBODY
     arrived: Callable[[], None] = _nothing  # called when the router has it
+    hold: PixelHold | None = None  # of its pictures
 
     @property
     def prompt_token_ids(self) -> list[int]:

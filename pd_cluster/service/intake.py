@@ -15,6 +15,7 @@ from pd_cluster.service.caller import NOBODY, Caller
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.guides.guide_check import GuideCheck
 from pd_cluster.service.limits import Limits, check_priority, max_tokens_of, truncated
+from pd_cluster.service.prompts.pictures import Shown
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.service.schema.guide_fields import Asked
 from pd_cluster.service.schema.protocol import GenerationRequest
@@ -104,14 +105,19 @@ class Intake:
     def generation(
         self,
         request: GenerationRequest,
-        token_ids: list[int],
+        shown: Shown,
         default_max_tokens: int | None,
         param: str,
         shared: Shared,
     ) -> Generation:
         """Checks the limits. Raises RequestError."""
-        limit = self._limit()
-        token_ids = truncated(request, token_ids, limit, default_max_tokens or 1)
+        limit, prompt = self._limit(), shown.prompt
+        token_ids = truncated(request, prompt.token_ids, limit, default_max_tokens or 1)
+        if prompt.images and len(token_ids) < len(prompt.token_ids):
+            raise RequestError(
+                "truncate_prompt_tokens: a prompt with images is never cut; send a shorter one",
+                param="truncate_prompt_tokens",
+            )
         wanted = max_tokens_of(request, len(token_ids), limit, default_max_tokens, param)
         if self._most_tokens is not None:  # as in vLLM's server: no answer is longer, whatever a request wants
             wanted = min(wanted, int(self._most_tokens))
@@ -137,6 +143,9 @@ class Intake:
             self._variant_of(request.model, shared.caller),
             session=request.prompt_cache_key or "",
             priority=request.priority or 0,
+            spans=prompt.spans,
+            images=prompt.images,
+            rope_positions=prompt.rope_positions,
         )
         return Generation(
             order,
@@ -146,6 +155,7 @@ class Intake:
             is_prompt_only=wanted == 0,
             visitor=shared.caller.visitor,
             arrived=shared.caller.arrived,
+            hold=shown.hold,
         )
 
     def _sequences(

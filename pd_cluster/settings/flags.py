@@ -68,7 +68,6 @@ REFUSED: dict[str, str] = {
     "--enable-prompt-adapter": "prompt adapters are not supported",
     "--fully-sharded-loras": "each rank has the whole of one of an adapter's two matrices, which needs no further sums",
     "--kv-transfer-config": f"the handover is part of this project; see {called('kv_transport')}",
-    "--limit-mm-per-prompt": "images, audio and video are not supported",
     "--long-lora-scaling-factors": "adapters of one context length are supported, others are not",
     "--lora-dtype": "adapters are computed in float32",
     "--lora-extra-vocab-size": "adapters with tokens of their own are not supported",

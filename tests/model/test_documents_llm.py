@@ -155,8 +155,11 @@ def test_parts_of_text_are_answered_and_others_refused(llm: LLM, path: Path) -> 
     for part in (IMAGE, VIDEO):
         with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\]: only parts of type 'text'"):
             llm.chat([{"role": "user", "content": [part, text]}], GREEDY, use_tqdm=False)
-    for data in ({"image": ["x"]}, {"video": ["x"]}):
-        with pytest.raises(RequestError, match=r"multimodal_data: images, audio and video are not supported"):
+    for data, said in (
+        ({"image": ["x"]}, r"image\[0\]: str; must be a PIL"),
+        ({"video": ["x"]}, "video and audio are"),
+    ):
+        with pytest.raises(RequestError, match=rf"multimodal_data.*{said}"):
             llm.generate({"prompt": "a", "multimodal_data": data}, GREEDY, use_tqdm=False)
 
 

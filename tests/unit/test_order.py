@@ -18,6 +18,7 @@ from pd_cluster.kv.prefix import PrefixScope, chain_hashes
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import (
     OWN,
+    Image,
     LegEnd,
     Order,
     Request,
@@ -50,7 +51,7 @@ def odd_fields() -> dict[str, Any]:
     All but `pooling`, with which there are no sequences; test_pooling.py has its attempts.
     """
     given = [each for each in msgspec.structs.fields(Order) if each.default != NOT_GIVEN and each.name != "pooling"]
-    return {each.name: ODD[type(each.default)] for each in given}
+    return {each.name: ODD[type(each.default)] for each in given} | {"images": (Image(2, 2),)}
 
 
 def submit_of(order: Order) -> wire.Submit:

@@ -25,6 +25,7 @@ from pd_cluster.engine.ranks.rank_adapters import load_share
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.batch import NUM_COLUMNS, StepInput
+from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
 from pd_cluster.transport.receiving import ReceiveThread
@@ -263,7 +264,9 @@ def _input_of(step: to.Step) -> StepInput:
     parts = (step.rows, step.input_ids, step.blocks, step.rope_positions, step.adapters)
     rows, input_ids, blocks, rope_positions, adapters = (np.frombuffer(data, np.int64).copy() for data in parts)
     own = rope_positions.reshape(-1, len(input_ids)) if len(rope_positions) else None
-    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, adapters if len(adapters) else None)
+    images = tuple(ImagePart(each.row, each.start, each.num_tokens, each.digest, each.image) for each in step.images)
+    slots = adapters if len(adapters) else None
+    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, slots, images)
 
 
 def send_to_rank_0(channel: Channel) -> Callable[[str, wire.Body], None]:

@@ -111,7 +111,8 @@ class LeadRunner:
         rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
         rope_positions = b"" if step.rope_positions is None else step.rope_positions.tobytes()
         adapters = b"" if step.adapters is None else step.adapters.tobytes()
-        self._tell(to.Step(rows, input_ids, blocks, is_ahead, on_layer is not None, rope_positions, adapters))
+        images = tuple(to.StepImage(*part) for part in self._runner.sparing_pixels(step.images))
+        self._tell(to.Step(rows, input_ids, blocks, is_ahead, on_layer is not None, rope_positions, adapters, images))
         num_steps = self.progress.num_steps + 1
         self.progress = to.Reached(num_steps, 0)
         if on_layer is None:

@@ -85,6 +85,9 @@ DESCRIPTIONS = {
     "guided_whitespace_pattern": "A regular expression for the space between the parts of JSON.",
     "return_token_strs": "Tell each token's text, too.",
     "tokens": "Token ids.",
+    "token_ids": "The prompt.",
+    "sampling_params": "Those of a completion, such as temperature, max_tokens, stop_token_ids, logprobs (a number) "
+    "and structured_outputs. Default of max_tokens: as many as the context has room for.",
 }
 
 # field -> its allowed types -> keywords of that type's schema

@@ -41,7 +41,7 @@ def openai_routes(service: TextService) -> APIRouter:
         request = parse(await read_body(http), ChatCompletionRequest)
         name = service.check_model(request.model, caller_of(http))
         generation = await service.chat(named(request, http), received_s, caller_of(http))
-        return await _answer(http, service, ChatAnswer(request, name, service, generation))
+        return await answered(http, service, ChatAnswer(request, name, service, generation))
 
     @routes.post("/v1/completions")
     async def completions(http: Request) -> Response:
@@ -49,12 +49,13 @@ def openai_routes(service: TextService) -> APIRouter:
         request = parse(await read_body(http), CompletionRequest)
         name = service.check_model(request.model, caller_of(http))
         generations = await service.completions(named(request, http), received_s, caller_of(http))
-        return await _answer(http, service, CompletionAnswer(request, name, service, generations))
+        return await answered(http, service, CompletionAnswer(request, name, service, generations))
 
     return routes
 
 
-async def _answer(http: Request, service: TextService, answer: Answer) -> Response:
+async def answered(http: Request, service: TextService, answer: Answer) -> Response:
+    """Has the request computed, and answers whole or in chunks."""
     reserve_tokens(http, answer.generations)
     session = session_of(http)
     for generation in answer.generations:

@@ -6,7 +6,7 @@ is not in every answer.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -205,6 +205,47 @@ class Generated(BaseModel):
     prompt_logprobs: PromptLogprobs | None = OF_PROMPT
     token_ids: list[list[int]] | None = Field(default=None, description="Of each sequence, without the prompt.")
     prompt_token_ids: list[int] | None = None
+
+
+class TokensChoice(BaseModel):
+    index: int
+    logprobs: ChatLogprobs | None = Field(description='Tokens are named "token_id:5".')
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int]
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
+
+
+class GeneratedTokens(BaseModel):
+    request_id: str
+    model: str
+    created: int = Field(description="Unix time, in seconds.")
+    choices: list[TokensChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = OF_PROMPT
+    kv_transfer_params: None = None
+
+
+class GeneratedTokensChunk(BaseModel):
+    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+
+    request_id: str
+    choices: list[TokensChoice]
+    usage: Usage | None = None
+
+
+class RenderedPrompt(BaseModel):
+    """A body of /inference/v1/generate."""
+
+    request_id: str | None
+    token_ids: list[int]
+    features: None
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    stream_options: dict[str, bool | None] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
 
 
 class Model(BaseModel):

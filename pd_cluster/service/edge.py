@@ -153,6 +153,8 @@ def text_service(
         config.structured_outputs.disable_any_whitespace,
         adapters,
         config.engine.adapters.max_loras if config.engine.adapters.enable_lora else 0,
+        not (config.http.has_keys or config.http.metrics_key),
+        config.shows_tokenizer,
     )
     return TextService(router, checkpoint, served)
 

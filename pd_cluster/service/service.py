@@ -48,7 +48,8 @@ class ServiceConfig:
     sampling_defaults.py. `requires_model`: a request must name one. `forces_usage`: every stream ends with its usage.
     `stream_interval`: tokens of a choice in each piece of a stream. `has_compact_json`: guided JSON has no blanks
     between its parts, unless a request says which. `adapters`: the digest of each, by its name;
-    `max_loras` 0: there are none.
+    `max_loras` 0: there are none. `shows_load`: to clients that ask how busy the cluster is. `shows_tokenizer`: to
+    clients, with its chat template.
     """
 
     model: str
@@ -68,6 +69,8 @@ class ServiceConfig:
     has_compact_json: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_loras: int = 0
+    shows_load: bool = False
+    shows_tokenizer: bool = False
 
 
 class TextService:
@@ -187,6 +190,14 @@ class TextService:
     @property
     def forces_usage(self) -> bool:
         return self._config.forces_usage
+
+    @property
+    def shows_load(self) -> bool:
+        return self._config.shows_load
+
+    @property
+    def shows_tokenizer(self) -> bool:
+        return self._config.shows_tokenizer
 
     async def close(self) -> None:
         await self._intake.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -177,6 +178,61 @@ def test_a_batch_that_cannot_be_answered(cluster: LiveCluster, more: dict[str, A
     assert (status, found) == (400, param), message
     if len(more.get("messages", [])) == 2:
         assert message.startswith("messages[1]"), message
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "room"),
+    [
+        ("/v1/completions", {"prompt": "one"}, {"max_tokens": 9}),
+        ("/v1/chat/completions", {"messages": HELLO}, {"max_tokens": 9}),
+        ("/inference/v1/generate", {"token_ids": PROMPT}, {"sampling_params": {"max_tokens": 9, "ignore_eos": True}}),
+    ],
+)
+def test_an_answer_tells_its_times(
+    cluster: LiveCluster, path: str, prompt: dict[str, Any], room: dict[str, Any]
+) -> None:
+    """Whole or streamed; they fit together and into the time that the request took."""
+    body = {**prompt, **room, "include_metrics": True, **({} if "inference" in path else GREEDY)}
+    started_s = time.monotonic()
+    found = [
+        right(post(cluster, path, **body))["metrics"],
+        events_of(post(cluster, path, **body, stream=True))[-1]["metrics"],
+    ]
+    took_ms = 1000 * (time.monotonic() - started_s)
+    for metrics in found:
+        assert 0 <= metrics["queue_time_ms"] <= metrics["time_to_first_token_ms"]
+        assert 8 * metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"])
+        assert metrics["tokens_per_second"] * metrics["mean_itl_ms"] == pytest.approx(1000)
+    assert sum(each["time_to_first_token_ms"] + each["generation_time_ms"] for each in found) < took_ms
+    assert "metrics" not in right(post(cluster, path, **prompt, **room))
+
+
+def test_times_of_several_answers_are_not_mixed(cluster: LiveCluster) -> None:
+    body = {"prompt": "one", "max_tokens": 3, "include_metrics": True}
+    assert right(post(cluster, "/v1/completions", **body, n=2))["metrics"] is None
+    assert right(post(cluster, "/v1/completions", **{**body, "prompt": ["one", "two"]}))["metrics"] is None
+    batch = right(post(cluster, "/v1/chat/completions/batch", messages=[HELLO, HELLO], include_metrics=True))
+    assert batch["metrics"] is None
+
+
+@pytest.mark.parametrize("form", ["TEXT", "json"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_load_balancers_learn_how_busy_the_cluster_is(cluster: LiveCluster, form: str, stream: bool) -> None:
+    body = {"prompt": "one", "max_tokens": 2, "stream": stream}
+    headers = {"endpoint-load-metrics-format": form}
+    answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
+    kind, _, told = answer.headers["endpoint-load-metrics"].partition(" ")
+    assert kind == form.upper()
+    if kind == "JSON":
+        numbers = json.loads(told)["named_metrics"]
+    else:
+        pairs = [each.removeprefix("named_metrics.").split("=") for each in told.split(", ")]
+        numbers = {name: float(value) for name, value in pairs}
+    assert set(numbers) == {"kv_cache_usage_perc", "num_requests_waiting"}
+    assert 0 <= numbers["kv_cache_usage_perc"] <= 1
+    for other in ({}, {"endpoint-load-metrics-format": "protobuf"}):
+        answer = cluster.client.post(f"{cluster.url}/v1/completions", json=body, headers=other)
+        assert "endpoint-load-metrics" not in answer.headers
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ DESCRIPTIONS = {
     "prompt_logprobs": "Most likely tokens to tell beside each token of the prompt; not with stream.",
     "return_tokens_as_token_ids": 'Logprobs show a token as "token_id:5".',
     "return_token_ids": "Answers have the token ids of prompt and output, too.",
+    "include_metrics": "Tell when the answer's tokens came; null for more than one answer in a request.",
     "echo": "The answer begins with the prompt; in a chat with the message that it goes on with.",
     "add_special_tokens": "Put the model's own tokens around the text, such as the one for a beginning.",
     "skip_special_tokens": "Leave such tokens out of the answer's text.",

@@ -23,6 +23,7 @@ from pd_cluster.api.gate.http import (
     session_of,
     unless_disconnected,
 )
+from pd_cluster.api.openai.load_header import load_header
 from pd_cluster.api.openai.openai import answered, openai_routes, served_by
 from pd_cluster.api.openai.pooling_routes import pooling_routes
 from pd_cluster.api.openai.request_names import named
@@ -134,11 +135,9 @@ class _Chats(NamedTuple):
         """Returns one answer, whose choices are numbered as the conversations are."""
         wholes = [answer.whole([piece]) for answer, piece in zip(self.answers, pieces, strict=True)]
         choices = [each["choices"][0] | {"index": at} for at, each in enumerate(wholes)]
-        return wholes[0] | {
-            "choices": choices,
-            "usage": added_up([each["usage"] for each in wholes]),
-            "prompt_token_ids": None,
-        }
+        usage = added_up([each["usage"] for each in wholes])
+        whole = wholes[0] | {"choices": choices, "usage": usage, "prompt_token_ids": None}
+        return whole | ({"metrics": None} if "metrics" in whole else {})
 
 
 async def _answered_batch(http: Request, service: TextService, chats: _Chats) -> Response:
@@ -151,7 +150,8 @@ async def _answered_batch(http: Request, service: TextService, chats: _Chats) ->
     if pieces is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     large = len(chats.generations) > FEW_CHATS or chats.answers[0].is_large
-    return await json_response(lambda: chats.whole(pieces), large=large, headers=served_by(chats.generations))
+    headers = served_by(chats.generations) | load_header(http, service)
+    return await json_response(lambda: chats.whole(pieces), large=large, headers=headers)
 
 
 def _add_invocations(routes: APIRouter, service: TextService) -> None:

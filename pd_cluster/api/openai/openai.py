@@ -18,6 +18,7 @@ from pd_cluster.api.gate.http import (
     session_of,
     unless_disconnected,
 )
+from pd_cluster.api.openai.load_header import load_header
 from pd_cluster.api.openai.request_names import named
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.answers import Answer
@@ -65,9 +66,9 @@ async def answered(http: Request, service: TextService, answer: Answer) -> Respo
         pieces = await unless_disconnected(http.receive, service.complete(answer.generations))
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        headers = served_by(answer.generations)
+        headers = served_by(answer.generations) | load_header(http, service)
         return await json_response(lambda: answer.whole(pieces), large=answer.is_large, headers=headers)
-    return EventStream(_events(service, answer), lambda: served_by(answer.generations))
+    return EventStream(_events(service, answer), lambda: served_by(answer.generations), load_header(http, service))
 
 
 async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes, None]:
@@ -87,7 +88,7 @@ async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes,
             raise
         yield event(error_body(error)) + DONE
         return
-    yield (answer.usage_chunk() if answer.wanted.usage else b"") + DONE
+    yield answer.closing_chunk() + DONE
 
 
 def served_by(generations: list[Generation]) -> dict[str, str]:

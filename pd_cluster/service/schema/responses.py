@@ -13,6 +13,17 @@ from pydantic import BaseModel, Field
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class RequestTimings(BaseModel):
+    time_to_first_token_ms: float
+    generation_time_ms: float = Field(description="From the first token until the last.")
+    queue_time_ms: float | None = Field(description="Until a prefill instance had room; null: not reported.")
+    mean_itl_ms: float | None = Field(description="Between two tokens; null if there is one.")
+    tokens_per_second: float | None = Field(description="After the first token.")
+
+
+OF_TIMES = Field(default=None, description="With include_metrics; null for more than one answer.")
+
+
 class ErrorDetails(BaseModel):
     message: str = Field(description="What is wrong, with names and numbers.")
     type: str = Field(description="The kind of error, such as invalid_request_error or service_unavailable.")
@@ -102,6 +113,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: RequestTimings | None = OF_TIMES
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = OF_PROMPT
 
@@ -146,6 +158,7 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    metrics: RequestTimings | None = OF_TIMES
     prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
 
 
@@ -174,6 +187,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    metrics: RequestTimings | None = OF_TIMES
 
 
 class CompletionChunkChoice(BaseModel):
@@ -195,6 +209,7 @@ class CompletionChunk(BaseModel):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
+    metrics: RequestTimings | None = OF_TIMES
 
 
 class Generated(BaseModel):
@@ -221,6 +236,7 @@ class GeneratedTokens(BaseModel):
     created: int = Field(description="Unix time, in seconds.")
     choices: list[TokensChoice]
     usage: Usage
+    metrics: RequestTimings | None = OF_TIMES
     prompt_logprobs: PromptLogprobs | None = OF_PROMPT
     kv_transfer_params: None = None
 
@@ -231,6 +247,7 @@ class GeneratedTokensChunk(BaseModel):
     request_id: str
     choices: list[TokensChoice]
     usage: Usage | None = None
+    metrics: RequestTimings | None = OF_TIMES
 
 
 class RenderedPrompt(BaseModel):

@@ -27,7 +27,17 @@ from pd_cluster.types import INT32_MAX, Sampling
 
 # Fields of GenerationRequest that belong to the request rather than to its sampling.
 OF_REQUEST = frozenset(
-    {"model", "stream", "stream_options", "user", "request_id", "cache_salt", "prompt_cache_key", "priority"}
+    {
+        "model",
+        "stream",
+        "stream_options",
+        "include_metrics",
+        "user",
+        "request_id",
+        "cache_salt",
+        "prompt_cache_key",
+        "priority",
+    }
     | {"return_token_ids", "return_tokens_as_token_ids", "truncation_side"}
 )
 OF_GUIDE = frozenset(
@@ -55,6 +65,7 @@ class TokensRequest(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
     priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
+    include_metrics: bool | None = None
 
     def completion(self) -> CompletionRequest:
         """Returns the completion of these tokens. Without max_tokens it may fill the context. Raises RequestError."""

@@ -33,7 +33,7 @@ from pd_cluster.types import Status, TokenOutput
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1  # how often deadlines are checked
-LOAD_S = 0.02  # the age that the load in heartbeats may have
+LOAD_S = 0.02  # the age that the reported load may have, apart from a step's duration
 IDLE_WAIT_S = 0.05
 
 
@@ -62,7 +62,7 @@ class Worker:
         self._clock = clock
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
         self._next_tick_s = self._next_load_s = 0.0
-        self._is_draining = False
+        self._is_draining = self._is_load_old = False
         self._shares_cores = shares_cores
         self._rest = rest
         self.tracer = Tracer(clock)
@@ -98,7 +98,7 @@ class Worker:
         `came_round` is called between steps, and several times a second while there are none.
         """
         busy = False
-        while self._read_inbox(wait_s=0.0 if busy else IDLE_WAIT_S):
+        while self._read_inbox(wait_s=0.0 if busy else self._idle_wait_s):
             came_round()
             self._tick()
             was_busy, busy = busy, self._step()
@@ -117,6 +117,8 @@ class Worker:
         if self._shares_cores and not self._is_draining and self.legs.patience.waits:
             return False
         plan = self.core.plan()
+        if plan.admitted or plan.preempted:
+            self._publish_load(at_once=True)  # before the step, which may take long
         started_s = self._clock()
         result = self.core.run(plan)
         self._pace.computed(plan.chunks, self._clock() - started_s)
@@ -164,13 +166,18 @@ class Worker:
             legs.refuse(request.leg_key, error)
 
     def _publish_load(self, at_once: bool = False) -> None:
-        """Refreshes the load that heartbeats read, no more often than they need; changes of links are sent at once."""
+        """Refreshes the load that heartbeats read, no more often than they need.
+
+        Changes of links are sent at once, and changes that metrics show soon: heartbeats alone would be too late.
+        """
         handover = self.handover
         has_news = (handover.out_links.states(), self._is_draining) != (self.load.links, self.load.is_draining)
         now_s = self._clock()
-        if not has_news and not at_once and now_s < self._next_load_s:
+        self._is_load_old = not has_news and not at_once and now_s < self._next_load_s
+        if self._is_load_old:
             return
         self._next_load_s = now_s + LOAD_S
+        shown = self.load.shown_now
         self.load = load_of(
             self.core,
             handover.exports,
@@ -182,6 +189,13 @@ class Worker:
         )
         if has_news:
             self._post.beat()
+        elif shown != self.load.shown_now:
+            self._post.beat_soon()
+
+    @property
+    def _idle_wait_s(self) -> float:
+        """Returns how long mail may be waited for; shorter while the load may have changed since it was refreshed."""
+        return min(IDLE_WAIT_S, max(0.001, self._next_load_s - self._clock())) if self._is_load_old else IDLE_WAIT_S
 
     def _tick(self) -> None:
         now_s = self._clock()

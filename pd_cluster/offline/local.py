@@ -108,6 +108,8 @@ class LocalEngine:
     def beat(self) -> None:
         """Does nothing: no peer needs heartbeats."""
 
+    beat_soon = beat
+
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)

@@ -154,6 +154,8 @@ def text_service(
         adapters,
         config.engine.adapters.max_loras if config.engine.adapters.enable_lora else 0,
         config.media,
+        not (config.http.has_keys or config.http.metrics_key),
+        config.shows_tokenizer,
     )
     return TextService(router, checkpoint, served)
 

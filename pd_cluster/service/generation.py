@@ -116,10 +116,11 @@ def usage_of(generations: list[Generation]) -> dict[str, Any]:
     usages = [generation.usage for generation in generations]
     if len(usages) == 1:
         return usages[0]
-    total: dict[str, Any] = {
-        name: sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    }
-    if all("prompt_tokens_details" in usage for usage in usages):
-        num_cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-        total["prompt_tokens_details"] = {"cached_tokens": num_cached}
-    return total
+    return added_up(usages)
+
+
+def added_up(usages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adds up counts by name, at any depth; those that one of the usages lacks are left out."""
+    names = [name for name in usages[0] if all(name in usage for usage in usages)]
+    columns = {name: [usage[name] for usage in usages] for name in names}
+    return {name: added_up(each) if isinstance(each[0], dict) else sum(each) for name, each in columns.items()}

@@ -51,7 +51,8 @@ class ServiceConfig:
     sampling_defaults.py. `requires_model`: a request must name one. `forces_usage`: every stream ends with its usage.
     `stream_interval`: tokens of a choice in each piece of a stream. `has_compact_json`: guided JSON has no blanks
     between its parts, unless a request says which. `adapters`: the digest of each, by its name;
-    `max_loras` 0: there are none.
+    `max_loras` 0: there are none. `shows_load`: to clients that ask how busy the cluster is. `shows_tokenizer`: to
+    clients, with its chat template.
     """
 
     model: str
@@ -72,6 +73,8 @@ class ServiceConfig:
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_loras: int = 0
     media: MediaSettings = field(default_factory=MediaSettings)
+    shows_load: bool = False
+    shows_tokenizer: bool = False
 
 
 class TextService:
@@ -193,6 +196,14 @@ class TextService:
     @property
     def forces_usage(self) -> bool:
         return self._config.forces_usage
+
+    @property
+    def shows_load(self) -> bool:
+        return self._config.shows_load
+
+    @property
+    def shows_tokenizer(self) -> bool:
+        return self._config.shows_tokenizer
 
     async def close(self) -> None:
         await self._intake.close()

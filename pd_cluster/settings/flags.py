@@ -44,6 +44,7 @@ NO_EFFECT: dict[str, Ignored] = {
     "--disable-sliding-window": Ignored("sliding windows follow the model", 0),
     "--enable-chunked-prefill": Ignored("prefill is always chunked", 0),
     "--enable-offline-docs": Ignored("/docs needs nothing from other hosts", 0),
+    "--enable-per-request-metrics": Ignored("requests choose them with include_metrics", 0),
     "--enable-prompt-tokens-details": Ignored("usage always has them", 0),
     "--enable-server-load-tracking": Ignored("/load is always there", 0),
     "--engine-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),

@@ -66,6 +66,7 @@ class Request:
     swap_table: list[int] = field(default_factory=list, metadata=OWN)  # where its KV is in host memory while it waits
     block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as they were needed
     num_hashed_blocks: int = field(default=0, metadata=OWN)  # blocks of its table that are known to the prefix cache
+    num_preemptions: int = field(default=0, metadata=OWN)  # how often it gave way to others here
     is_resumed: bool = field(default=False, metadata=OWN)  # its siblings came with it and are not forked from it
     dropped: set[int] = field(default_factory=set, metadata=OWN)  # sequences cancelled before they are forked
 

@@ -247,6 +247,8 @@ class Worker:
                 self.legs.abort(conn, body)
             case wire.WantedAdapters() if conn in self._schedulers:
                 self.adapters.read(conn, body)
+            case wire.ResetCache() if conn in self._schedulers:
+                self.core.scheduler.blocks.forget()
             case wire.Peers() if conn in self._schedulers:
                 self.handover.set_peers(body.peers)
             case _:

@@ -6,13 +6,13 @@ nearest known one. Honoured flags are the settings (options.py).
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pd_cluster.errors import ConfigError, called, flag_of, told
 from pd_cluster.settings.options import settings
+from pd_cluster.settings.suggestions import meant_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,8 @@ def unknown(argument: str, known: Sequence[str]) -> str:
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}"
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
-    return f"unknown flag {flag}{f'; did you mean {near[0]}?' if near else '; see pd-cluster serve --help'}"
+    near = meant_by(flag, known)
+    return f"unknown flag {flag}{f'; did you mean {near}?' if near else '; see pd-cluster serve --help'}"
 
 
 def _is_number(text: str) -> bool:

@@ -46,6 +46,7 @@ from pd_cluster.wire.membership import Leave as Leave
 from pd_cluster.wire.membership import Load as Load
 from pd_cluster.wire.membership import PeerInfo as PeerInfo
 from pd_cluster.wire.membership import Peers as Peers
+from pd_cluster.wire.membership import ResetCache as ResetCache
 from pd_cluster.wire.membership import Tally as Tally
 from pd_cluster.wire.membership import WantedAdapters as WantedAdapters
 from pd_cluster.wire.membership import Welcome as Welcome

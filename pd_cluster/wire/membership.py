@@ -54,6 +54,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_landed_tokens: int = 0  # those of them whose KV cache has landed
     step_tokens: Tally = Tally()  # of every step, the tokens that it computed
     preemptions: Tally = Tally()  # of every sequence that ended here, how often it gave way to others
+    num_cache_resets: int = 0
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
     is_draining: bool = False  # it takes no new requests
     links: dict[str, LinkState] = {}  # by the peer's name@epoch
@@ -62,7 +63,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     def shown_now(self) -> tuple[int, ...]:
         """Returns the figures whose changes are reported at once."""
         requests = self.num_running, self.num_waiting, self.num_expected, self.num_landing, self.num_exporting
-        return *requests, self.num_held_blocks, self.num_free_swap_blocks, self.num_leaked_blocks
+        blocks = self.num_held_blocks, self.num_free_swap_blocks, self.num_leaked_blocks
+        return *requests, *blocks, self.num_cache_resets
 
     @property
     def progress(self) -> int:
@@ -150,6 +152,10 @@ class AdapterStates(Message, frozen=True):
 
     loaded: list[str]
     problems: dict[str, str] = {}
+
+
+class ResetCache(Message, frozen=True):
+    """The receiver forgets which blocks hold which prefix; `num_cache_resets` of its load says when it has."""
 
 
 class Peers(Message, frozen=True):

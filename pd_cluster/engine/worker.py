@@ -164,6 +164,8 @@ class Worker:
             legs.forget(request)
         for request, error in result.failed:
             legs.refuse(request.leg_key, error)
+        for request in result.plan.lacking:
+            legs.give_up(request.leg_key, "its images' KV was dropped, and computing it again takes their pixels")
 
     def _publish_load(self, at_once: bool = False) -> None:
         """Refreshes the load that heartbeats read, no more often than they need.

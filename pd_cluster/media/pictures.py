@@ -19,7 +19,6 @@ from pd_cluster.media.rules import NUM_CHANNELS, ImageRules
 from pd_cluster.types import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-MAX_FILE_NBYTES = 24 << 20
 MAX_PIXELS = 64 << 20  # of a file, before it is resized
 HAVE_ALPHA = ("RGBA", "LA", "PA", "La", "RGBa")
 WIDE = ("I", "I;16", "I;16L", "I;16B", "F")  # gray with more than 8 bits
@@ -27,8 +26,6 @@ WIDE = ("I", "I;16", "I;16L", "I;16B", "F")  # gray with more than 8 bits
 
 def prepared(data: bytes, rules: ImageRules) -> tuple[Image, bytes]:
     """Returns the picture in a file and its digest. Raises RequestError."""
-    if len(data) > MAX_FILE_NBYTES:
-        raise RequestError(f"{len(data)} bytes: a picture's file has at most {MAX_FILE_NBYTES}; send a smaller one")
     with _own_words():
         picture = Pictures.open(io.BytesIO(data), formats=FORMATS)
         check_size(picture, rules)

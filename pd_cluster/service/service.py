@@ -123,7 +123,11 @@ class TextService:
             chat,
             checkpoint.vision is not None,
         )
-        self._pictures = PictureIntake(checkpoint.vision, config.media)
+        self._pictures = PictureIntake(checkpoint.vision, config.media, self._addresses)
+
+    def _addresses(self) -> set[str]:
+        infos = (instance.info for instance in self.router.membership.instances)
+        return {info.server_ip for info in infos if info is not None and info.server_ip}
 
     @property
     def max_model_len(self) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.settings.setting import OBJECT, Form, Panel, Scope, Setting
+from pd_cluster.settings.setting import OBJECT, TEXTS, Form, Panel, Scope, Setting
 
 MEDIA = partial(Setting, panel=Panel.REQUESTS, scope=Scope.TEXT)
 IMAGES = "image"
@@ -38,7 +38,7 @@ LIMITS = Form(str, _limits, lambda value: json.dumps(value) if value else "", ta
 
 
 class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`limits`: the most items of a prompt by their kind; 16 images where it does not say."""
+    """`limits`: the most items of a prompt by their kind; DEFAULT_IMAGES where it does not say."""
 
     limits: Annotated[
         dict[str, int],
@@ -49,6 +49,25 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
             form=LIMITS,
         ),
     ] = {}
+
+    local_root: Annotated[
+        str,
+        MEDIA(
+            "Folder of which file:// URLs of images may name files; by default none. Anybody who sends requests can "
+            "learn what its images show.",
+            name="allowed_local_media_path",
+        ),
+    ] = ""
+    domains: Annotated[
+        tuple[str, ...],
+        MEDIA(
+            "Hosts from which http(s) URLs of images are fetched; by default none.",
+            name="allowed_media_domains",
+            metavar="HOST",
+            form=TEXTS,
+            is_several=True,
+        ),
+    ] = ()
 
     @property
     def most_images(self) -> int:

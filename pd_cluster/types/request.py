@@ -138,6 +138,14 @@ class Request:
         return 1 if num_tokens == self.num_behind else 0
 
     @property
+    def lacks_pixels(self) -> bool:
+        """Whether it would compute a picture that came without pixels, because its KV was to come from elsewhere."""
+        order = self.order
+        if not order.images or self.num_computed_tokens >= order.spans[-1].stop:
+            return False
+        return any(not image.pixels for image in order.images)
+
+    @property
     def computes_all(self) -> bool:
         """Whether every token must be computed here, and nothing of the prefix cache be used."""
         return self.wants_prompt_logprobs or (self.pooling is not None and self.pooling.kind == "mean")

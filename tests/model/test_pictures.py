@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image as Pictures
 from safetensors.torch import load_file, save_file
 
 from pd_cluster import LLM, SamplingParams
@@ -18,7 +15,6 @@ from pd_cluster.model import loader
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.types import Request, Sampling
-from tests.support.checkpoints import make_tokenizer
 from tests.support.engines import make_core, run
 from tests.support.multimodal import change_config, rewrite_weights
 from tests.support.pictures import (
@@ -27,6 +23,8 @@ from tests.support.pictures import (
     PLACEHOLDER,
     SECTIONS,
     Shown,
+    data_url,
+    ids_of,
     make_vision,
     picture,
     reference_answer,
@@ -179,15 +177,15 @@ def test_offline(tmp_path: Path) -> None:
         other = {**data, "multi_modal_data": {"image": [picture(2)]}}
         two = {"prompt_token_ids": PROMPTS[2].token_ids, "multi_modal_data": {"image": PROMPTS[2].pictures}}
         found = llm.generate([data, other, two], params, use_tqdm=False)
-        prompts = [Shown(ids("ab", "c"), [picture(1)]), Shown(ids("ab", "c"), [picture(2)]), PROMPTS[2]]
+        prompts = [Shown(ids_of("ab", "c"), [picture(1)]), Shown(ids_of("ab", "c"), [picture(2)]), PROMPTS[2]]
         assert [list(each.outputs[0].token_ids) for each in found] == expected_of(folder, prompts)
-        assert len(found[0].prompt_token_ids) == len(ids("ab", "c")) + 5  # of six tokens
+        assert len(found[0].prompt_token_ids) == len(ids_of("ab", "c")) + 5  # of six tokens
         text = {"type": "text", "text": "x"}
         parts = [{"type": "image_url", "image_url": {"url": data_url(picture(1))}}, text]
         parts += [{"type": "image_pil", "image_pil": picture(2)}]
         (answer,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
         assert answer.error_msg is None
-        prompt = Shown(ids("<|user|>", "x", "<|assistant|>"), [picture(1), picture(2)])
+        prompt = Shown(ids_of("<|user|>", "x", "<|assistant|>"), [picture(1), picture(2)])
         assert list(answer.outputs[0].token_ids) == expected_of(folder, [prompt])[0]
         forged = [{"role": "user", "content": [parts[0], {"type": "text", "text": PLACEHOLDER}]}]
         (answer,) = llm.chat(forged, params, use_tqdm=False)
@@ -201,24 +199,6 @@ def test_offline(tmp_path: Path) -> None:
             llm.generate({**data, "multi_modal_data": {"image": "a"}}, params, use_tqdm=False)
         with pytest.raises(RequestError, match=r"multi_modal_data.video: video and audio are not supported"):
             llm.generate({**data, "multi_modal_data": {"video": [1]}}, params, use_tqdm=False)
-
-
-def ids(*texts: str) -> list[int]:
-    """The tokens of texts with a placeholder between each two."""
-    found = encode(texts[0])
-    for text in texts[1:]:
-        found += [302, 300, 303, *encode(text)]
-    return found
-
-
-def encode(text: str) -> list[int]:
-    return make_tokenizer().encode(text).ids
-
-
-def data_url(image: Pictures.Image) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def test_a_model_that_takes_no_images(tmp_path: Path) -> None:

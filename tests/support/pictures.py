@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import random
+import struct
+import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +99,34 @@ def picture(seed: int, width: int = 24, height: int = 16) -> Pictures.Image:
     rng = np.random.default_rng(seed)
     noise = rng.integers(0, 256, (height, width, 3)) // 2 + rng.integers(0, 128, 3)
     return Pictures.fromarray(noise.astype(np.uint8))
+
+
+def file_of(image: Pictures.Image, kind: str = "PNG", **settings: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **settings)
+    return file.getvalue()
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A PNG that announces a size and has no such data."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
+    parts = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def data_url(image: Pictures.Image | bytes) -> str:
+    data = image if isinstance(image, bytes) else file_of(image)
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def ids_of(*texts: str) -> list[int]:
+    """The tokens of texts with a placeholder between each two."""
+    encode = make_tokenizer().encode
+    found = list(encode(texts[0]).ids)
+    for text in texts[1:]:
+        found += [302, 300, 303, *encode(text).ids]
+    return found
 
 
 class Shown(NamedTuple):

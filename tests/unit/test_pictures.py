@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -15,26 +12,13 @@ from pd_cluster.errors import RequestError
 from pd_cluster.media.fetch import Places, fetched
 from pd_cluster.media.pictures import FORMATS, fitted, in_color, prepared
 from pd_cluster.media.rules import ImageRules
+from tests.support.pictures import file_of, png_of_size
 
 RULES = ImageRules(4, 2, 256, 1024)
 
 
-def file_of(picture: Pictures.Image, kind: str = "PNG", **settings: object) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, kind, **settings)
-    return file.getvalue()
-
-
 def noise(width: int = 16, height: int = 24, seed: int = 0) -> Pictures.Image:
     return Pictures.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8))
-
-
-def png_of_size(width: int, height: int) -> bytes:
-    """A PNG that announces a size and has no such data."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
-    parts = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -120,9 +104,9 @@ def test_data_urls() -> None:
         ("data:image/png;base64,AAA", "are not base64"),
         ("data:image/png;base64,\u00e4AAA", "are not base64"),
         ("data:image/png;base64," + "A" * (33 << 20), "at most 25165824 bytes"),
-        ("ftp://host/a.png", "pictures come as data: URLs"),
-        ("given:0", "pictures come as data: URLs"),
-        ("", "pictures come as data: URLs"),
+        ("ftp://host/a.png", "images come as data: URLs; send it so"),
+        ("given:0", "images come as data: URLs; send it so"),
+        ("", "images come as data: URLs; send it so"),
     ],
 )
 def test_urls_that_are_refused(url: str, said: str) -> None:

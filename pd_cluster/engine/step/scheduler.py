@@ -306,6 +306,11 @@ class StepScheduler:
             self.waiting.pop(0)
             request.status = Status.RUNNING
             self.running.append(request)
+            if request.lacks_pixels:
+                self.finish(request)
+                plan.lacking.append(request)
+                num_seqs -= 1
+                continue
             num_tokens = self._chunk(request, budget, plan)
             plan.admitted.append(request)
             plan.add(request, num_tokens)

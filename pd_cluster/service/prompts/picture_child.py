@@ -31,7 +31,10 @@ class PictureSettings(msgspec.Struct, frozen=True):
 
 
 class PictureJob(msgspec.Struct, frozen=True):
+    """`refused`: addresses of the cluster, which are never connected to."""
+
     url: str
+    refused: tuple[str, ...] = ()
 
 
 class ReadPicture(msgspec.Struct, frozen=True):
@@ -44,7 +47,7 @@ class ReadPicture(msgspec.Struct, frozen=True):
 
 def answer(job: PictureJob, settings: PictureSettings) -> ReadPicture:
     try:
-        return ReadPicture(*prepared(fetched(job.url, settings.places), settings.rules))
+        return ReadPicture(*prepared(fetched(job.url, settings.places, job.refused), settings.rules))
     except RequestError as error:
         return ReadPicture(error=str(error))
     except MemoryError:

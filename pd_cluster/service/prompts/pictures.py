@@ -6,7 +6,7 @@ Knows nothing of how a conversation names them, or of tensors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,12 +43,15 @@ class Shown(NamedTuple):
 class PictureIntake:
     """`vision` None: the model takes none."""
 
-    def __init__(self, vision: VisionPart | None, config: MediaSettings) -> None:
-        self._vision, self._config = vision, config
+    def __init__(
+        self, vision: VisionPart | None, config: MediaSettings, addresses: Callable[[], Iterable[str]] = tuple
+    ) -> None:
+        """`addresses`: those of the cluster, which are never fetched from."""
+        self._vision, self._config, self._addresses = vision, config, addresses
         self._budget = PixelBudget()
         self._children: Children | None = None
         if vision is not None:
-            settings = msgspec.json.encode(PictureSettings(vision.rules, Places()))
+            settings = msgspec.json.encode(PictureSettings(vision.rules, Places(config.local_root, config.domains)))
             module = "pd_cluster.service.prompts.picture_child"
             self._children = Children(module, settings, TIMEOUT_S, "picture", quick_s=None)
 
@@ -101,7 +104,8 @@ class PictureIntake:
             return await self._fitted(source, given[int(number)])
         assert self._children is not None
         try:
-            answer = await self._children.ask(msgspec.json.encode(PictureJob(source.url)))
+            job = PictureJob(source.url, tuple(self._addresses()))
+            answer = await self._children.ask(msgspec.json.encode(job))
         except TookTooLong:
             raise _refusal(source, f"not ready after {TIMEOUT_S:g} s; send a smaller one") from None
         except Broke:

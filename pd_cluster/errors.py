@@ -8,6 +8,7 @@ PdClusterError
 │   ├── RequestNotFound    404: not among the requests whose timelines are kept
 │   ├── InstanceNotFound   404
 │   ├── Refused            409: the cluster's state does not allow it
+│   ├── RequestAborted     410: the operator has ended it
 │   ├── Unauthorized       401: without an API key, or the admin port's token
 │   └── Forbidden          403: under a name that the admin port does not answer to
 ├── Unavailable            no instance can serve it right now: HTTP 503 with Retry-After
@@ -107,6 +108,10 @@ class InstanceNotFound(RequestError):
 
 class Refused(RequestError):
     status = 409
+
+
+class RequestAborted(RequestError):
+    status = 410
 
 
 class Unauthorized(RequestError):

@@ -174,11 +174,22 @@ class AdapterNames(msgspec.Struct, frozen=True, tag=True):
     version: int
 
 
+class Steer(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to API process: whether new requests wait, and requests to end now; `version` grows.
+
+    `aborts`: the names that clients have of them; empty: all; None: none.
+    """
+
+    is_paused: bool = False
+    version: int = 0
+    aborts: list[str] | None = None
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to API process: drain and stay; a second Stop ends the process at once."""
 
 
-ToApi = Instances | OthersTokens | AllStats | MoveOn | Keys | AdapterNames | Stop
+ToApi = Instances | OthersTokens | AllStats | MoveOn | Keys | AdapterNames | Steer | Stop
 
 
 class Outstanding(msgspec.Struct, frozen=True, array_like=True):
@@ -198,3 +209,4 @@ class ApiReport(msgspec.Struct, frozen=True):
     stats: Stats | None = None
     adapters: AdapterUse = AdapterUse()
     adapters_version: int = 0  # of the last AdapterNames
+    steer_version: int = 0  # of the last Steer

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 import uvloop
@@ -27,7 +28,7 @@ from pd_cluster.cluster.tenancy.rate_memory import RateMemory
 from pd_cluster.engine.start.process import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import PdClusterError
 from pd_cluster.net.mailbox import Mailbox
-from pd_cluster.reports import ApiReport, Keys, Stop, ToApi
+from pd_cluster.reports import ApiReport, Keys, Steer, Stop, ToApi
 from pd_cluster.service.edge import Edge
 from pd_cluster.service.helpers.interpreter import tune
 from pd_cluster.settings.config import ApiProcessConfig
@@ -73,9 +74,16 @@ async def serve(channel: socket.socket) -> None:
                 edge.router.stats.snapshot(),
                 edge.router.adapters.use(),
                 mirror.adapters_version,
+                mirror.steer_version,
             )
 
-        until = _until(mirror, reader, writer, edge.handler.fatal, own, stops, file_keys)
+        async def steer(news: Steer) -> None:
+            await edge.router.steer(news.is_paused, news.aborts)
+            mirror.steer_version = news.version
+
+        await steer(config.steer)
+        listening = _listen(mirror, reader, stops, file_keys, steer)
+        until = _until(mirror, listening, writer, edge.handler.fatal, own)
         await serve_until_signal(servers, until, drain.begin, drain, stops.append)
     finally:
         await service.close()
@@ -84,22 +92,17 @@ async def serve(channel: socket.socket) -> None:
 
 async def _until(
     mirror: Mirror,
-    reader: asyncio.StreamReader,
+    listening: Coroutine[Any, Any, None],
     writer: asyncio.StreamWriter,
     fatal: asyncio.Future[None],
     own: Callable[[], ApiReport],
-    stops: Sequence[Callable[[], None]],
-    file_keys: FileKeys | None,
 ) -> None:
-    """Runs until the scheduler is gone or a part here has failed. The scheduler's Stop calls `stops`."""
+    """Runs until the scheduler is gone, which ends `listening`, or a part here has failed."""
 
     def tell(report: ApiReport) -> None:
         writer.write(msgspec.json.encode(report) + b"\n")
 
-    tasks = [
-        asyncio.ensure_future(mirror.run(tell, own)),
-        asyncio.ensure_future(_listen(mirror, reader, stops, file_keys)),
-    ]
+    tasks = [asyncio.ensure_future(mirror.run(tell, own)), asyncio.ensure_future(listening)]
     try:
         done, _ = await asyncio.wait([*tasks, fatal], return_when=asyncio.FIRST_COMPLETED)
         for each in done:
@@ -111,8 +114,13 @@ async def _until(
 
 
 async def _listen(
-    mirror: Mirror, reader: asyncio.StreamReader, stops: Sequence[Callable[[], None]], file_keys: FileKeys | None
+    mirror: Mirror,
+    reader: asyncio.StreamReader,
+    stops: Sequence[Callable[[], None]],
+    file_keys: FileKeys | None,
+    steer: Callable[[Steer], Awaitable[None]],
 ) -> None:
+    """Follows the scheduler's messages until it is gone. Its Stop calls `stops`."""
     with contextlib.suppress(ConnectionError):
         while line := await reader.readline():
             news = msgspec.json.decode(line, type=ToApi)
@@ -122,6 +130,8 @@ async def _listen(
             elif isinstance(news, Keys):
                 assert file_keys is not None, "keys where there is no file of them"
                 file_keys.replace(news)
+            elif isinstance(news, Steer):
+                await steer(news)
             else:
                 mirror.hear(news)
 

@@ -21,6 +21,7 @@ from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.gate.http import LOOKING, PlainRoute, add_routes
 from pd_cluster.api.gate.request_id import RequestIds
 from pd_cluster.api.gate.root_path import RootPath
+from pd_cluster.api.openai.inference_routes import inference_routes, render_routes
 from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.message_routes import message_count_routes, message_routes
 from pd_cluster.api.openai.model_routes import model_routes
@@ -38,7 +39,10 @@ from pd_cluster.service.service import TextService
 from pd_cluster.settings.http import HttpConfig
 
 TITLE = "pd-cluster"
-OPENAI_ROUTES = (openai_routes, pooling_routes, model_routes, token_routes, message_routes, message_count_routes)
+OPENAI_ROUTES = (
+    *(openai_routes, pooling_routes, model_routes, token_routes, message_routes, message_count_routes),
+    *(inference_routes, render_routes),
+)
 
 
 def public_app(

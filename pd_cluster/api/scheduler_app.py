@@ -21,6 +21,8 @@ import uvicorn
 from msgspec.structs import replace
 
 from pd_cluster.api.admin.admin_app import AdminAccess, admin_app
+from pd_cluster.api.admin.control_routes import control_routes
+from pd_cluster.api.admin.server_info import info_of
 from pd_cluster.api.admin.timelines import LocalTimelines, RemoteTimelines, TimelineSource
 from pd_cluster.api.front.server import bind_unix, make_server, serve_until_signal
 from pd_cluster.api.gate.drain import Drain
@@ -28,6 +30,7 @@ from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
 from pd_cluster.cluster.members.adapters import AdapterBook
 from pd_cluster.cluster.members.auto_role import AutoRole
+from pd_cluster.cluster.members.control import Control
 from pd_cluster.cluster.members.elastic import Elastic, Tables
 from pd_cluster.cluster.members.membership import membership_of
 from pd_cluster.cluster.members.place import Place
@@ -85,7 +88,8 @@ class SchedulerServer:
         """Serves until a signal. Raises ConfigError for ports in the wrong order."""
         self._edge.start()
         try:
-            app = admin_app(self.elastic, self._timelines(), access, self._book)
+            commands = control_routes(self._control(), info_of(self._config))
+            app = admin_app(self.elastic, self._timelines(), access, self._book, commands)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
             failure = _first_failure(self._watch(auto_role), self._edge.handler.fatal)
             if self._processes is not None:
@@ -117,6 +121,10 @@ class SchedulerServer:
             await serve_until_signal([public, admin], failure, drain.begin, drain)
         finally:
             await service.close()
+
+    def _control(self) -> Control:
+        serving = self._edge.router if self._processes is None else self._processes
+        return Control(self.membership, self._edge.mailbox, serving, self._config.timeouts.request_timeout_s)
 
     def _adapter_book(self, root: str) -> AdapterBook:
         """Raises ConfigError."""

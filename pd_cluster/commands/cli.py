@@ -66,6 +66,7 @@ def serve(context: typer.Context, **given: Any) -> None:
 
 @app.command()
 def up(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="Model folder; default: the model that the project ships.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
@@ -96,6 +97,8 @@ def up(
     from pd_cluster.cluster.processes.launch import SPAWN, Launch
     from pd_cluster.cluster.processes.launcher import run_until_signal
 
+    given = [*([f"--model={model}"] if model else []), f"--host={host}", f"--port={port}", *(arguments or [])]
+    _check_flags(context, [*given, *choice_of_model(try_unlisted or (), language_model_only)])
     flags, keys = split_keys(normalize(arguments or []))
     flags, metrics_keys = split_values(flags, "--metrics-key")
     flags += choice_of_model(try_unlisted or (), language_model_only)
@@ -159,7 +162,19 @@ def version() -> None:
     typer.echo(__version__)
 
 
-def _warn_extras(context: typer.Context) -> list[str]:
+def _check_flags(context: typer.Context, argv: list[str]) -> None:
+    """Reads the flags as each instance will. Raises ConfigError, and click's errors for values of another type."""
+    from pd_cluster.commands.launch_check import check_launch
+
+    group = context.parent.command if context.parent is not None else None
+    assert isinstance(group, typer.core.TyperGroup)
+    command = group.commands["serve"]
+    each = command.make_context("serve", expanded(argv, _serve_flags()), context.parent)
+    _warn_extras(each)
+    check_launch(ServeOptions(**each.params), dict(os.environ))
+
+
+def _warn_extras(context: Any) -> list[str]:
     honoured = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     return judge(context.args, honoured)
 

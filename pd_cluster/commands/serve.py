@@ -54,7 +54,8 @@ def run(options: ServeOptions, warnings: list[str], env: Mapping[str, str]) -> N
         os.environ.pop(name, None)
     start = start_of(options, env)
     start.process.logs.begin()
-    for warning in warnings:
+    is_one_of_several = DIE_WITH_PARENT in env and start.place.role != "scheduler"
+    for warning in () if is_one_of_several else warnings:  # of those that one command has started, one says it
         log.warning("%s", warning)
     credentials = credentials_of(start.place, start.files)
     if start.files.derives:

@@ -26,7 +26,6 @@ from pd_cluster.settings.processes import (
     ProcessSettings,
     default_name,
 )
-from pd_cluster.settings.requests import Assurances
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.table import CHOICES
@@ -50,8 +49,8 @@ class Start:
 
 
 def start_of(options: ServeOptions, env: Mapping[str, str]) -> Start:
-    """Reads the common part. Raises ConfigError."""
-    options.read(Assurances)
+    """Reads the common part, and checks the other roles' values, too. Raises ConfigError."""
+    options.check()
     process, join = options.read(ProcessSettings), options.read(JoinSettings)
     engine, timeouts = options.engine(), options.timeouts()
     return Start(

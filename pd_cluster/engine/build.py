@@ -67,7 +67,7 @@ def build_core(
 
 def limits_of(runner: ModelRunner) -> EngineLimits:
     images = None if runner.tower is None else runner.tower.rules
-    return EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.variants, images)
+    return EngineLimits(runner.vocab_size, runner.max_model_len, runner.model.rope_limit, runner.held.variants, images)
 
 
 def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
@@ -152,8 +152,8 @@ def build_worker(
     worker = Worker(
         config, core, side, limits_of(runner), mailbox, lanes, inbox, shares_cores=shares, rest=runner.threads.rest
     )
-    if config.engine.adapters.enable_lora:
-        worker.take_adapters(core.runner.adapters if isinstance(core.runner, LeadRunner) else runner)
+    if config.engine.adapters.are_wanted:
+        worker.take_adapters(core.runner.adapters if isinstance(core.runner, LeadRunner) else runner.held)
     mailroom = Mailroom(inbox, worker.handover, mailbox.send, worker.tracer.note, lambda: worker.load)
     report = RankReport(
         state="ready",

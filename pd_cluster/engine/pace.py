@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pd_cluster.engine.step.tally import Tallied
 from pd_cluster.types import Request
+from pd_cluster.wire import STEP_TOKENS_BOUNDS
 
 MIN_PROMPT_TOKENS = 16  # a smaller step measures the cost of a step rather than the speed of prompts
 DECAY = 0.95  # a step weighs half after 14 more
@@ -16,10 +18,13 @@ class StepPace:
     def __init__(self) -> None:
         self._prompt_tokens = self._prompt_s = 0.0
         self._num_decodes = self._decode_s = 0.0
+        self.step_tokens = Tallied(STEP_TOKENS_BOUNDS)
 
     def computed(self, chunks: Sequence[tuple[Request, int]], took_s: float) -> None:
         """Counts a step. A chunk of one token is a sequence's next one; longer chunks belong to prompts."""
         num_prompt_tokens = sum(num_tokens for _, num_tokens in chunks if num_tokens > 1)
+        if chunks:
+            self.step_tokens.add(sum(num_tokens for _, num_tokens in chunks))
         if num_prompt_tokens >= MIN_PROMPT_TOKENS:
             self._prompt_tokens = DECAY * self._prompt_tokens + num_prompt_tokens
             self._prompt_s = DECAY * self._prompt_s + took_s

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from pd_cluster import wire
-from pd_cluster.engine.adapters import Keeper, WorkerAdapters
+from pd_cluster.engine.adapters import Keeper, WorkerAdapters, reader_of
 from pd_cluster.engine.handover.cache_news import CacheNews
 from pd_cluster.engine.handover.events import AdapterLoaded, ConnClosed, ConnOpened, Event, Mail, StartDrain, StopEngine
 from pd_cluster.engine.handover.handover import Handover, Means
@@ -33,7 +33,7 @@ from pd_cluster.types import Status, TokenOutput
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1  # how often deadlines are checked
-LOAD_S = 0.02  # the age that the load in heartbeats may have
+LOAD_S = 0.02  # the age that the reported load may have, apart from a step's duration
 IDLE_WAIT_S = 0.05
 
 
@@ -62,7 +62,7 @@ class Worker:
         self._clock = clock
         self._schedulers: dict[str, str] = {}  # conn -> name@epoch
         self._next_tick_s = self._next_load_s = 0.0
-        self._is_draining = False
+        self._is_draining = self._is_load_old = False
         self._shares_cores = shares_cores
         self._rest = rest
         self.tracer = Tracer(clock)
@@ -81,7 +81,7 @@ class Worker:
             lambda legs: Handover(means, core.scheduler, legs, is_prefill, growth_tokens, limits.vocab_size),
         )
         self.handover = self.legs.handover
-        self._max_lora_rank = config.engine.adapters.max_lora_rank
+        self._read_adapter = reader_of(config.engine.adapters)
         self.adapters = self._adapters_of(None)
         core.begins = self._begin
 
@@ -90,7 +90,7 @@ class Worker:
         self.adapters = self._adapters_of(keeper)
 
     def _adapters_of(self, keeper: Keeper | None) -> WorkerAdapters:
-        return WorkerAdapters(keeper, self._max_lora_rank, self._post.send, self.inbox.put, self.legs.variants)
+        return WorkerAdapters(keeper, self._read_adapter, self._post.send, self.inbox.put, self.legs.variants)
 
     def run(self, came_round: Callable[[], None] = lambda: None) -> None:
         """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the error of mailbox or step.
@@ -98,7 +98,7 @@ class Worker:
         `came_round` is called between steps, and several times a second while there are none.
         """
         busy = False
-        while self._read_inbox(wait_s=0.0 if busy else IDLE_WAIT_S):
+        while self._read_inbox(wait_s=0.0 if busy else self._idle_wait_s):
             came_round()
             self._tick()
             was_busy, busy = busy, self._step()
@@ -117,6 +117,8 @@ class Worker:
         if self._shares_cores and not self._is_draining and self.legs.patience.waits:
             return False
         plan = self.core.plan()
+        if plan.admitted or plan.preempted:
+            self._publish_load(at_once=True)  # before the step, which may take long
         started_s = self._clock()
         result = self.core.run(plan)
         self._pace.computed(plan.chunks, self._clock() - started_s)
@@ -166,13 +168,18 @@ class Worker:
             legs.give_up(request.leg_key, "its images' KV was dropped, and computing it again takes their pixels")
 
     def _publish_load(self, at_once: bool = False) -> None:
-        """Refreshes the load that heartbeats read, no more often than they need; changes of links are sent at once."""
+        """Refreshes the load that heartbeats read, no more often than they need.
+
+        Changes of links are sent at once, and changes that metrics show soon: heartbeats alone would be too late.
+        """
         handover = self.handover
         has_news = (handover.out_links.states(), self._is_draining) != (self.load.links, self.load.is_draining)
         now_s = self._clock()
-        if not has_news and not at_once and now_s < self._next_load_s:
+        self._is_load_old = not has_news and not at_once and now_s < self._next_load_s
+        if self._is_load_old:
             return
         self._next_load_s = now_s + LOAD_S
+        shown = self.load.shown_now
         self.load = load_of(
             self.core,
             handover.exports,
@@ -184,6 +191,13 @@ class Worker:
         )
         if has_news:
             self._post.beat()
+        elif shown != self.load.shown_now:
+            self._post.beat_soon()
+
+    @property
+    def _idle_wait_s(self) -> float:
+        """Returns how long mail may be waited for; shorter while the load may have changed since it was refreshed."""
+        return min(IDLE_WAIT_S, max(0.001, self._next_load_s - self._clock())) if self._is_load_old else IDLE_WAIT_S
 
     def _tick(self) -> None:
         now_s = self._clock()
@@ -235,6 +249,8 @@ class Worker:
                 self.legs.abort(conn, body)
             case wire.WantedAdapters() if conn in self._schedulers:
                 self.adapters.read(conn, body)
+            case wire.ResetCache() if conn in self._schedulers:
+                self.core.scheduler.blocks.forget()
             case wire.Peers() if conn in self._schedulers:
                 self.handover.set_peers(body.peers)
             case _:

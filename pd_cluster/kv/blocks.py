@@ -23,6 +23,7 @@ class BlockPool:
         self._take_free = self._free.popleft if rests else self._free.pop
         self._holders = [0] * num_blocks
         self._index = PrefixIndex()
+        self.num_resets = 0
 
     @property
     def num_free(self) -> int:
@@ -85,6 +86,11 @@ class BlockPool:
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Returns the blocks of the longest prefix with known contents; `share` them before any other is taken."""
         return self._index.find(hashes)
+
+    def forget(self) -> None:
+        """Forgets every content: cached blocks become free, and held ones will when they are released."""
+        self._free.extend(self._index.forget())
+        self.num_resets += 1
 
     def follow(self) -> list[bytes]:
         """Returns every known content; from now on `changes` reports changes to them."""

@@ -161,6 +161,16 @@ class PrefixIndex:
             self._changes[content] = False
         return block
 
+    def forget(self) -> list[int]:
+        """Forgets every content; returns the blocks without a holder, least recently used first."""
+        if self._changes is not None:
+            self._changes.update(dict.fromkeys(self._block_of, False))
+        blocks = list(self._unheld)
+        self._block_of.clear()
+        self._hash_of.clear()
+        self._unheld.clear()
+        return blocks
+
     def follow(self) -> list[bytes]:
         """Returns every known content; from now on `changes` reports changes to them."""
         if self._changes is None:

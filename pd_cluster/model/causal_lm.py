@@ -37,6 +37,8 @@ class CausalLM(Protocol):
     attention: str  # the attention in use
     rope_limit: RopeLimit  # the rotary positions that requests may bring
     key_order: str  # of a head's features in the KV pool
+    key_features: torch.Tensor | None  # [head_dim] int64: that order, of the model's own features; None: as they are
+    embedding_factor: float  # of embeddings, before the first layer
     adapters: Adapters | None  # None: it was loaded without places for adapters
     bf16_way: str  # how weights of bfloat16 are multiplied with float32 activations; "": not so
 
@@ -68,6 +70,8 @@ class PlainCausalLM:
         self.attention = attention.name
         self.kernels = f"transformers' modules, attention by {attention.name}"
         self.key_order = MODELS_ORDER
+        self.key_features: torch.Tensor | None = None
+        self.embedding_factor = 1.0
         self.bf16_way = ""
         self._attend = attention.write_and_attend
         self.model = model
@@ -95,9 +99,12 @@ class PlainCausalLM:
             self.adapters.rows.begin(batch.adapters, batch.query_lens)
         self._set_batch(batch)
         tokens = {"input_ids": batch.input_ids}
-        if batch.images is not None:
+        if batch.images is not None or batch.virtual is not None:
             embeddings = self.model.get_input_embeddings()(batch.input_ids)
-            batch.images.embed(embeddings[0])
+            if batch.images is not None:
+                batch.images.embed(embeddings[0])
+            if batch.virtual is not None:
+                batch.virtual.embed(embeddings[0])
             tokens = {"inputs_embeds": embeddings}
         try:
             logits: torch.Tensor = self.model(
@@ -193,6 +200,8 @@ class FusedCausalLM:
         self.bf16_way = bf16_way
         products = f", products in bfloat16 by {bf16_way}" if bf16_way else ""
         self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}{products}"
+        self.key_features: torch.Tensor | None = ropes.order
+        self.embedding_factor = 1.0
         self._embed, self._ropes, self._layers, self._norm, self._head = embed, ropes, layers, norm, head
         self.rope_limit = NO_POSITIONS  # the loader knows better
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -203,6 +212,8 @@ class FusedCausalLM:
         x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
         if (images := batch.images) is not None:
             images.embed(x)
+        if batch.virtual is not None:
+            batch.virtual.embed(x)
         ropes = self._ropes(x, batch)
         delta = None
         for layer_idx, layer in enumerate(self._layers[:-1]):

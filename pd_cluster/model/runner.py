@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
 from pd_cluster.devices.group import buffers_nbytes
@@ -38,9 +36,9 @@ from pd_cluster.model.batch import (
 from pd_cluster.model.capturable import obstacle
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, DecodeGraphs, sizes_of
+from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype, resolve_kv_cache_dtype
-from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step, peak_of_images
 from pd_cluster.model.proof import prove
@@ -57,7 +55,6 @@ from pd_cluster.types import Request
 
 log = logging.getLogger(__name__)
 
-NO_VARIANTS: Mapping[str, int] = {}
 
 ASKING_ROPES = ("dynamic", "longrope")  # transformers' own code compares the step's largest position on the host
 
@@ -131,7 +128,6 @@ class ModelRunner:
         if checkpoint.vision is not None:
             kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
             self.tower = load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens)
-        self._load_adapters(config)
         self.vocab_size = int(checkpoint.config["vocab_size"])
         layout = layout_of(self.model.config, block_size, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         if self.group.size > 1:
@@ -151,44 +147,13 @@ class ModelRunner:
         num_blocks = num_pool_blocks(config, layout, self.max_model_len, device, peak)
         self.pool = KVPool(layout, self.group.least(num_blocks), device)
         self.swap = SwapSpace(self.pool, self.group.least(num_swap_blocks(config, layout)))
+        self.held = HeldAdapters(self.model, layout, config.adapters)
+        self.held.load_named(config.adapters)
         self.window = prove(self.model, self.pool, dtype)
         if checkpoint.is_unproven:
             assert isinstance(self.model, PlainCausalLM)  # see load_model
             size = num_weights(checkpoint.path)
             prove_lengths(self.model, self.pool, self.max_model_len, size, checkpoint.rope, dtype)
-
-    def _load_adapters(self, config: EngineConfig) -> None:
-        """Loads the adapters that the settings name. Raises ModelError, ConfigError."""
-        self._most_adapters = config.adapters.max_cpu_loras
-        for module in config.adapters.lora_modules:
-            self.load_adapter(LoraFolder.read(Path(module.path), config.adapters.max_lora_rank))
-
-    def load_adapter(self, folder: LoraFolder, slot: int | None = None) -> None:
-        """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError, ConfigError.
-
-        Nothing is done if it is loaded already. `slot`: the one that it has on rank 0.
-        """
-        adapters = self.adapters
-        most = self._most_adapters
-        if most is not None and folder.digest not in adapters.slots and len(adapters.slots) >= most:
-            raise ConfigError(f"{called('max_cpu_loras')} {most}: so many adapters are loaded already; raise it")
-        adapters.load(folder, slot)
-
-    def drop_adapter(self, digest: str) -> None:
-        """Forgets an adapter that no request has, between two steps."""
-        self.adapters.drop(digest)
-
-    @property
-    def adapters(self) -> Adapters:
-        """The model's adapters. Raises ConfigError if it was loaded without places for any."""
-        if self.model.adapters is None:
-            raise ConfigError(f"{called('enable_lora')}: this process was started without it")
-        return self.model.adapters
-
-    @property
-    def variants(self) -> Mapping[str, int]:
-        """The slots of loaded adapters by digest; it changes as they come and go."""
-        return NO_VARIANTS if self.model.adapters is None else self.model.adapters.slots
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """Returns graphs, some of them captured; None: decode steps run eagerly.
@@ -250,8 +215,7 @@ class ModelRunner:
         return can_choose(requests, self.device)
 
     def step_of(self, chunks: Sequence[tuple[Request, int]]) -> StepInput:
-        slots = None if self.model.adapters is None else self.model.adapters.slots
-        return step_input(chunks, self.pool.layout.block_size, slots)
+        return step_input(chunks, self.pool.layout.block_size, self.held.lora_slots, self.held.prompt_slots)
 
     def sparing_pixels(self, parts: Sequence[ImagePart]) -> list[ImagePart]:
         """Returns a step's parts of pictures for other ranks, which keep the same features as this one."""
@@ -310,6 +274,9 @@ class ModelRunner:
             if step.images:
                 assert self.tower is not None  # see engine/step/limits.py
                 batch.images = self.tower.rows(step.images)
+            if step.virtual is not None:
+                assert self.held.prompts is not None  # see engine/step/limits.py
+                batch.virtual = self.held.prompts.rows(step.virtual)
             batch.on_layer = on_layer
             batch.after_layer = self.threads.adjust if self.threads.may_change else None
             logits = self.model(batch)

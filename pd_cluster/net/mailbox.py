@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -40,6 +41,7 @@ NO_HANDSHAKE = "the other end said nothing while the connection opened: it stand
 NOT_ADMITTED = "the other end does not admit this process's key"
 OTHER_SECRET = "the other end has another secret"
 REFUSALS = (NOT_ADMITTED, OTHER_SECRET)  # between S and a worker these last as long as both live
+BEAT_GAP_S = 0.02  # the minimum between two heartbeats that are sent soon
 MAX_PENDING = 10_000  # messages kept while a connection opens
 
 
@@ -83,6 +85,7 @@ class Mailbox:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._counter = itertools.count()
         self._stopping = False
+        self._beaten_s, self._soon_s = -math.inf, math.inf  # the last heartbeat, and one that is wanted
         self._heard = threading.Condition()  # notified when a heartbeat came or a connection went
         self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
         self._auth = ThreadAuthenticator(self._context)
@@ -133,6 +136,10 @@ class Mailbox:
         """Sends a heartbeat now, because others wait for a change that it reports."""
         self._call(self._beat)
 
+    def beat_soon(self) -> None:
+        """Sends schedulers a heartbeat, at most BEAT_GAP_S from now; wishes within that time share one."""
+        self._call(self._plan_beat)
+
     def disconnect(self, conn: str) -> None:
         """Closes without notifying the owner."""
         self._call(lambda: self._drop(conn))
@@ -172,7 +179,7 @@ class Mailbox:
         try:
             next_beat_s = self._clock()
             while not self._stopping:
-                wait_s = max(0.0, next_beat_s - self._clock())
+                wait_s = max(0.0, min(next_beat_s, self._soon_s) - self._clock())
                 events = dict(self._poller.poll(int(wait_s * 1000) + 1))
                 before_s = self._clock()
                 self._run_commands()
@@ -181,6 +188,8 @@ class Mailbox:
                     self._check_silence(paused_s=before_s - next_beat_s)
                     self._beat()
                     next_beat_s = self._clock() + self._timeouts.heartbeat_interval_s
+                elif before_s >= self._soon_s:
+                    self._beat(to_workers=False)
             self._run_commands()
         except BaseException as error:
             self._handler.on_fatal(error)
@@ -391,10 +400,14 @@ class Mailbox:
             elif now_s - connection.last_seen_s > limit_s:
                 self._lose(connection, f"nothing heard for {now_s - connection.last_seen_s:.1f} s")
 
-    def _beat(self) -> None:
+    def _plan_beat(self) -> None:
+        self._soon_s = min(self._soon_s, self._beaten_s + BEAT_GAP_S)
+
+    def _beat(self, to_workers: bool = True) -> None:
         load = self._handler.load()
+        self._beaten_s, self._soon_s = self._clock(), math.inf
         for connection in list(self._connections.values()):
-            if connection.is_open:
+            if connection.is_open and (to_workers or connection.kind == "scheduler"):
                 heartbeat = wire.encode_body(wire.Heartbeat(load=load, num_heard=connection.num_received))
                 self._send_frame(connection, self._seal(connection, heartbeat))
 

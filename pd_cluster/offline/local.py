@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from pd_cluster import wire
-from pd_cluster.checkpoints.lora_folder import LoraFolder
+from pd_cluster.checkpoints.prompt_folder import AdapterFolder
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.routing.policy import Pair, RoutingRequest, alone
@@ -82,10 +82,10 @@ class LocalEngine:
                 await self._ended.wait()  # not `join` on another thread: at the interpreter's end there is none
                 self._thread.join(END_TIMEOUT_S)  # nothing is left to do for it
 
-    def load_adapter(self, folder: LoraFolder) -> None:
+    def load_adapter(self, folder: AdapterFolder) -> None:
         """Loads an adapter, on any thread, while steps are computed. Raises ModelError, ConfigError."""
         assert self._runner is not None  # it has started
-        self._runner.load_adapter(folder)
+        self._runner.held.load_adapter(folder)
 
     # ---- the mailboxes of the router and of the worker, which exchange messages
 
@@ -107,6 +107,8 @@ class LocalEngine:
 
     def beat(self) -> None:
         """Does nothing: no peer needs heartbeats."""
+
+    beat_soon = beat
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         if not self._loop.is_closed():

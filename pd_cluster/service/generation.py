@@ -15,6 +15,7 @@ from pd_cluster.parsers.reply import ReplyReader
 from pd_cluster.service.pixels import PixelHold
 from pd_cluster.service.sequence import Piece, TextSequence
 from pd_cluster.types import Logprobs, Order, PromptOutput, Sampling
+from pd_cluster.types.variants import num_virtual_tokens
 
 
 def _stop_nothing(index: int) -> None:
@@ -59,7 +60,18 @@ class Generation:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self.order.prompt_token_ids
+        """The prompt's own tokens, without those of a prompt adapter."""
+        ids, num_virtual = self.order.prompt_token_ids, self.num_virtual_tokens
+        return ids[num_virtual:] if num_virtual else ids
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        return num_virtual_tokens(self.order.variant)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Counts the prompt's own tokens that were in a cache."""
+        return 0 if self.prompt is None else max(0, self.prompt.num_cached_tokens - self.num_virtual_tokens)
 
     @property
     def sampling(self) -> Sampling:
@@ -80,7 +92,7 @@ class Generation:
             "total_tokens": num_prompt + num_output,
         }
         if self.prompt is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.prompt.num_cached_tokens}
+            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
         return usage
 
     @property
@@ -90,7 +102,10 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> list[Logprobs | None]:
-        return self.prompt.logprobs if self.prompt is not None else []
+        if self.prompt is None:
+            return []
+        found, first = self.prompt.logprobs, self.num_virtual_tokens
+        return [None, *found[first + 1 :]] if first and found else found
 
     def routed(self, stream: RequestStream) -> None:
         self.stream = stream
@@ -116,10 +131,11 @@ def usage_of(generations: list[Generation]) -> dict[str, Any]:
     usages = [generation.usage for generation in generations]
     if len(usages) == 1:
         return usages[0]
-    total: dict[str, Any] = {
-        name: sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    }
-    if all("prompt_tokens_details" in usage for usage in usages):
-        num_cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-        total["prompt_tokens_details"] = {"cached_tokens": num_cached}
-    return total
+    return added_up(usages)
+
+
+def added_up(usages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adds up counts by name, at any depth; those that one of the usages lacks are left out."""
+    names = [name for name in usages[0] if all(name in usage for usage in usages)]
+    columns = {name: [usage[name] for usage in usages] for name in names}
+    return {name: added_up(each) if isinstance(each[0], dict) else sum(each) for name, each in columns.items()}

@@ -24,6 +24,7 @@ from pd_cluster.text.control_tokens import ControlTokens
 from pd_cluster.text.stop_strings import StopStrings
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Order, Sampling
+from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
 MAX_GUIDES_NUM_CHARS = 1 << 20  # of a guide times the prompts that it applies to, each of which has its own copy
 
@@ -35,6 +36,7 @@ class Shared(NamedTuple):
     markers: Collection[str]
     num_prompts: int
     caller: Caller = NOBODY
+    variant: str = ""
 
 
 class Intake:
@@ -84,8 +86,13 @@ class Intake:
         markers: Collection[str] = (),
         num_prompts: int = 1,
         caller: Caller = NOBODY,
+        variant: str | None = None,
     ) -> Shared:
-        """Makes the part that all prompts share. `markers` are special tokens to be read. Raises RequestError."""
+        """Makes the part that all prompts share. Raises RequestError.
+
+        `markers` are special tokens to be read. `variant`: that of callers in this process; None: of the adapter that
+        the request names as its model.
+        """
         if asked is not None and len(asked.guide.text) * num_prompts > MAX_GUIDES_NUM_CHARS:
             raise RequestError(
                 f"{asked.field}: {len(asked.guide.text)} characters for each of {num_prompts} prompts are too many; "
@@ -100,7 +107,9 @@ class Intake:
             guide=asked.guide if asked is not None else None,
         )
         await self._check_guide(asked)
-        return Shared(sampling, markers, num_prompts, caller)
+        if variant is None:
+            variant = self._variant_of(request.model, caller)
+        return Shared(sampling, markers, num_prompts, caller, variant)
 
     def generation(
         self,
@@ -111,7 +120,10 @@ class Intake:
         shared: Shared,
     ) -> Generation:
         """Checks the limits. Raises RequestError."""
-        limit, prompt = self._limit(), shown.prompt
+        num_virtual, prompt = num_virtual_tokens(shared.variant), shown.prompt
+        limit = self._limit() - num_virtual
+        if num_virtual and prompt.images:
+            raise RequestError("model: a prompt adapter takes no images; leave them out", param="model")
         token_ids = truncated(request, prompt.token_ids, limit, default_max_tokens or 1)
         if prompt.images and len(token_ids) < len(prompt.token_ids):
             raise RequestError(
@@ -137,10 +149,10 @@ class Intake:
         if wanted == 0:  # the engine computes at least one token, which is not shown
             sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
         order = Order(
-            token_ids,
+            [PLACEHOLDER] * num_virtual + token_ids if num_virtual else token_ids,
             sampling,
             shared.caller.salt(request.cache_salt),
-            self._variant_of(request.model, shared.caller),
+            shared.variant,
             session=request.prompt_cache_key or "",
             priority=request.priority or 0,
             spans=prompt.spans,

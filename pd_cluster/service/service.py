@@ -35,6 +35,7 @@ from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import MAX_SEQUENCES
+from pd_cluster.types.variants import num_virtual_tokens
 
 DEFAULT_MAX_TOKENS = 16  # completions and /generate; chat may fill the context
 MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
@@ -51,7 +52,8 @@ class ServiceConfig:
     sampling_defaults.py. `requires_model`: a request must name one. `forces_usage`: every stream ends with its usage.
     `stream_interval`: tokens of a choice in each piece of a stream. `has_compact_json`: guided JSON has no blanks
     between its parts, unless a request says which. `adapters`: the digest of each, by its name;
-    `max_loras` 0: there are none.
+    `max_loras` 0: there are none. `shows_load`: to clients that ask how busy the cluster is. `shows_tokenizer`: to
+    clients, with its chat template.
     """
 
     model: str
@@ -72,6 +74,8 @@ class ServiceConfig:
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_loras: int = 0
     media: MediaSettings = field(default_factory=MediaSettings)
+    shows_load: bool = False
+    shows_tokenizer: bool = False
 
 
 class TextService:
@@ -150,6 +154,13 @@ class TextService:
         """Returns the digest of the adapter of this name; "" for the model itself. Raises ModelNotFound."""
         return "" if name is None else self.adapters.get(self.check_model(name, caller), "")
 
+    def lora_of(self, name: str | None, caller: Caller = NOBODY) -> str:
+        """Returns the same for a vector, which prompt adapters do not make. Raises ModelNotFound, RequestError."""
+        variant = self.variant_of(name, caller)
+        if num_virtual_tokens(variant):
+            raise RequestError("model: a prompt adapter makes no vectors; name the model itself", param="model")
+        return variant
+
     def check_model(self, name: str | None, caller: Caller = NOBODY) -> str:
         """Returns the name to answer with: the model's, or an adapter's.
 
@@ -201,6 +212,14 @@ class TextService:
     def forces_usage(self) -> bool:
         return self._config.forces_usage
 
+    @property
+    def shows_load(self) -> bool:
+        return self._config.shows_load
+
+    @property
+    def shows_tokenizer(self) -> bool:
+        return self._config.shows_tokenizer
+
     async def close(self) -> None:
         await self._intake.close()
         await self._chats.close()
@@ -213,10 +232,12 @@ class TextService:
         caller: Caller = NOBODY,
         allows_control_tokens: bool | None = None,
         pictures: Sequence[Any] = (),
+        variant: str | None = None,
     ) -> Generation:
         """Prepares a chat. `received_s`: the arrival time, for its timeline. Raises RequestError.
 
-        `allows_control_tokens`: None for the service's own setting. `pictures`: those of callers in this process.
+        `allows_control_tokens`: None for the service's own setting. `pictures` and `variant`: those of callers in this
+        process.
         """
         form = self._reply_format
         asked, answer = tools_of(request, bool(form.tool_parser)), self._guide_of(request)
@@ -231,6 +252,7 @@ class TextService:
             Asked(field, guide) if guide is not None else None,
             form.markers if reads else (),
             caller=caller,
+            variant=variant,
         )
         generation = self._intake.generation(request, shown, None, "messages", shared)
         if reads:
@@ -312,9 +334,13 @@ class TextService:
         received_s: float | None = None,
         caller: Caller = NOBODY,
         pictures: Sequence[Any] = (),
+        variant: str | None = None,
     ) -> Generation:
-        """Prepares a single completion. `pictures`: those of callers in this process. Raises RequestError."""
-        shared = await self._intake.shared(request, self._guide_of(request), caller=caller)
+        """Prepares a single completion. Raises RequestError.
+
+        `pictures` and `variant`: those of callers in this process.
+        """
+        shared = await self._intake.shared(request, self._guide_of(request), caller=caller, variant=variant)
         (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
         sources = [Source(f"multi_modal_data.image[{at}]", f"{GIVEN}{at}") for at in range(len(pictures))]
         self._pictures.check(sources)

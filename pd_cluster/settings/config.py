@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pd_cluster.reports import AdapterNames, Keys
+from pd_cluster.reports import AdapterNames, Keys, Steer
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.http import HttpConfig
 from pd_cluster.settings.logs import Logs
@@ -109,5 +109,6 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_fd: int
     logs: Logs
     adapters: AdapterNames = AdapterNames({}, 0)
+    steer: Steer = Steer()
     keys: Keys | None = None
     rates_fd: int = -1

@@ -6,13 +6,13 @@ nearest known one. Honoured flags are the settings (options.py).
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pd_cluster.errors import ConfigError, called, flag_of, told
 from pd_cluster.settings.options import settings
+from pd_cluster.settings.suggestions import meant_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ NO_EFFECT: dict[str, Ignored] = {
     "--disable-sliding-window": Ignored("sliding windows follow the model", 0),
     "--enable-chunked-prefill": Ignored("prefill is always chunked", 0),
     "--enable-offline-docs": Ignored("/docs needs nothing from other hosts", 0),
+    "--enable-per-request-metrics": Ignored("requests choose them with include_metrics", 0),
     "--enable-prompt-tokens-details": Ignored("usage always has them", 0),
     "--enable-server-load-tracking": Ignored("/load is always there", 0),
     "--engine-use-ray": Ignored("processes are placed by rank tables, not by Ray", 0),
@@ -57,6 +58,7 @@ NO_EFFECT: dict[str, Ignored] = {
     "--scheduler-delay-factor": Ignored("the scheduler does not delay"),
     "--load-format": Ignored("weights are always safetensors", values=("auto", "safetensors")),
     "--uvicorn-log-level": Ignored(f"see {called('log_level')}"),
+    "--max-prompt-adapters": Ignored("any number of prompt adapters takes part in a step"),
     "--pipeline-parallel-size": Ignored("there is one stage", values=("1",)),
     "--tokenizer-mode": Ignored("fast and slow tokenizers give the same token ids", values=("auto", "slow")),
 }
@@ -65,14 +67,11 @@ REFUSED: dict[str, str] = {
     "--code-revision": "code from a model folder is never run",
     "--collect-detailed-traces": "traces are not exported yet",
     "--disable-logprobs-during-spec-decoding": "speculative decoding is not supported",
-    "--enable-prompt-adapter": "prompt adapters are not supported",
     "--fully-sharded-loras": "each rank has the whole of one of an adapter's two matrices, which needs no further sums",
     "--kv-transfer-config": f"the handover is part of this project; see {called('kv_transport')}",
     "--long-lora-scaling-factors": "adapters of one context length are supported, others are not",
     "--lora-dtype": "adapters are computed in float32",
     "--lora-extra-vocab-size": "adapters with tokens of their own are not supported",
-    "--max-prompt-adapter-token": "prompt adapters are not supported",
-    "--max-prompt-adapters": "prompt adapters are not supported",
     "--middleware": "foreign code is not loaded",
     "--model-loader-extra-config": "weights are always safetensors",
     "--ngram-prompt-lookup-max": "speculative decoding is not supported",
@@ -80,7 +79,6 @@ REFUSED: dict[str, str] = {
     "--num-lookahead-slots": "speculative decoding is not supported",
     "--num-speculative-tokens": "speculative decoding is not supported",
     "--otlp-traces-endpoint": "traces are not exported yet",
-    "--prompt-adapters": "prompt adapters are not supported",
     "--qlora-adapter-name-or-path": f"see {called('lora_modules')}, which any quantization takes",
     "--quantization-param-path": f"each vector of the KV cache has a scale of its own; see {called('kv_cache_dtype')}",
     "--ray-workers-use-nsight": "processes are placed by rank tables, not by Ray",
@@ -202,8 +200,8 @@ def unknown(argument: str, known: Sequence[str]) -> str:
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}"
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
-    return f"unknown flag {flag}{f'; did you mean {near[0]}?' if near else '; see pd-cluster serve --help'}"
+    near = meant_by(flag, known)
+    return f"unknown flag {flag}{f'; did you mean {near}?' if near else '; see pd-cluster serve --help'}"
 
 
 def _is_number(text: str) -> bool:

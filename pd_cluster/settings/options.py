@@ -111,6 +111,16 @@ class ServeOptions(Mapping[str, Any]):
         """Returns the group's struct; `own` sets fields that are not settings, or overrides. Raises ConfigError."""
         return read(group, self, **own)
 
+    def check(self) -> None:
+        """Checks every value as far as no file of this host is needed, whatever the role. Raises ConfigError."""
+        for group in GROUPS:
+            if group is not EngineConfig and group is not Tls:
+                self.read(group)
+        self.engine()
+        self.timeouts()
+        self.read(Tls).checked()
+        self.chat(has_files=False)
+
     def engine(self) -> EngineConfig:
         """Raises ConfigError."""
         overrides = settings()["hf_overrides"].read(self["hf_overrides"])
@@ -150,8 +160,11 @@ class ServeOptions(Mapping[str, Any]):
         )
         return given.with_tenants(source, keys, has_origins=self["allowed_origins"] is not None)
 
-    def chat(self) -> ChatConfig:
-        """Leaves the template as given: text/given_template.py reads it. Raises ConfigError."""
+    def chat(self, has_files: bool = True) -> ChatConfig:
+        """Leaves the template as given: text/given_template.py reads it. Raises ConfigError.
+
+        `has_files`: --tool-parser-plugin, whose formats may have any name, is on this host.
+        """
         chat, assurances = self.read(ChatConfig), self.read(Assurances)
         structured = self.read(RequestSettings).structured_outputs
         if not (rule := one_of(GUIDED_BACKENDS)).accepts(structured.backend):
@@ -168,6 +181,8 @@ class ServeOptions(Mapping[str, Any]):
                 )
             chat = msgspec.structs.replace(chat, reasoning_parser=parser or chat.reasoning_parser)
         assurances.check_parsers(chat)
+        if chat.tool_parser_plugin and not has_files:
+            return chat
         formats = formats_of(chat.tool_parser_plugin)
         ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats)  # raises for unknown names
         return chat

@@ -113,6 +113,13 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     forces_usage: Annotated[
         bool, SERVER("End every stream with its usage, asked for or not.", name="enable_force_include_usage")
     ] = False
+    shows_tokenizer: Annotated[
+        bool,
+        SERVER(
+            "Show the tokenizer's configuration and the chat template at /tokenizer_info.",
+            name="enable_tokenizer_info_endpoint",
+        ),
+    ] = False
     structured_outputs: Annotated[
         StructuredOutputs,
         TEXT(

@@ -50,7 +50,7 @@ class Tokenizer:
         self.max_chars_per_token = max(map(len, vocabulary), default=1)
         # One int object per id, shared by all prompts: a running request then needs 8 bytes a token instead of 40.
         self._ids = list(range(max(vocabulary.values(), default=-1) + 1))
-        config = _config(path) if path is not None else {}
+        self.config = config = _config(path) if path is not None else {}
         if path is not None:
             _check_added_tokens(path, config, vocabulary)
         folders = [folder for folder in (path, model_path) if folder is not None and self.has_text]

@@ -70,10 +70,10 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request's parameters, carried whole from validation to the engines and never changed.
 
     A field that is added here reaches every sequence of every attempt. Requests share cached KV only with those of the
-    same `cache_salt` and `variant`. `variant` names an adapted form of the model; "" is the model itself. `spans`, in
-    order and disjoint, are shared only if their contents are equal, too. `images` are the pictures that the spans stand
-    for, one for each; without any, the tokens of spans are computed as they are. `rope_positions` None: each token's
-    rotary position is its index; blocks are shared only if their positions are equal, too.
+    same `cache_salt` and `variant`. `variant` names an adapted form of the model (variants.py); "" is the model
+    itself. `spans`, in order and disjoint, are shared only if their contents are equal, too. `images` are the pictures
+    that the spans stand for, one for each; without any, the tokens of spans are computed as they are. `rope_positions`
+    None: each token's rotary position is its index; blocks are shared only if their positions are equal, too.
     """
 
     prompt_token_ids: list[int]

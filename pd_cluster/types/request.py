@@ -10,6 +10,7 @@ from pd_cluster.types.order import Order, Pooling, RopePositions
 from pd_cluster.types.outputs import FinishReason, Logprobs, Resumed
 from pd_cluster.types.roles import Leg
 from pd_cluster.types.sampling import Sampling
+from pd_cluster.types.variants import num_virtual_tokens
 
 
 class Status(enum.Enum):
@@ -45,6 +46,7 @@ class Request:
     most_tokens: int = field(init=False)
     rope_positions: RopePositions | None = field(init=False)
     gathers: bool = field(init=False)  # its order gathers, and its tokens may be sent together
+    num_virtual_tokens: int = field(init=False)  # of its prompt's first ones, which an adapter gives
     batch: str = field(init=False)  # sequences of one batch wait for each other: those of one priority
 
     attempt: int = 0
@@ -66,6 +68,7 @@ class Request:
     swap_table: list[int] = field(default_factory=list, metadata=OWN)  # where its KV is in host memory while it waits
     block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as they were needed
     num_hashed_blocks: int = field(default=0, metadata=OWN)  # blocks of its table that are known to the prefix cache
+    num_preemptions: int = field(default=0, metadata=OWN)  # how often it gave way to others here
     is_resumed: bool = field(default=False, metadata=OWN)  # its siblings came with it and are not forked from it
     dropped: set[int] = field(default_factory=set, metadata=OWN)  # sequences cancelled before they are forked
 
@@ -73,6 +76,7 @@ class Request:
         order, sampling = self.order, self.order.sampling
         self.prompt_token_ids, self.sampling, self.priority = order.prompt_token_ids, sampling, order.priority
         self.pooling, self.most_tokens, self.rope_positions = order.pooling, order.most_tokens, order.rope_positions
+        self.num_virtual_tokens = num_virtual_tokens(order.variant)
         self.gathers = order.gathers and sampling.logprobs is None and not sampling.beam_width
         self.batch = f"{order.batch} {order.priority}" if order.batch else ""
 

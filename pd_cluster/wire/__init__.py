@@ -33,6 +33,8 @@ from pd_cluster.wire.links import LinkRefused as LinkRefused
 from pd_cluster.wire.links import LinkValue as LinkValue
 from pd_cluster.wire.links import Plane as Plane
 from pd_cluster.wire.links import TransportOffer as TransportOffer
+from pd_cluster.wire.membership import PREEMPTIONS_BOUNDS as PREEMPTIONS_BOUNDS
+from pd_cluster.wire.membership import STEP_TOKENS_BOUNDS as STEP_TOKENS_BOUNDS
 from pd_cluster.wire.membership import AdapterPlace as AdapterPlace
 from pd_cluster.wire.membership import AdapterStates as AdapterStates
 from pd_cluster.wire.membership import Gone as Gone
@@ -44,6 +46,8 @@ from pd_cluster.wire.membership import Leave as Leave
 from pd_cluster.wire.membership import Load as Load
 from pd_cluster.wire.membership import PeerInfo as PeerInfo
 from pd_cluster.wire.membership import Peers as Peers
+from pd_cluster.wire.membership import ResetCache as ResetCache
+from pd_cluster.wire.membership import Tally as Tally
 from pd_cluster.wire.membership import WantedAdapters as WantedAdapters
 from pd_cluster.wire.membership import Welcome as Welcome
 from pd_cluster.wire.requests import Abort as Abort

@@ -14,6 +14,7 @@ from pd_cluster.wire.membership import (
     JoinAnswer,
     Leave,
     Peers,
+    ResetCache,
     WantedAdapters,
     Welcome,
 )
@@ -31,6 +32,7 @@ Body = (
     | Peers
     | WantedAdapters
     | AdapterStates
+    | ResetCache
     | Submit
     | Abort
     | Outputs

@@ -9,6 +9,17 @@ import msgspec
 from pd_cluster.types import LinkState, Role
 from pd_cluster.wire.base import PROTOCOL_VERSION, Message, PublicKey, ShortText
 
+# Upper bounds of the buckets of a Load's tallies: vLLM's, since dashboards name them.
+STEP_TOKENS_BOUNDS = (1, 8, *(1 << power for power in range(4, 15)))
+PREEMPTIONS_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
+
+
+class Tally(msgspec.Struct, frozen=True, array_like=True):
+    """How many whole numbers fell into each bucket, and their sum. Without counts there were none."""
+
+    counts: tuple[int, ...] = ()
+    total: int = 0
+
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held."""
@@ -39,9 +50,21 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_failed_handovers: int = 0  # transfers from here that ended with an error
     num_expired_credits: int = 0  # offers that the peer left waiting for too long
     num_expired_holds: int = 0  # transfers, from here or to here, that stood still for too long
+    num_wanted_tokens: int = 0  # prompt tokens that were not in the prefix cache here and were asked of a peer
+    num_landed_tokens: int = 0  # those of them whose KV cache has landed
+    step_tokens: Tally = Tally()  # of every step, the tokens that it computed
+    preemptions: Tally = Tally()  # of every sequence that ended here, how often it gave way to others
+    num_cache_resets: int = 0
     num_leaked_blocks: int = 0  # lower bound of blocks held by no request; exact while there is none
     is_draining: bool = False  # it takes no new requests
     links: dict[str, LinkState] = {}  # by the peer's name@epoch
+
+    @property
+    def shown_now(self) -> tuple[int, ...]:
+        """Returns the figures whose changes are reported at once."""
+        requests = self.num_running, self.num_waiting, self.num_expected, self.num_landing, self.num_exporting
+        blocks = self.num_held_blocks, self.num_free_swap_blocks, self.num_leaked_blocks
+        return *requests, *blocks, self.num_cache_resets
 
     @property
     def progress(self) -> int:
@@ -129,6 +152,10 @@ class AdapterStates(Message, frozen=True):
 
     loaded: list[str]
     problems: dict[str, str] = {}
+
+
+class ResetCache(Message, frozen=True):
+    """The receiver forgets which blocks hold which prefix; `num_cache_resets` of its load says when it has."""
 
 
 class Peers(Message, frozen=True):

@@ -255,3 +255,11 @@ def test_keys_are_written_nowhere(keyed: Keyed) -> None:
     for pid in (*children_of(scheduler), scheduler):
         for place in ("cmdline", "environ"):
             assert b"pdc-" not in Path(f"/proc/{pid}/{place}").read_bytes()
+
+
+def test_holders_of_keys_do_not_learn_how_busy_others_keep_the_cluster(keyed: Keyed) -> None:
+    headers = {"Authorization": f"Bearer {FLAG_KEY}", "endpoint-load-metrics-format": "TEXT"}
+    body = {"prompt": "a", "max_tokens": 1}
+    answer = keyed.client.post(f"{keyed.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    assert "endpoint-load-metrics" not in answer.headers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from tests.support.cluster import LiveCluster
 from tests.support.metrics import Counts, counts_of, told
 
 PROMPT = [17] * 20
+PARTS = ("count", "sum")
 OF_CACHES = ("prompt_tokens_cached_total",)
 
 
@@ -122,6 +124,61 @@ def test_where_a_prompt_s_tokens_came_from(cluster: LiveCluster) -> None:
         found.append(made["local_cache_hit"])
     assert found == [0, 32]
     assert told(cluster)["vllm:prompt_tokens_cached_total", ""] == of_source("local_cache_hit")
+
+
+def test_what_comes_from_the_prefill_instance(cluster: LiveCluster) -> None:
+    """A decode instance asks for the tokens that it has not cached, and counts them when they have arrived."""
+    prompt, found = [29] * 40, []
+    for _ in range(2):
+        cluster.assert_home()
+        before = told(cluster)
+        cluster.complete(prompt, 2, ignore_eos=True)
+        cluster.assert_home()
+        after = told(cluster)
+        names = [f"vllm:external_prefix_cache_{what}_total" for what in ("queries", "hits")]
+        found.append([after[name, "decode-0"] - before[name, "decode-0"] for name in names])
+        assert not any(after[name, "prefill-0"] for name in names)
+    assert found == [[40, 40], [8, 8]]
+
+
+def test_the_tokens_of_steps_and_the_ends_of_sequences(cluster: LiveCluster) -> None:
+    cluster.assert_home()
+    before = told(cluster)
+    cluster.complete([31] * 20, 4, ignore_eos=True)
+    cluster.assert_home()
+    after = told(cluster)
+
+    def made(name: str, instance: str) -> list[float]:
+        return [after[f"vllm:{name}_{what}", instance] - before[f"vllm:{name}_{what}", instance] for what in PARTS]
+
+    assert made("iteration_tokens_total", "prefill-0") == [1, 20]
+    assert made("iteration_tokens_total", "decode-0") == [3, 3]
+    for instance in ("prefill-0", "decode-0"):
+        assert made("request_num_preemptions", instance) == [1, 0]
+
+
+def test_gauges_follow_before_the_next_heartbeat(cluster: LiveCluster) -> None:
+    """With heartbeats alone, half of the changes would be a quarter of a second late."""
+    body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+
+    def lag_until(is_running: bool) -> float:
+        started_s = time.monotonic()
+        while bool(told(cluster)["vllm:num_requests_running", "decode-0"]) != is_running:
+            if time.monotonic() - started_s > 2:
+                return 2.0
+        return time.monotonic() - started_s
+
+    late: list[float] = []
+    for _ in range(5):
+        assert lag_until(False) < 2
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+            lines = answer.iter_lines()
+            for _ in range(6):  # tokens come from the decode instance
+                next(lines)
+            late.append(lag_until(True))
+            assert list(lines)[-2] == "data: [DONE]"
+        late.append(lag_until(False))
+    assert sorted(late)[len(late) // 2] < 0.1, late
 
 
 def test_sequences_count_by_their_own_ends(cluster: LiveCluster) -> None:

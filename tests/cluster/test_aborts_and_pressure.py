@@ -203,6 +203,9 @@ def test_long_outputs_overflow_the_decode_pool(cluster: LiveCluster, model: Path
     cluster.assert_home()
     decodes = [i for i in cluster.instances() if i["role"] == "decode"]
     assert sum(i["num_preemptions"] for i in decodes) > 0, "the pools were large enough: this test shows nothing"
+    found = told(cluster)
+    for name in ("decode-0", "decode-1"):  # every one of them belongs to a sequence that has ended
+        assert found["vllm:request_num_preemptions_sum", name] == found["vllm:num_preemptions_total", name]
     for at, prompt in enumerate(prompts):
         assert len(outputs[at]) == 90
         alone = cluster.complete(prompt, 90, **fields)

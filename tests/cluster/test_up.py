@@ -103,8 +103,9 @@ def await_gone(pids: list[int]) -> None:
 def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[..., Up]) -> None:
     """This holds even if the preloader died before: ranks continue without one, and the next worker gets a new one."""
     port = free_port_pair()
-    cluster = up(port)
+    cluster = up(port, "--", "--max-log-len=7")
     cluster.await_line(r"^ready after")
+    assert sum("--max-log-len has no effect" in line for line in cluster.lines) == 1
     assert ask(port) == 200
     admin = f"http://127.0.0.1:{port + 1}/instances"
     instances = httpx.get(admin).json()["instances"]
@@ -173,6 +174,40 @@ def test_what_cannot_start_says_why(up: Callable[..., Up], flags: list[str], sai
     cluster = up(free_port_pair(), *flags)
     cluster.await_line(rf"^pd-cluster: .*{said}")
     assert cluster.process.wait(WAIT_S) == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--max-logprobs=100000000", "must be in 0 to"),
+        ("--stream-interval=0", "must be at least 1"),
+        ("--tool-call-parser=nobody", "not known; known are "),
+        ('--structured-outputs-config={"backend": "x"}', "backend 'x': expected one of"),
+        ("--chat-template=/nowhere.jinja", "cannot be read"),
+        ("--ssl-cert-reqs=2", "needs --ssl-certfile"),
+        ("--api-key-tenant=a", "give a name for each key"),
+        ("--routing-policy=nearest", "expected one of"),
+        ("--generation-config=/nowhere", "no folder with a generation_config.json"),
+        ("--generation-confi=vllm", "did you mean --generation-config?"),
+    ],
+)
+def test_a_wrong_flag_is_said_once_and_nothing_is_started(up: Callable[..., Up], flag: str, said: str) -> None:
+    """Whichever instance it is for."""
+    cluster = up(free_port_pair(), "--", flag)
+    cluster.await_line(r"^pd-cluster: ")
+    with pytest.raises(AssertionError, match="it ended before"):
+        cluster.await_line("more")
+    (line,) = cluster.lines
+    assert said in line
+    assert cluster.process.wait(WAIT_S) == 1
+
+
+def test_a_value_of_another_type_is_said_once(up: Callable[..., Up]) -> None:
+    cluster = up(free_port_pair(), "--", "--max-logprobs=many")
+    with pytest.raises(AssertionError, match="it ended before"):
+        cluster.await_line("never said")
+    assert sum("--max-logprobs" in line for line in cluster.lines) == 1
+    assert cluster.process.wait(WAIT_S) == 2
 
 
 def test_a_taken_port(up: Callable[..., Up]) -> None:

@@ -64,8 +64,12 @@ def make_app(
     entrance: Entrance | None = None,
     router: Router | None = None,
     file_keys: FileKeys | None = None,
+    **settings: Any,
 ) -> tuple[FastAPI, Drain]:
-    """Makes the app. Without a router nobody serves the model: routes that need no instance work, the rest give 503."""
+    """Makes the app. Without a router nobody serves the model: routes that need no instance work, the rest give 503.
+
+    `settings`: of the service.
+    """
     make_special_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     checkpoint = Checkpoint(folder, {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}, {}, "", folder)
@@ -75,7 +79,9 @@ def make_app(
         membership=membership, stats=RequestStats(), num_streams=0, entrance=entrance, serve=_unavailable
     )
     router = router or cast(Router, nobody)
-    service = TextService(router, checkpoint, ServiceConfig("/models/tiny", list(served_model_names), MAX_MODEL_LEN))
+    service = TextService(
+        router, checkpoint, ServiceConfig("/models/tiny", list(served_model_names), MAX_MODEL_LEN, **settings)
+    )
     drain = Drain(1.0, lambda: None)
     return public_app(service, [], openai, drain, http or HttpConfig(), file_keys=file_keys), drain
 

@@ -37,6 +37,26 @@ def test_a_block_that_need_not_rest_comes_again_at_once() -> None:
     pool.check([[0, 1, 2], [3]])
 
 
+def test_contents_are_forgotten_whoever_holds_them() -> None:
+    """A cached block is free at once, a held one when it is released; followers hear of both."""
+    pool = BlockPool(4)
+    held, cached, plain = pool.take(3)
+    pool.remember(held, b"h" * 32)
+    pool.remember(cached, b"c" * 32)
+    pool.follow()
+    pool.release([cached])
+    assert (pool.num_cached, pool.num_free) == (1, 1)
+    pool.forget()
+    assert (pool.num_cached, pool.num_free, pool.num_resets) == (0, 2, 1)
+    assert pool.find([b"h" * 32]) == pool.find([b"c" * 32]) == []
+    assert pool.changes() == {b"h" * 32: False, b"c" * 32: False}
+    pool.check([[held, plain]])
+    pool.remember(plain, b"h" * 32)  # what was forgotten may be computed again
+    pool.release([held, plain])
+    pool.check([])
+    assert (pool.num_cached, pool.find([b"h" * 32])) == (1, [plain])
+
+
 def test_releasing_twice_is_a_bug() -> None:
     pool = BlockPool(2)
     taken = pool.take(1)

@@ -12,7 +12,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.routing.predict import Goals
-from pd_cluster.errors import GenerationError, Overloaded, Unavailable
+from pd_cluster.errors import GenerationError, Overloaded, RequestAborted, Unavailable
 from pd_cluster.types import LegEnd, Sampling
 from tests.support.hall import RATE, fill
 from tests.support.router_world import World, run, token
@@ -143,5 +143,88 @@ def test_tokens_are_counted_for_the_client_that_got_them() -> None:
         assert [each.position async for each in serving] == [1]
         client = world.router.entrance.waiting._queue._clients[""]  # type: ignore[union-attr]
         assert (client.num_served_tokens, client.num_sequences, client.num_begun) == (3 + 2, 0, 0)
+
+    run(test())
+
+
+def _first_token(world: World, request_id: str) -> None:
+    for prefill in world.instances[:2]:
+        world.outputs(prefill.conn, token(request_id, 0))
+
+
+@pytest.mark.parametrize("max_queue_s", [None, 0.0])
+def test_while_it_is_paused_requests_wait(max_queue_s: float | None) -> None:
+    async def test() -> None:
+        world = World(max_queue_s=max_queue_s)
+        serving, first, request_id = await world.begin()
+        await world.router.steer(is_paused=True)
+        second = asyncio.ensure_future(anext(world.serve()))
+        _first_token(world, request_id)
+        assert (await first).position == 0  # running ones go on
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(world.mailbox.of(wire.Submit)) == 2
+        await world.router.steer(is_paused=False)
+        while len(world.mailbox.of(wire.Submit)) < 4:
+            await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        await serving.aclose()
+        await world.router.until_idle()
+        await _home(world)
+
+    run(test())
+
+
+def test_a_pause_is_named_to_requests_that_wait_too_long() -> None:
+    async def test() -> None:
+        world = World(max_queue_s=0.01)
+        await world.router.steer(is_paused=True)
+        with pytest.raises(Overloaded, match=r"paused by its operator: it has waited for the 0\.01 s"):
+            await anext(world.serve())
+        assert world.mailbox.sent == []
+
+    run(test())
+
+
+def test_named_requests_end_and_count_as_aborted() -> None:
+    async def test() -> None:
+        world = World(max_queue_s=0.0)
+        named, first, _ = await world.begin(client_id="cmpl-a")
+        other, second, request_id = await world.begin(client_id="cmpl-b")
+        await world.router.steer(False, ["cmpl-a", "cmpl-c"])
+        with pytest.raises(RequestAborted):
+            await first
+        _first_token(world, request_id)
+        assert (await second).position == 0
+        counters = world.router.stats.snapshot().counters
+        assert (counters["finished_abort"], counters["finished_error"]) == (1, 0)
+        for serving in (named, other):
+            await serving.aclose()
+        await _home(world)
+
+    run(test())
+
+
+def test_all_requests_end_those_that_wait_too() -> None:
+    async def test() -> None:
+        world = World(max_queue_s=0.0)
+        _, first, _ = await world.begin()
+        await world.router.steer(is_paused=True)
+        waiting = asyncio.ensure_future(anext(world.serve()))
+        while world.router.entrance.num_waiting < 1:
+            await asyncio.sleep(0)
+        idle = asyncio.ensure_future(world.router.until_idle())
+        await world.router.steer(True, ())
+        for task in (first, waiting):
+            with pytest.raises(RequestAborted):
+                await task
+        await idle
+        await world.router.steer(is_paused=False)
+        serving, task, _ = await world.begin()  # later ones are served as before
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await serving.aclose()
+        await _home(world)
 
     run(test())

@@ -25,6 +25,7 @@ from pd_cluster.settings.flags import (
     split_keys,
 )
 from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.settings.suggestions import MEANT, meant_by
 from tests.support.serve_command import serve_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,11 +298,40 @@ def test_quantization() -> None:
         ("--tensor-paralel-size", "--tensor-parallel-size"),
         ("--gpu-memory-utilisation=0.9", "--gpu-memory-utilization"),
         ("--speculative-modell", "--speculative-model"),
+        ("--generator-config=vllm", "--generation-config"),
+        ("--generation-configs", "--generation-config"),
+        ("--override-generation", "--override-generation-config"),
+        ("--maxmodellen=4", "--max-model-len"),
+        ("--max-model-lenght", "--max-model-len"),
+        ("--kv-cache-type=int8", "--kv-cache-dtype"),
+        ("--enable-auto-tools", "--enable-auto-tool-choice"),
+        ("--reasoning-parsers", "--reasoning-parser"),
+        ("--tool-parser=hermes", "--tool-call-parser"),
+        ("--context-length=4096", "--max-model-len"),
+        ("--mem-fraction-static=0.9", "--gpu-memory-utilization"),
+        ("--tp=2", "--tensor-parallel-size"),
     ],
 )
 def test_an_unknown_flag_names_the_nearest(argument: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown flag {argument.partition('=')[0]}; did you mean {nearest}\\?"):
         parse(argument)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--diffusion-config", "--max-foo", "--num-zebras", "--enable-bar", "--kernel-config={}", "--model-hash"],
+)
+def test_a_flag_that_shares_only_common_words_is_not_suggested(argument: str) -> None:
+    with pytest.raises(ConfigError, match=r"; see pd-cluster serve --help"):
+        parse(argument)
+
+
+def test_what_is_left_out_of_the_lists_suggests_nothing_else() -> None:
+    """As when a flag was refused by none of them: a name of the same kind is no better."""
+    known = [name for name in [*HONOURED, *NO_EFFECT, *REFUSED] if "generation" not in name]
+    assert meant_by("--generation-config", known) is None
+    assert set(MEANT.values()) <= set(HONOURED)
+    assert not set(MEANT) & {*HONOURED, *NO_EFFECT, *REFUSED}
 
 
 def test_unknown_without_a_neighbour() -> None:

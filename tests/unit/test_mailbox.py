@@ -285,6 +285,44 @@ def test_a_heartbeat_can_be_sent_at_once(box: Callable[..., Box]) -> None:
         client.wait("beat")
 
 
+def test_heartbeats_that_shall_come_soon_share_one(box: Callable[..., Box], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.unit.test_mailbox.TIMES", Timeouts(heartbeat_interval_s=30.0, dead_after_s=100.0))
+    server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 8)
+    scheduler.connect_to(server)
+    scheduler.wait("opened")
+    server.wait("opened")
+    started_s, num_beats = time.monotonic(), 0
+    for _ in range(3):
+        for _ in range(100):
+            server.mailbox.beat_soon()
+        scheduler.wait("beat")
+        num_beats += 1
+        while not scheduler.events.empty():
+            num_beats += scheduler.events.get()[0] == "beat"
+    assert num_beats <= 2 + (time.monotonic() - started_s) / module.BEAT_GAP_S
+    assert module.BEAT_GAP_S <= 0.025
+
+
+def test_workers_are_not_told_of_what_schedulers_show(box: Callable[..., Box], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.unit.test_mailbox.TIMES", Timeouts(heartbeat_interval_s=30.0, dead_after_s=100.0))
+    server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 8)
+    worker = box("prefill-0", 9, key=OTHER_KEY)
+    scheduler.connect_to(server)
+    server.wait("opened")
+    server.mailbox._deliver(
+        next(iter(server.mailbox._connections.values())),
+        wire.Envelope("scheduler", 8, 7, wire.Peers([worker.info])),
+    )
+    worker.connect_to(server)
+    server.wait("opened")
+    worker.wait("opened")
+    server.mailbox.beat_soon()
+    scheduler.wait("beat")
+    assert worker.events.empty()
+    server.mailbox.beat()
+    worker.wait("beat")
+
+
 @pytest.mark.parametrize("garbage", [b"\xc1garbage", 100_000 * b"\x91"], ids=["invalid", "nested"])
 def test_garbage_does_not_harm(box: Callable[..., Box], garbage: bytes) -> None:
     server, client = box("decode-0", 7, listen=True), box("prefill-0", 8)

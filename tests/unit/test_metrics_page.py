@@ -48,8 +48,13 @@ scrape_configs:
 
 `GET /load` is `{"server_load": N}`: requests that all API processes together are answering now.
 """
-OF_INSTANCES = """From its heartbeat, with the label `instance_id`. Counters start again from 0 when their instance
-does. An instance that is not ready is left out."""
+OF_INSTANCES = """From its reports, with the label `instance_id`. An instance reports within 50 ms that a gauge has
+changed, and otherwise with each heartbeat; a step that is being computed counts once it has ended. Counters start again
+from 0 when their instance does. An instance that is not ready is left out."""
+OF_EACH: list[Any] = [
+    *(*tables.INSTANCE_GAUGES, *tables.INSTANCE_PARTS, *tables.INSTANCE_COUNTERS),
+    *tables.INSTANCE_HISTOGRAMS,
+]
 OF_REQUESTS = """Counted by the API processes. `vllm:request_success_total` and `vllm:request_generation_tokens` count
 sequences, as vLLM does; the others count requests. The times of a request are added when all its sequences have ended;
 those of an aborted or failed request never are, as in vLLM (which counts no `abort` at all). A prompt that an instance
@@ -64,7 +69,7 @@ OF_CLUSTER = """Streams and processes: of all API processes. Instances: as the p
 def page() -> str:
     parts = [
         TOP,
-        section("Of each instance", OF_INSTANCES, [*tables.INSTANCE_GAUGES, *tables.INSTANCE_COUNTERS]),
+        section("Of each instance", OF_INSTANCES, OF_EACH),
         section("Of requests", OF_REQUESTS, [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS]),
         section("Of each tenant", OF_TENANTS, list(tables.TENANT_COUNTERS)),
         section("Of the cluster", OF_CLUSTER, list(tables.CLUSTER_GAUGES)),
@@ -78,7 +83,7 @@ def section(title: str, text: str, metrics: list[Any]) -> str:
 
 
 def kind(each: Any) -> str:
-    if each in tables.HISTOGRAMS:
+    if each in (*tables.HISTOGRAMS, *tables.INSTANCE_HISTOGRAMS):
         return "histogram"
     counters = (*tables.INSTANCE_COUNTERS, *tables.REQUEST_COUNTERS, *tables.TENANT_COUNTERS)
     return "counter" if each in counters else "gauge"
@@ -149,6 +154,10 @@ vllm:request_success_total vllm:request_queue_time_seconds_sum vllm:request_pref
 vllm:request_decode_time_seconds_sum vllm:request_max_num_generation_tokens_sum vllm:prefix_cache_hits_total
 vllm:prefix_cache_queries_total vllm:gpu_prefix_cache_hits_total vllm:gpu_prefix_cache_queries_total
 vllm:num_preemptions_total vllm:cache_config_info vllm:request_params_n_bucket vllm:request_params_max_tokens_bucket
+vllm:iteration_tokens_total_bucket vllm:request_num_preemptions_bucket vllm:num_requests_waiting_by_reason
+vllm:external_prefix_cache_queries_total vllm:external_prefix_cache_hits_total vllm:prompt_tokens_cached_total
+vllm:prompt_tokens_by_source_total vllm:admission_rejections_total vllm:request_prefill_kv_computed_tokens_bucket
+vllm:request_time_per_output_token_seconds_bucket
 """
 
 

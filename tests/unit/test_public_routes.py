@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from pd_cluster import __version__
 from pd_cluster.api.openai.token_routes import FEW_TOKENS, MAX_TOKENS
 from pd_cluster.settings.http import HttpConfig
-from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.checkpoints import TEMPLATE, VOCAB_SIZE
 from tests.support.public_port import MAX_MODEL_LEN, NAMES, Answer, ask, make_app, make_special_tokenizer
 
 RUST = make_special_tokenizer()
@@ -140,6 +141,16 @@ def test_bodies_that_are_no_request(asked: Ask, body: bytes) -> None:
 
 def test_no_tokens_are_no_text(asked: Ask) -> None:
     assert post(asked, "/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_the_tokenizer_is_shown_where_the_operator_says_so(asked: Ask, tmp_path: Path) -> None:
+    """With the template in effect, and no file of this machine."""
+    own = {"tokenizer_class": "Tiny", "name_or_path": "/secret", "vocab_file": "/secret/v", "eos_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    app, _ = make_app(tmp_path, shows_tokenizer=True)
+    shown = ask(app, "GET", "/tokenizer_info").json()
+    assert shown == {"tokenizer_class": "Tiny", "eos_token": "<eos>", "chat_template": TEMPLATE}
+    assert asked("GET", "/tokenizer_info").status == 404
 
 
 # ---- probes and the like

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -128,3 +129,32 @@ def test_credentials_from_named_files(tmp_path: Path) -> None:
 )
 def test_files_that_nothing_names(role: Any, files: KeyFiles, told: str) -> None:
     assert fault(lambda: credentials_of(place_alone(role, "127.0.0.1", "d"), files)).startswith(told)
+
+
+@pytest.mark.parametrize("role", ["prefill", "scheduler"])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("max_logprobs", -1, "--max-logprobs -1: "),
+        ("api_workers", 0, "--api-workers 0: "),
+        ("tool_call_parser", "nobody", "--tool-call-parser nobody: not known"),
+        ("max_num_seqs", 0, "--max-num-seqs 0: "),
+        ("ssl_cert_reqs", 2, "--ssl-cert-reqs 2: needs --ssl-certfile"),
+        ("stream_interval", 0, "--stream-interval 0: "),
+    ],
+)
+def test_every_role_checks_every_value(role: str, name: str, value: object, said: str) -> None:
+    """Before it looks for its place, so that no instance loads a model for a cluster that cannot serve."""
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        start_of(ServeOptions(role=role, **{name: value}), {})
+
+
+def test_a_worker_needs_no_file_of_the_scheduler() -> None:
+    given = {
+        "tool_parser_plugin": "/on/another/host.py",
+        "tool_call_parser": "own",
+        "chat_template": "/on/another/host",
+    }
+    ServeOptions(**given).check()
+    with pytest.raises(ConfigError, match="there is no such file"):
+        ServeOptions(**given).chat()

@@ -29,6 +29,7 @@ BODIES: list[wire.Body] = [
     wire.JoinAnswer("no"),
     wire.Leave(),
     wire.WantedAdapters([wire.AdapterPlace("ab" * 32, "/adapters/french")]),
+    wire.ResetCache(),
     wire.AdapterStates(["ab" * 32], {"cd" * 32: "no such folder"}),
     wire.Peers(
         [

@@ -16,9 +16,10 @@ from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Han
 from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
 from pd_cluster.engine.step.beams import are_first_tokens
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.core import EngineCore, StepResult
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.blocks import BlockPool
@@ -46,12 +47,16 @@ class Post:
         self.tokens: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.ended: list[LegEnd] = []
         self.messages: list[tuple[str, wire.Outputs]] = []
+        self.num_beats = 0
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         raise AssertionError("nobody to connect to")
 
     def disconnect(self, conn: str) -> None: ...
     def beat(self) -> None: ...
+
+    def beat_soon(self) -> None:
+        self.num_beats += 1
 
     def send(self, conn: str, body: wire.Body) -> None:
         if isinstance(body, wire.CacheKeys):
@@ -213,6 +218,33 @@ def test_all_sequences_come_to_their_end() -> None:
     world.run()
     assert found(world, "r") == generate_alone(PROMPT, sampling())
     world.assert_home()
+
+
+def test_what_metrics_show_is_reported_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there before the step that an admitted request begins with, and nothing is reported without a change."""
+    world = World()
+    worker = world.worker
+    for _ in range(3):
+        world.step()
+    assert world.post.num_beats <= 1  # of the pool's size
+    before, seen = world.post.num_beats, []
+    run = worker.core.run
+
+    def note(plan: StepPlan) -> StepResult:
+        seen.append((worker.load.num_running, world.post.num_beats - before))
+        return run(plan)
+
+    monkeypatch.setattr(worker.core, "run", note)
+    world.submit("r", PROMPT, sampling(n=1, max_tokens=2))
+    world.run()
+    assert seen[0] == (1, 1)
+    assert worker.load.num_running == 0
+    assert worker.load.step_tokens == wire.Tally((1, 1, *[0] * 12), len(PROMPT) + 1)
+    assert worker.load.preemptions == wire.Tally((1, *[0] * 7), 0)
+    before = world.post.num_beats
+    for _ in range(5):
+        world.step()
+    assert world.post.num_beats == before
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])

@@ -105,9 +105,16 @@ Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, Adap
 
 
 def admin_app(
-    elastic: Elastic, timelines: TimelineSource, access: AdminAccess, adapters: AdapterBook | None = None
+    elastic: Elastic,
+    timelines: TimelineSource,
+    access: AdminAccess,
+    adapters: AdapterBook | None = None,
+    control: APIRouter | None = None,
 ) -> FastAPI:
-    """`adapters` None: they cannot be changed at run time, and there are no routes for it."""
+    """`adapters` None: they cannot be changed at run time, and there are no routes for it.
+
+    `control`: the routes of control_routes.py.
+    """
     app = FastAPI(title="pd-cluster admin", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     guarded = [Depends(access.check)]
@@ -115,6 +122,8 @@ def admin_app(
     app.include_router(instance_routes(elastic), dependencies=guarded)
     if adapters is not None:
         app.include_router(adapter_routes(adapters), dependencies=guarded)
+    if control is not None:
+        app.include_router(control, dependencies=guarded)
     return app
 
 

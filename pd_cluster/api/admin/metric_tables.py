@@ -5,14 +5,14 @@ Independent of rendering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pd_cluster.cluster.routing.stats import Refusal
 from pd_cluster.cluster.tenancy.tenants import GENERATION_TOKENS, LIMITS, OUTCOMES, PROMPT_TOKENS
 from pd_cluster.reports import InstanceState
-from pd_cluster.wire import Load
+from pd_cluster.wire import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Load, Tally
 
 Read = Callable[[Load], float]
 
@@ -24,6 +24,26 @@ class OfInstance:
     name: str
     text: str
     read: Read
+
+
+@dataclass(frozen=True, slots=True)
+class OfInstanceParts:
+    """A gauge of each instance, in parts: the value of `label` -> its number."""
+
+    name: str
+    text: str
+    reads: Mapping[str, Read]
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfInstanceSteps:
+    """A histogram of each instance."""
+
+    name: str
+    text: str
+    bounds: Sequence[int]
+    read: Callable[[Load], Tally]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +97,28 @@ INSTANCE_GAUGES = (
         lambda load: load.num_leaked_blocks,
     ),
 )
+INSTANCE_PARTS = (
+    OfInstanceParts(
+        "vllm:num_requests_waiting_by_reason",
+        "The same by what they wait for: room here (capacity), or the prompt's computation elsewhere (deferred).",
+        {"capacity": lambda load: load.num_waiting - load.num_expected, "deferred": lambda load: load.num_expected},
+        "reason",
+    ),
+)
+INSTANCE_HISTOGRAMS = (
+    OfInstanceSteps(
+        "vllm:iteration_tokens_total",
+        "Tokens that a step computed.",
+        STEP_TOKENS_BOUNDS,
+        lambda load: load.step_tokens,
+    ),
+    OfInstanceSteps(
+        "vllm:request_num_preemptions",
+        "How often a sequence gave way to older ones here; one that is handed over counts on both sides.",
+        PREEMPTIONS_BOUNDS,
+        lambda load: load.preemptions,
+    ),
+)
 INSTANCE_COUNTERS = (
     OfInstance(
         "vllm:prefix_cache_queries",
@@ -95,6 +137,16 @@ INSTANCE_COUNTERS = (
         "vllm:gpu_prefix_cache_hits",
         "The older name of vllm:prefix_cache_hits_total.",
         lambda load: load.num_prefix_hit_tokens,
+    ),
+    OfInstance(
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens that a decode instance did not have cached and asked of a prefill instance.",
+        lambda load: load.num_wanted_tokens,
+    ),
+    OfInstance(
+        "vllm:external_prefix_cache_hits",
+        "Those of them whose KV cache has arrived.",
+        lambda load: load.num_landed_tokens,
     ),
     OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
     OfInstance("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),

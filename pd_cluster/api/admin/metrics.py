@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from pd_cluster.api.admin import metric_tables as tables
-from pd_cluster.api.admin.metric_tables import OfInstance, OfRequests
+from pd_cluster.api.admin.metric_tables import OfInstance, OfInstanceParts, OfInstanceSteps, OfRequests
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.http import LOOKING, PlainRoute
 from pd_cluster.cluster.members.instance import Instance
@@ -122,6 +122,10 @@ class _Cluster(Collector):
         labels = ["model_name", "instance_id"]
         for of in tables.INSTANCE_GAUGES:
             yield self._of_instances(GaugeMetricFamily(of.name, of.text, labels=labels), of)
+        for parts in tables.INSTANCE_PARTS:
+            yield self._parts(parts)
+        for steps in tables.INSTANCE_HISTOGRAMS:
+            yield self._steps(steps)
         for of in tables.INSTANCE_COUNTERS:
             yield self._of_instances(CounterMetricFamily(of.name, of.text, labels=labels), of)
         for counter in tables.REQUEST_COUNTERS:
@@ -148,6 +152,23 @@ class _Cluster(Collector):
                 family.add_metric([self._model_name, instance.name], of.read(instance.load))
         return family
 
+    def _parts(self, of: OfInstanceParts) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "instance_id", of.label])
+        for instance in self._instances:
+            if instance.is_ready:
+                for value, read in of.reads.items():
+                    family.add_metric([self._model_name, instance.name, value], read(instance.load))
+        return family
+
+    def _steps(self, of: OfInstanceSteps) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(of.name, of.text, labels=["model_name", "instance_id"])
+        for instance in self._instances:
+            if instance.is_ready:
+                tally = of.read(instance.load)
+                labels = [self._model_name, instance.name]
+                family.add_metric(labels, _buckets(of.bounds, tally.counts or [0] * (len(of.bounds) + 1)), tally.total)
+        return family
+
     def _counter(self, of: OfRequests, stats: Stats) -> CounterMetricFamily:
         labels = ["model_name", of.label] if of.label else ["model_name"]
         family = CounterMetricFamily(of.name, of.text, labels=labels)
@@ -167,10 +188,8 @@ class _Cluster(Collector):
     def _histogram(self, of: OfRequests, stats: Stats) -> HistogramMetricFamily:
         family = HistogramMetricFamily(of.name, of.text, labels=["model_name"])
         for name in of.numbers.values():
-            bounds = [*map(floatToGoString, BOUNDS[name]), "+Inf"]
-            counted = stats.histograms.get(name, Buckets([0] * len(bounds), 0))
-            buckets = list(zip(bounds, itertools.accumulate(counted.counts), strict=True))
-            family.add_metric([self._model_name], buckets, counted.total_e6 / 1e6)
+            counted = stats.histograms.get(name, Buckets([0] * (len(BOUNDS[name]) + 1), 0))
+            family.add_metric([self._model_name], _buckets(BOUNDS[name], counted.counts), counted.total_e6 / 1e6)
         return family
 
     def _cache_config(self) -> GaugeMetricFamily:
@@ -191,3 +210,9 @@ class _Cluster(Collector):
         for role, state in itertools.product(tables.ROLES, tables.STATES):
             family.add_metric([self._model_name, role, state], found[role, state])
         return family
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, int]]:
+    """Returns bounds as Prometheus writes them, each with the count of all values up to it."""
+    names = [*map(floatToGoString, bounds), "+Inf"]
+    return list(zip(names, itertools.accumulate(counts), strict=True))

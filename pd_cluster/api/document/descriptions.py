@@ -52,6 +52,7 @@ DESCRIPTIONS = {
     "prompt_logprobs": "Most likely tokens to tell beside each token of the prompt; not with stream.",
     "return_tokens_as_token_ids": 'Logprobs show a token as "token_id:5".',
     "return_token_ids": "Answers have the token ids of prompt and output, too.",
+    "include_metrics": "Tell when the answer's tokens came; null for more than one answer in a request.",
     "echo": "The answer begins with the prompt; in a chat with the message that it goes on with.",
     "add_special_tokens": "Put the model's own tokens around the text, such as the one for a beginning.",
     "skip_special_tokens": "Leave such tokens out of the answer's text.",
@@ -85,6 +86,9 @@ DESCRIPTIONS = {
     "guided_whitespace_pattern": "A regular expression for the space between the parts of JSON.",
     "return_token_strs": "Tell each token's text, too.",
     "tokens": "Token ids.",
+    "token_ids": "The prompt.",
+    "sampling_params": "Those of a completion, such as temperature, max_tokens, stop_token_ids, logprobs (a number) "
+    "and structured_outputs. Default of max_tokens: as many as the context has room for.",
 }
 
 # field -> its allowed types -> keywords of that type's schema

@@ -15,6 +15,7 @@ from pd_cluster import __version__
 from pd_cluster.api.document import examples, pooling
 from pd_cluster.api.document.block_paths import messages_paths, responses_paths
 from pd_cluster.api.document.descriptions import DESCRIPTIONS, LIMITS
+from pd_cluster.api.document.inference_paths import inference_paths
 from pd_cluster.api.document.parts import (
     ERRORS,
     OF_MESSAGES,
@@ -34,6 +35,7 @@ from pd_cluster.service.schema.messages_protocol import MessagesPrompt, Messages
 from pd_cluster.service.schema.parse import MAX_CONTAINERS
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.tokens_protocol import BatchChatRequest, TokensRequest
 from pd_cluster.service.status import MAX_BODY_NBYTES
 
 KEY = "api_key"
@@ -48,6 +50,8 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     MessagesPrompt,
     MessagesRequest,
     ResponsesRequest,
+    TokensRequest,
+    BatchChatRequest,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     responses.ChatCompletion,
@@ -67,6 +71,9 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     responses_answers.ResponseEvent,
     responses_answers.ResponseDeleted,
     responses_answers.InputItems,
+    responses.GeneratedTokens,
+    responses.GeneratedTokensChunk,
+    responses.RenderedPrompt,
 )
 COMMON: tuple[type[BaseModel], ...] = (
     responses.Error,
@@ -143,6 +150,7 @@ def _openai_paths(model: str, has_tools: bool) -> Json:
         },
         **responses_paths(model),
         **messages_paths(model),
+        **inference_paths(model),
     }
 
 

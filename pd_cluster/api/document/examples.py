@@ -95,6 +95,30 @@ def count_examples(model: str) -> Examples:
     return {"plain": example("A question", {"model": model, "messages": QUESTION})}
 
 
+def tokens_examples(model: str) -> Examples:
+    plain = {"model": model, "token_ids": [1, 2, 3], "sampling_params": {"temperature": 0, "max_tokens": 16}}
+    shown = {"temperature": 0, "max_tokens": 4, "logprobs": 2}
+    return {
+        "plain": example("Tokens to go on with", plain),
+        "streamed": example("The same, streamed", {**plain, "stream": True}),
+        "logprobs": example("With the most likely tokens", {**plain, "sampling_params": shown}),
+    }
+
+
+def batch_examples(model: str) -> Examples:
+    other = [{"role": "user", "content": "What is 5 + 6?"}]
+    several = {"model": model, "messages": [QUESTION, other], "temperature": 0, "max_tokens": 16}
+    return {"plain": example("Two questions", several)}
+
+
+def invocation_examples(model: str) -> Examples:
+    return {
+        "chat": chat_examples(model, has_tools=False)["plain"],
+        "completion": completion_examples(model)["streamed"],
+        "embedding": example("A vector", {"model": model, "input": "The capital of France is Paris."}),
+    }
+
+
 def tokenize_examples(model: str) -> Examples:
     return {
         "text": example("A text", {"model": model, "prompt": "hello", "return_token_strs": True}),

@@ -22,6 +22,7 @@ from pd_cluster.service.status import MAX_BODY_NBYTES, TOO_LARGE, BodyTooLarge
 
 MAX_LENGTH_NUM_DIGITS = 18  # in a declared body length; longer numbers are too large in any case
 BODY_TIMEOUT_S = 60.0
+BODY = "pd_cluster.body"  # the key of a body that was read, for a route that another one passes it to
 LOOKING = ["GET", "HEAD"]
 
 T = TypeVar("T")
@@ -35,6 +36,8 @@ async def read_body(request: Request) -> bytes:
     leave no room.
     """
     count_request(request)
+    if isinstance(known := request.scope.get(BODY), bytes):
+        return known
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "text/plain":
         # A web page may send it to another host without asking first.
         raise RequestError("Content-Type: text/plain; send application/json")

@@ -18,6 +18,7 @@ from pd_cluster.api.gate.http import (
     session_of,
     unless_disconnected,
 )
+from pd_cluster.api.openai.load_header import load_header
 from pd_cluster.api.openai.request_names import named
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.answers import Answer
@@ -41,7 +42,7 @@ def openai_routes(service: TextService) -> APIRouter:
         request = parse(await read_body(http), ChatCompletionRequest)
         name = service.check_model(request.model, caller_of(http))
         generation = await service.chat(named(request, http), received_s, caller_of(http))
-        return await _answer(http, service, ChatAnswer(request, name, service, generation))
+        return await answered(http, service, ChatAnswer(request, name, service, generation))
 
     @routes.post("/v1/completions")
     async def completions(http: Request) -> Response:
@@ -49,12 +50,13 @@ def openai_routes(service: TextService) -> APIRouter:
         request = parse(await read_body(http), CompletionRequest)
         name = service.check_model(request.model, caller_of(http))
         generations = await service.completions(named(request, http), received_s, caller_of(http))
-        return await _answer(http, service, CompletionAnswer(request, name, service, generations))
+        return await answered(http, service, CompletionAnswer(request, name, service, generations))
 
     return routes
 
 
-async def _answer(http: Request, service: TextService, answer: Answer) -> Response:
+async def answered(http: Request, service: TextService, answer: Answer) -> Response:
+    """Has the request computed, and answers whole or in chunks."""
     reserve_tokens(http, answer.generations)
     session = session_of(http)
     for generation in answer.generations:
@@ -64,9 +66,9 @@ async def _answer(http: Request, service: TextService, answer: Answer) -> Respon
         pieces = await unless_disconnected(http.receive, service.complete(answer.generations))
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        headers = served_by(answer.generations)
+        headers = served_by(answer.generations) | load_header(http, service)
         return await json_response(lambda: answer.whole(pieces), large=answer.is_large, headers=headers)
-    return EventStream(_events(service, answer), lambda: served_by(answer.generations))
+    return EventStream(_events(service, answer), lambda: served_by(answer.generations), load_header(http, service))
 
 
 async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes, None]:
@@ -86,7 +88,7 @@ async def _events(service: TextService, answer: Answer) -> AsyncGenerator[bytes,
             raise
         yield event(error_body(error)) + DONE
         return
-    yield (answer.usage_chunk() if answer.wanted.usage else b"") + DONE
+    yield answer.closing_chunk() + DONE
 
 
 def served_by(generations: list[Generation]) -> dict[str, str]:

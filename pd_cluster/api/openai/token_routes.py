@@ -10,12 +10,13 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.api.gate.http import PlainRoute, json_response, read_body
+from pd_cluster.api.gate.http import LOOKING, PlainRoute, json_response, read_body
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatFields
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.protocol import Id
 from pd_cluster.service.service import TextService
+from pd_cluster.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 1 << 18  # in a request to /detokenize: decoding holds the interpreter's lock
 FEW_TOKENS = 4096  # larger answers are built on a thread
@@ -76,6 +77,13 @@ def token_routes(service: TextService) -> APIRouter:
 
         return await json_response(answer, large=len(token_ids) > FEW_TOKENS)
 
+    if service.shows_tokenizer:
+
+        @routes.api_route("/tokenizer_info", methods=LOOKING)
+        async def info(http: Request) -> Response:
+            service.check_use(caller_of(http))
+            return await json_response(lambda: _info(service.tokenizer), large=False)
+
     @routes.post("/detokenize")
     async def detokenize(http: Request) -> Response:
         request = parse(await read_body(http), DetokenizeRequest)
@@ -89,6 +97,13 @@ def token_routes(service: TextService) -> APIRouter:
         return await json_response(lambda: {"prompt": text}, large=len(request.tokens) > FEW_TOKENS)
 
     return routes
+
+
+def _info(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the folder's tokenizer_config.json with the chat template in effect, and without files' names."""
+    shown = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_file", "name_or_path"))}
+    source = {"chat_template": tokenizer.template.source} if tokenizer.template is not None else {}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **shown, **source}
 
 
 def _is_chat(body: bytes) -> bool:

@@ -40,6 +40,7 @@ class Mirror(Roster):
         super().__init__([], lines)
         self._adapters = {} if adapters is None else adapters
         self.adapters_version = version
+        self.steer_version = 0  # of the last Steer that this process has followed
         self._views: dict[str, InstanceView] = {}
         self.totals: AllStats | None = None  # of all API processes; None: not received yet
 

@@ -13,7 +13,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -34,6 +34,7 @@ from pd_cluster.reports import (
     OthersTokens,
     Outstanding,
     Stats,
+    Steer,
     Stop,
     ToApi,
 )
@@ -64,6 +65,7 @@ class _Api:
     told_stats: AllStats | None = None
     adapters: AdapterUse = field(default_factory=AdapterUse)
     adapters_version: int = 0
+    steer_version: int = 0
     is_idle: bool = False  # it drains and serves nothing any more, or has ended
     told: bytes = b""
     deaths_s: list[float] = field(default_factory=list)
@@ -100,7 +102,7 @@ class ApiProcesses:
         self._is_stopping = False
         self._all_idle = asyncio.Event()
         self._reported = asyncio.Event()
-        self._num_adapter_news = 0
+        self._num_adapter_news = self._num_steers = 0
 
     async def run(self, change: Callable[[], Awaitable[None]]) -> None:
         """Runs until cancelled; `change` returns when an instance may have changed. Raises InstanceLost."""
@@ -145,12 +147,30 @@ class ApiProcesses:
         for api in self._apis:
             api.config = msgspec.structs.replace(api.config, adapters=news)
             api.tell(news)
+        await self._until_heard("the adapters", lambda api: api.adapters_version >= news.version)
+
+    async def steer(self, is_paused: bool, aborts: Collection[str] | None = None) -> None:
+        """See members/control.py."""
+        self._num_steers += 1
+        news = Steer(is_paused, self._num_steers, None if aborts is None else list(aborts))
+        for api in self._apis:
+            api.config = msgspec.structs.replace(api.config, steer=Steer(is_paused, news.version))
+            api.tell(news)
+        await self._until_heard("the pause", lambda api: api.steer_version >= news.version)
+
+    async def until_idle(self) -> None:
+        """Returns when no request is at an instance, as the processes have reported."""
+        while any(api.is_alive and api.busy.num_streams for api in self._apis):
+            await self._reported.wait()
+
+    async def _until_heard(self, what: str, has_heard: Callable[[_Api], bool]) -> None:
+        """Returns when all that live have reported it."""
         try:
             async with asyncio.timeout(SILENCE_S):  # one that says nothing for so long is killed
-                while any(api.is_alive and api.adapters_version < news.version for api in self._apis):
+                while any(api.is_alive and not has_heard(api) for api in self._apis):
                     await self._reported.wait()
         except TimeoutError:
-            log.error("not all API processes have heard of the adapters within %g s", SILENCE_S)
+            log.error("not all API processes have heard of %s within %g s", what, SILENCE_S)
 
     @property
     def adapters(self) -> set[str]:
@@ -250,6 +270,7 @@ class ApiProcesses:
         """Adds up a report."""
         api.report, api.is_idle, api.busy = report.outstanding, report.is_idle, report.busy
         api.adapters, api.adapters_version = report.adapters, report.adapters_version
+        api.steer_version = report.steer_version
         self._reported.set()
         self._reported = asyncio.Event()
         if report.stats is not None:

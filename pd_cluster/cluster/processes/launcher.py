@@ -141,6 +141,11 @@ class Cluster:
         raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
 
     @property
+    def has_served(self) -> bool:
+        """Whether it has been ready; otherwise there is nothing that must come to an end."""
+        return self._was_ready
+
+    @property
     def preloader_pid(self) -> int:
         """The preloader's pid; 0 if it does not belong to this process."""
         return self._preloader.pid if self._preloader is not None else 0
@@ -290,7 +295,7 @@ async def run_until_signal(launch: Launch) -> int:
         tell("stopping")
         return 0
     finally:
-        ending = asyncio.ensure_future(cluster.stop())
+        ending = asyncio.ensure_future(cluster.stop(kill=not cluster.has_served))
         impatient = asyncio.ensure_future(second.wait())
         await asyncio.wait({ending, impatient}, return_when=asyncio.FIRST_COMPLETED)
         if not ending.done():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import NamedTuple
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
 
 from pd_cluster.cluster.members.roster import Members
 from pd_cluster.cluster.routing.fair_queue import Client, QueueEntry
@@ -16,7 +17,7 @@ from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest
 from pd_cluster.cluster.routing.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.cluster.routing.waiting_room import Party, WaitingRoom
-from pd_cluster.errors import Overloaded, Unavailable
+from pd_cluster.errors import Overloaded, PdClusterError, Unavailable
 
 
 class Visitor(NamedTuple):
@@ -52,6 +53,8 @@ class Entrance:
         self._choose, self._stats, self._goals, self._together_s = choose, stats, goals, together_s
         self._lost_s = -math.inf  # when an instance was last lost
         self._closed = asyncio.Event()  # set when this process stops: all waits end
+        self._is_paused = False
+        self._resumed = asyncio.Event()
         self.waiting: WaitingRoom | None = None
         if max_queue_s is not None:
             limits = [(max_queue_s, "--max-queue-time"), (goals.ttft_s, "--slo-ttft")]
@@ -84,7 +87,7 @@ class Entrance:
         self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor
     ) -> tuple[Pair, QueueEntry | None] | None:
         """Returns what `pair` does if the request need not wait; None: call that. Raises Overloaded."""
-        if self.is_closed:
+        if self.is_closed or self._is_paused:
             return None
         entry = None
         if self.waiting is not None:
@@ -119,6 +122,8 @@ class Entrance:
     async def _turn(
         self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor, arrived_s: float
     ) -> tuple[Pair, QueueEntry | None]:
+        while self._is_paused and self.waiting is None and not self.is_closed:
+            await self._first_of(self._resumed.wait())
         if self.is_closed:
             raise Unavailable(SHUTTING_DOWN)
         entry = None
@@ -166,6 +171,19 @@ class Entrance:
         if self.waiting is not None:
             self.waiting.look()
 
+    def pause(self, is_paused: bool) -> None:
+        """Lets requests that have no pair yet wait until it is no longer paused."""
+        self._is_paused = is_paused
+        resumed, self._resumed = self._resumed, asyncio.Event()
+        resumed.set()
+        if self.waiting is not None:
+            self.waiting.pause(is_paused)
+
+    def end_waiting(self, error: PdClusterError) -> None:
+        """Ends the requests that wait for room."""
+        if self.waiting is not None:
+            self.waiting.end_all(error)
+
     @property
     def is_closed(self) -> bool:
         return self._closed.is_set()
@@ -178,7 +196,11 @@ class Entrance:
 
     async def change(self) -> None:
         """Waits until the instances may have changed, or this process stops."""
-        waiting = [asyncio.ensure_future(self._roster.change()), asyncio.ensure_future(self._closed.wait())]
+        await self._first_of(self._roster.change())
+
+    async def _first_of(self, event: Coroutine[Any, Any, object]) -> None:
+        """Waits for it, or until this process stops."""
+        waiting = [asyncio.ensure_future(event), asyncio.ensure_future(self._closed.wait())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
@@ -32,12 +32,15 @@ from pd_cluster.errors import (
     GenerationError,
     InstanceLost,
     PdClusterError,
+    RequestAborted,
     RequestError,
     Unavailable,
 )
 from pd_cluster.types import FinishReason, LegEnd, Order, PooledOutput, PromptOutput, TokenOutput
 
 log = logging.getLogger(__name__)
+
+ABORTED = "the operator has ended this request"
 
 
 def _unheard(prompt: PromptOutput) -> None:
@@ -63,6 +66,7 @@ class Router:
         self._request_timeout_s = request_timeout_s
         self._limits = replay or ReplayLimits()
         self._streams: dict[str, RequestStream] = {}
+        self._idle: asyncio.Event | None = None  # set with the last stream's end, where it is waited for
         self._slices = Slices(self._on_slice)
         self._counter = itertools.count()
         self._life = secrets.token_hex(4)
@@ -238,6 +242,9 @@ class Router:
         if self._streams.pop(stream.request_id, None) is not None:
             self._dispatch.abort(stream)
         self.entrance.ended(entry, stream.num_tokens)
+        if self._idle is not None and not self._streams:
+            self._idle.set()
+            self._idle = None
         self.adapters.ends(stream.order.variant, has_begun=not is_first)
         self._note_end(stream, sys.exception())
 
@@ -246,7 +253,8 @@ class Router:
         timeline = self.timelines.find(stream.request_id)
         admitted_s = timeline.admitted_s(stream.first_s) if timeline is not None else None
         handovers_s = timeline.handovers_s() if timeline is not None else []
-        left: FinishReason = "error" if isinstance(error, PdClusterError) else "abort"
+        is_fault = isinstance(error, PdClusterError) and not isinstance(error, RequestAborted)
+        left: FinishReason = "error" if is_fault else "abort"
         self.stats.ended(stream.outcome(left, admitted_s, handovers_s))
         self.timelines.ended(stream.request_id, "" if stream.is_over else _why(error))
 
@@ -318,6 +326,24 @@ class Router:
                 self._retreat(stream, error, "fault")
             else:
                 stream.inbox.put(error)
+
+    async def steer(self, is_paused: bool, aborts: Collection[str] | None = None) -> None:
+        """See members/control.py."""
+        self.entrance.pause(is_paused)
+        if aborts is None:
+            return
+        for stream in self._streams.values():
+            timeline = self.timelines.find(stream.request_id)
+            if not aborts or (timeline is not None and not set(aborts).isdisjoint(timeline.ids)):
+                stream.inbox.put(RequestAborted(ABORTED, code="aborted"))
+        if not aborts:
+            self.entrance.end_waiting(RequestAborted(ABORTED, code="aborted"))
+
+    async def until_idle(self) -> None:
+        """Returns when no request is at an instance."""
+        while self._streams:
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()
 
     def end_all(self) -> None:
         """Ends all running requests with an error in their streams, because this process stops."""

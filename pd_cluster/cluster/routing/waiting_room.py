@@ -86,6 +86,7 @@ class WaitingRoom:
         self._queue = FairQueue()
         self._pace = AdmissionPace(self._loop.time())
         self._turns: dict[QueueEntry, asyncio.Future[None]] = {}
+        self._is_paused = False
         self._is_beginning = False  # a request's turn has come, but it has not been sent yet
         self._following: asyncio.Task[None] | None = None
 
@@ -184,8 +185,9 @@ class WaitingRoom:
         try:
             await asyncio.wait([turn], timeout=max(0.0, left_s) if left_s < math.inf else None)
             if not turn.done() and not party.has_begun:
+                why = "paused by its operator" if self._is_paused else "busy"
                 raise Overloaded(
-                    f"the server is busy: it has waited for {self._limit(patience_s)}",
+                    f"the server is {why}: it has waited for {self._limit(patience_s)}",
                     _retry_s(self._expected_s(client), limit_s),
                 )
             await turn
@@ -220,14 +222,23 @@ class WaitingRoom:
             turn.set_result(None)
 
     def close(self, error: PdClusterError) -> None:
+        """Ends all waiting requests with this error, for good."""
+        self.end_all(error)
+        if self._following is not None:
+            self._following.cancel()
+
+    def end_all(self, error: PdClusterError) -> None:
         """Ends all waiting requests with this error."""
         turns, self._turns = self._turns, {}
         for entry, turn in turns.items():
             self._queue.leave(entry)
             if not turn.done():
                 turn.set_exception(error)
-        if self._following is not None:
-            self._following.cancel()
+
+    def pause(self, is_paused: bool) -> None:
+        """While it is paused, no request begins."""
+        self._is_paused = is_paused
+        self.look()
 
     # ----
 
@@ -251,7 +262,7 @@ class WaitingRoom:
         have their prompts computed: one client that holds the places must not shut others out.
         """
         room = room_of(self._instances())
-        if not room.for_prompts:
+        if self._is_paused or not room.for_prompts:
             return None
         if room.for_sequences and room.for_all:
             return lambda entry: True

@@ -60,6 +60,7 @@ class Import:
     variant: str = ""
     request: Request | None = None
     first_tokens: list[TokenOutput] = field(default_factory=list)
+    num_wanted_tokens: int = 0  # once it is credited: those that are not cached here
 
 
 class Imports:
@@ -88,6 +89,7 @@ class Imports:
         self._note = note
         self._imports: dict[str, Import] = {}  # offered ones in the order of their offers
         self.num_landings = 0
+        self.num_wanted_tokens = self.num_landed_tokens = 0
         self.num_expired = 0
 
     def __len__(self) -> int:
@@ -155,6 +157,8 @@ class Imports:
             first_token = self._scheduler.land(request, num_tokens)
             waiting.state = ImportState.LANDING
             waiting.since_s = self._clock()
+            waiting.num_wanted_tokens = waiting.num_tokens - first_token
+            self.num_wanted_tokens += waiting.num_wanted_tokens
             num_prompt_blocks = self._scheduler.num_blocks_for(waiting.num_tokens)
             block_ids = request.block_table[:num_prompt_blocks]
             self._ports.begin(waiting.conn, waiting.transfer_id, block_ids, first_token, waiting.num_tokens)
@@ -184,6 +188,7 @@ class Imports:
         request = found.request
         del self._imports[answer.transfer_id]
         self.num_landings += 1
+        self.num_landed_tokens += found.num_wanted_tokens
         self._note(answer.transfer_id, "confirmed")
         self._scheduler.landed(request)
         start = beam_groups.start if request.sampling.beam_width else StepScheduler.start_sequences

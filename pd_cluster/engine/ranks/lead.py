@@ -112,7 +112,9 @@ class LeadRunner:
         rope_positions = b"" if step.rope_positions is None else step.rope_positions.tobytes()
         adapters = b"" if step.adapters is None else step.adapters.tobytes()
         images = tuple(to.StepImage(*part) for part in self._runner.sparing_pixels(step.images))
-        self._tell(to.Step(rows, input_ids, blocks, is_ahead, on_layer is not None, rope_positions, adapters, images))
+        virtual = b"" if step.virtual is None else step.virtual.tobytes()
+        by_layers = on_layer is not None
+        self._tell(to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, images, virtual))
         num_steps = self.progress.num_steps + 1
         self.progress = to.Reached(num_steps, 0)
         if on_layer is None:

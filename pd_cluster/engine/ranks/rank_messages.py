@@ -34,8 +34,8 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(RankMessage, frozen=True, omit_defaults=True):
-    """A StepInput of model/batch.py: int64 numbers, little endian. `rope_positions` and `adapters` are empty where they
-    are None there.
+    """A StepInput of model/batch.py: int64 numbers, little endian. `rope_positions`, `adapters` and `virtual` are empty
+    where they are None there.
 
     `is_ahead`: rank 0's device broadcasts the input ids, which no host knows yet. `by_layers`: rank 0 tracks the step
     layer by layer, and so do all followers.
@@ -49,6 +49,7 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
     rope_positions: bytes = b""
     adapters: bytes = b""
     images: tuple[StepImage, ...] = ()
+    virtual: bytes = b""
 
 
 class Moves(RankMessage, frozen=True):

@@ -20,6 +20,7 @@ from pd_cluster.types import (
     Resumed,
     Sampling,
 )
+from pd_cluster.types.variants import PLACEHOLDER
 
 MOST_SEQUENCES = 8 * MAX_SEQUENCES  # more than requests may have, which is checked earlier
 # They travel in one message; each takes about half a kilobyte while an answer is built.
@@ -56,6 +57,8 @@ class EngineLimits:
             return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
+        if request.num_virtual_tokens and (problem := _virtual_problem(request)):
+            return problem
         if problem := self.rope.problem(request.order) or self._images_problem(request):
             return problem
         if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
@@ -164,4 +167,16 @@ def _beam_problem(sampling: Sampling) -> str | None:
         return f"length_penalty {sampling.length_penalty} must be in -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
     if sampling.n * sampling.max_tokens > MAX_ANSWER_TOKENS:
         return f"n {sampling.n} and max_tokens {sampling.max_tokens} make an answer of over {MAX_ANSWER_TOKENS} tokens"
+    return None
+
+
+def _virtual_problem(request: Request) -> str | None:
+    order, num_virtual = request.order, request.num_virtual_tokens
+    if request.pooling is not None or order.images or order.rope_positions is not None:
+        return "a prompt adapter goes neither with vectors nor with images"
+    prompt = order.prompt_token_ids
+    if len(prompt) <= num_virtual or any(token_id != PLACEHOLDER for token_id in prompt[:num_virtual]):
+        return (
+            f"its prompt adapter has {num_virtual} virtual tokens, and the prompt has no placeholders and text for them"
+        )
     return None

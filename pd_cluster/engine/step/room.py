@@ -121,6 +121,7 @@ class BlockRoom:
         if not swap_table:
             victim.num_computed_tokens = 0
         self.num_preemptions += 1
+        victim.num_preemptions += 1
         if victim.status is Status.PARKED:  # it stays parked: none of its tokens are computed again before its turn
             return
         self._running.remove(victim)

@@ -13,11 +13,14 @@ from collections.abc import Callable, Sequence
 from pd_cluster.engine.step.holdings import Holdings
 from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, StepPlan, pooling_chunk_of, service_order
 from pd_cluster.engine.step.room import BlockRoom
+from pd_cluster.engine.step.tally import Tallied
 from pd_cluster.engine.step.turns import Turns
 from pd_cluster.errors import OutOfBlocks
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import Request, Status, TokenOutput, sibling
+from pd_cluster.types.variants import num_given_tokens
+from pd_cluster.wire import PREEMPTIONS_BOUNDS
 
 
 class StepScheduler:
@@ -58,6 +61,7 @@ class StepScheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []  # in order of service
         self.running: list[Request] = []
+        self.preemptions = Tallied(PREEMPTIONS_BOUNDS)  # of sequences that ended
         self.room = BlockRoom(holdings, blocks, self.swap, self.requests, self.waiting, self.running)
 
     # ---- arrival and end of a request
@@ -137,6 +141,7 @@ class StepScheduler:
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         self._holdings.give_back(request)
+        self.preemptions.add(request.num_preemptions)
         request.status = Status.FINISHED
         del self.requests[request.key]
 
@@ -274,7 +279,11 @@ class StepScheduler:
             num_tokens = min(request.num_behind, size - request.num_computed_tokens % size)
             return num_tokens if num_tokens <= budget else 0
         rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
-        return min(request.num_behind, budget, rows)
+        num_tokens = min(request.num_behind, budget, rows)
+        if request.num_virtual_tokens > request.num_computed_tokens:  # the rows behind read what these are given
+            given = num_given_tokens(request.order.variant) - request.num_computed_tokens
+            num_tokens = min(num_tokens, given) if given > 0 else num_tokens
+        return num_tokens
 
     def _admit(
         self,

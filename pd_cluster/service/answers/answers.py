@@ -11,6 +11,7 @@ import msgspec
 
 from pd_cluster.service.answers.logprobs import LogprobsFormat
 from pd_cluster.service.answers.sse import event
+from pd_cluster.service.answers.timings import timings_of
 from pd_cluster.service.generation import Generation, usage_of
 from pd_cluster.service.schema.protocol import GenerationRequest
 from pd_cluster.service.sequence import Piece
@@ -28,6 +29,7 @@ class Wanted(NamedTuple):
     token_ids: bool
     logprobs: bool
     prompt_logprobs: bool
+    timings: bool
 
     @classmethod
     def of(cls, request: GenerationRequest, forces_usage: bool = False) -> Wanted:
@@ -38,6 +40,7 @@ class Wanted(NamedTuple):
             bool(request.return_token_ids),
             request.num_logprobs is not None,
             request.prompt_logprobs is not None,
+            bool(request.include_metrics),
         )
 
 
@@ -59,6 +62,7 @@ class Answer(ABC):
         self.generations = generations
         self._num_choices = request.num_choices  # per prompt
         self._tokenizer = service.tokenizer
+        self._service = service
         as_ids = request.return_tokens_as_token_ids
         self._format = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
         self.id = f"{self.prefix}-{request.request_id or secrets.token_hex(12)}"
@@ -79,7 +83,7 @@ class Answer(ABC):
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         choices = [self._whole_choice(piece) for piece in pieces]
-        return {**self._head(self.object), "choices": choices, "usage": self._usage()}
+        return {**self._head(self.object), "choices": choices, "usage": self._usage(), **self._timings()}
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece, is_whole=True)
@@ -149,8 +153,17 @@ class Answer(ABC):
     def _end(self, piece: Piece, content: dict[str, Any]) -> bytes:
         return self._full_chunk(piece, content, finish_reason=self._finish_reason(piece), stop_reason=piece.stop_reason)
 
-    def usage_chunk(self) -> bytes:
-        return event({**self._head(self.chunk_object), "choices": [], "usage": self._usage()})
+    def closing_chunk(self) -> bytes:
+        """Returns the chunk after the last choice's end; b"" if there is nothing to tell."""
+        if not (self.wanted.usage or self.wanted.timings):
+            return b""
+        usage = {"usage": self._usage()} if self.wanted.usage else {}
+        return event({**self._head(self.chunk_object), "choices": [], **usage, **self._timings()})
+
+    def _timings(self) -> dict[str, Any]:
+        if not self.wanted.timings:
+            return {}
+        return {"metrics": timings_of(self.generations, self._service.router.timelines)}
 
     def _usage(self) -> dict[str, Any]:
         """Returns the usage of the whole answer."""

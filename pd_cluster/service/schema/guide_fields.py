@@ -211,6 +211,23 @@ MAKERS: dict[str, Callable[[str, Any, str | None], Guide]] = {
 }
 
 
+def structured_outputs_of(guide: Guide) -> dict[str, Any]:
+    """Returns the field `structured_outputs` that asks for this guide. Raises RequestError where there is none."""
+    if guide.kind not in MAKERS:
+        raise RequestError(
+            "tools: a guide for calls or behind reasoning has no form in sampling_params; leave out tool_choice "
+            "and the constraint, or send the request to /v1/chat/completions",
+            param="tools",
+        )
+    if guide.kind == "json_object":
+        return {"json_object": True}
+    if guide.kind in ("regex", "grammar"):
+        return {guide.kind: guide.text}
+    value = msgspec.json.decode(guide.text)
+    options = value.pop(OPTIONS, {}) if isinstance(value, dict) else {}
+    return {guide.kind: value, **options}
+
+
 def _decoded(field: str, value: Any) -> Any:
     """Returns JSON that may come as itself or as a string."""
     if not isinstance(value, str):

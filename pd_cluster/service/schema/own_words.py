@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -20,4 +21,4 @@ def in_own_words(names: Mapping[str, str]) -> Iterator[None]:
         name = names[field]
         if message.startswith(field):
             message = name + message.removeprefix(field)
-        raise RequestError(message, param=name.partition(".")[0], code=error.code) from None
+        raise RequestError(message, param=re.split(r"[.\[]", name)[0], code=error.code) from None

@@ -146,6 +146,7 @@ class GenerationRequest(BaseModel):
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    include_metrics: bool | None = None
 
     @property
     def wanted_tokens(self) -> int | None:

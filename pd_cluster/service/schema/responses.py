@@ -6,11 +6,22 @@ is not in every answer.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class RequestTimings(BaseModel):
+    time_to_first_token_ms: float
+    generation_time_ms: float = Field(description="From the first token until the last.")
+    queue_time_ms: float | None = Field(description="Until a prefill instance had room; null: not reported.")
+    mean_itl_ms: float | None = Field(description="Between two tokens; null if there is one.")
+    tokens_per_second: float | None = Field(description="After the first token.")
+
+
+OF_TIMES = Field(default=None, description="With include_metrics; null for more than one answer.")
 
 
 class ErrorDetails(BaseModel):
@@ -102,6 +113,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: RequestTimings | None = OF_TIMES
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = OF_PROMPT
 
@@ -146,6 +158,7 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    metrics: RequestTimings | None = OF_TIMES
     prompt_token_ids: list[int] | None = Field(default=None, description="In a choice's first event.")
 
 
@@ -174,6 +187,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    metrics: RequestTimings | None = OF_TIMES
 
 
 class CompletionChunkChoice(BaseModel):
@@ -195,6 +209,7 @@ class CompletionChunk(BaseModel):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
+    metrics: RequestTimings | None = OF_TIMES
 
 
 class Generated(BaseModel):
@@ -205,6 +220,49 @@ class Generated(BaseModel):
     prompt_logprobs: PromptLogprobs | None = OF_PROMPT
     token_ids: list[list[int]] | None = Field(default=None, description="Of each sequence, without the prompt.")
     prompt_token_ids: list[int] | None = None
+
+
+class TokensChoice(BaseModel):
+    index: int
+    logprobs: ChatLogprobs | None = Field(description='Tokens are named "token_id:5".')
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int]
+    stop_reason: str | int | None = Field(default=None, description="The stop string or stop token that ended it.")
+
+
+class GeneratedTokens(BaseModel):
+    request_id: str
+    model: str
+    created: int = Field(description="Unix time, in seconds.")
+    choices: list[TokensChoice]
+    usage: Usage
+    metrics: RequestTimings | None = OF_TIMES
+    prompt_logprobs: PromptLogprobs | None = OF_PROMPT
+    kv_transfer_params: None = None
+
+
+class GeneratedTokensChunk(BaseModel):
+    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+
+    request_id: str
+    choices: list[TokensChoice]
+    usage: Usage | None = None
+    metrics: RequestTimings | None = OF_TIMES
+
+
+class RenderedPrompt(BaseModel):
+    """A body of /inference/v1/generate."""
+
+    request_id: str | None
+    token_ids: list[int]
+    features: None
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    stream_options: dict[str, bool | None] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
 
 
 class Model(BaseModel):

@@ -1,0 +1,113 @@
+"""Admin routes that act on the whole cluster, by the names and parameters of vLLM's.
+
+cluster/members/control.py executes a command; this module parses it and answers.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request
+
+from pd_cluster.api.gate.http import read_body
+from pd_cluster.cluster.members.control import Control
+from pd_cluster.errors import RequestError
+
+MODES = ("abort", "wait")
+MAX_IDS = 4096
+NO_SLEEP = (
+    "weights and KV cache stay where they are as long as an instance lives; drain instances and stop their processes "
+    "instead, and start them again"
+)
+
+
+class AbortIds(msgspec.Struct, forbid_unknown_fields=True):
+    """Without ids, all requests end."""
+
+    request_ids: Annotated[list[str], msgspec.Meta(max_length=MAX_IDS)] | None = None
+
+
+def control_routes(control: Control, shown: Mapping[str, Any]) -> APIRouter:
+    """`shown`: the answer of /server_info."""
+    routes = APIRouter()
+    _add_pause(routes, control)
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache(http: Request) -> dict[str, Any]:
+        asked = _asked(http, "reset_running_requests", "reset_external")
+        for name in asked:
+            if _switch(asked, name, default=False):
+                raise RequestError(f"{name}: requests under way keep their blocks; POST /pause ends them first", name)
+        await control.reset_caches()
+        return {"success": True}
+
+    @routes.post("/abort_requests")
+    async def abort_requests(http: Request) -> dict[str, Any]:
+        try:
+            asked = msgspec.json.decode(await read_body(http) or b"{}", type=AbortIds)
+        except msgspec.DecodeError as error:
+            raise RequestError(f"body: {error}") from None
+        if asked.request_ids == []:
+            raise RequestError("request_ids: empty; leave it out to end all requests", param="request_ids")
+        await control.abort(asked.request_ids or ())
+        return {"status": "aborted"}
+
+    @routes.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        return dict(shown)
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, Any]:
+        return {"is_sleeping": False}
+
+    @routes.post("/wake_up")
+    @routes.post("/sleep")
+    async def sleep(http: Request) -> dict[str, Any]:
+        raise RequestError(f"{http.url.path}: not supported: {NO_SLEEP}", code="not_supported")
+
+    return routes
+
+
+def _add_pause(routes: APIRouter, control: Control) -> None:
+    @routes.post("/pause")
+    async def pause(http: Request) -> dict[str, Any]:
+        asked = _asked(http, "mode", "clear_cache", "wait_for_inflight_requests")
+        default = "wait" if _switch(asked, "wait_for_inflight_requests", default=False) else "abort"
+        mode = asked.get("mode", default)
+        if mode not in MODES:
+            raise RequestError(
+                f"mode: {reprlib.repr(mode)}; give abort (running requests end now) or wait (they end by themselves). "
+                f"Requests cannot be kept half done",
+                param="mode",
+            )
+        await control.pause("wait" if mode == "wait" else "abort", _switch(asked, "clear_cache", default=True))
+        return {"status": "paused"}
+
+    @routes.post("/resume")
+    async def resume(http: Request) -> dict[str, Any]:
+        _asked(http)
+        await control.resume()
+        return {"status": "resumed"}
+
+    @routes.get("/is_paused")
+    async def is_paused() -> dict[str, Any]:
+        return {"is_paused": control.is_paused}
+
+
+def _asked(http: Request, *known: str) -> dict[str, str]:
+    """Returns the parameters of the query. Raises RequestError for others."""
+    for name in http.query_params:
+        if name not in known:
+            raise RequestError(f"{reprlib.repr(name)}: not known; known are {', '.join(known) or 'none'}")
+    return dict(http.query_params)
+
+
+def _switch(asked: Mapping[str, str], name: str, default: bool) -> bool:
+    """Raises RequestError."""
+    value = asked.get(name, str(default)).lower()
+    if value not in ("true", "false", "1", "0"):
+        raise RequestError(f"{name}: {reprlib.repr(asked[name])}; give true or false", param=name)
+    return value in ("true", "1")

@@ -1,0 +1,180 @@
+"""Routes for routers and frameworks in front: tokens in and out, prompts as tokens, batches of chats, one for all.
+
+Tokens are generated from as they are: no template, and no text, takes part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from pd_cluster.api.gate.callers import caller_of, reserve_tokens
+from pd_cluster.api.gate.http import (
+    BODY,
+    GeneratingRoute,
+    PlainRoute,
+    json_response,
+    read_body,
+    session_of,
+    unless_disconnected,
+)
+from pd_cluster.api.openai.load_header import load_header
+from pd_cluster.api.openai.openai import answered, openai_routes, served_by
+from pd_cluster.api.openai.pooling_routes import pooling_routes
+from pd_cluster.api.openai.request_names import named
+from pd_cluster.errors import RequestError
+from pd_cluster.service.answers.chat_answer import ChatAnswer
+from pd_cluster.service.answers.tokens_answer import TokensAnswer
+from pd_cluster.service.generation import Generation, added_up
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.own_words import in_own_words
+from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.schema.tokens_protocol import NAMES, BatchChatRequest, TokensRequest, rendered
+from pd_cluster.service.sequence import Piece
+from pd_cluster.service.service import TextService
+from pd_cluster.service.status import CLIENT_CLOSED_REQUEST
+
+NUM_CHATS_A_TURN = 16  # of a batch, between which other tasks have their turn
+FEW_CHATS = 4  # larger answers are built on a thread
+
+
+class _Kinds(msgspec.Struct):
+    """The fields of a body that tell requests of different routes apart."""
+
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    query: msgspec.Raw = msgspec.Raw()
+    queries: msgspec.Raw = msgspec.Raw()
+    text_1: msgspec.Raw = msgspec.Raw()
+    data_1: msgspec.Raw = msgspec.Raw()
+
+
+INVOKED = {  # the route for a body that has this field
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/embeddings",
+    "query": "/rerank",
+    "queries": "/score",
+    "text_1": "/score",
+    "data_1": "/score",
+}
+
+
+def inference_routes(service: TextService) -> APIRouter:
+    routes = APIRouter(route_class=GeneratingRoute)
+
+    @routes.post("/inference/v1/generate")
+    async def generate(http: Request) -> Response:
+        received_s = time.monotonic()
+        asked = parse(await read_body(http), TokensRequest)
+        request = asked.completion()
+        name = service.check_model(request.model, caller_of(http))
+        with in_own_words(NAMES):
+            generations = await service.completions(named(request, http), received_s, caller_of(http))
+        return await answered(http, service, TokensAnswer(request, name, service, generations))
+
+    @routes.post("/v1/chat/completions/batch")
+    async def batch(http: Request) -> Response:
+        received_s = time.monotonic()
+        request = parse(await read_body(http), BatchChatRequest)
+        name = service.check_model(request.model, caller_of(http))
+        chats = _Chats([], [])
+        for at, each in enumerate(request.chats()):
+            with in_own_words({"messages": f"messages[{at}]"}):
+                generation = await service.chat(named(each, http), received_s, caller_of(http))
+            chats.generations.append(generation)
+            chats.answers.append(ChatAnswer(each, name, service, generation))
+            if at % NUM_CHATS_A_TURN == 0:
+                await asyncio.sleep(0)
+        return await _answered_batch(http, service, chats)
+
+    _add_invocations(routes, service)
+    return routes
+
+
+def render_routes(service: TextService) -> APIRouter:
+    """Makes the routes that return a request's prompt as tokens, with all else that /inference/v1/generate needs."""
+    routes = APIRouter(route_class=PlainRoute)
+
+    @routes.post("/v1/chat/completions/render")
+    async def render_chat(http: Request) -> Response:
+        request = parse(await read_body(http), ChatCompletionRequest)
+        name = service.check_model(request.model, caller_of(http))
+        generation = await service.chat(named(request, http), caller=caller_of(http))
+        answer = rendered(request, generation.prompt_token_ids, generation.sampling, name)
+        return await json_response(lambda: answer, large=False)
+
+    @routes.post("/v1/completions/render")
+    async def render_completion(http: Request) -> Response:
+        request = parse(await read_body(http), CompletionRequest)
+        name = service.check_model(request.model, caller_of(http))
+        if request.echo or request.max_tokens == 0:
+            field = "echo" if request.echo else "max_tokens"
+            raise RequestError(f"{field}: has no form in sampling_params; leave it out", param=field)
+        generations = await service.completions(named(request, http), caller=caller_of(http))
+        answers = [rendered(request, each.prompt_token_ids, each.sampling, name) for each in generations]
+        return await json_response(lambda: answers, large=len(answers) > FEW_CHATS)
+
+    return routes
+
+
+class _Chats(NamedTuple):
+    """Conversations of a batch, each with its answer's shape."""
+
+    generations: list[Generation]
+    answers: list[ChatAnswer]
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Returns one answer, whose choices are numbered as the conversations are."""
+        wholes = [answer.whole([piece]) for answer, piece in zip(self.answers, pieces, strict=True)]
+        choices = [each["choices"][0] | {"index": at} for at, each in enumerate(wholes)]
+        usage = added_up([each["usage"] for each in wholes])
+        whole = wholes[0] | {"choices": choices, "usage": usage, "prompt_token_ids": None}
+        return whole | ({"metrics": None} if "metrics" in whole else {})
+
+
+async def _answered_batch(http: Request, service: TextService, chats: _Chats) -> Response:
+    reserve_tokens(http, chats.generations)
+    session = session_of(http)
+    for generation in chats.generations:
+        generation.client_id = chats.answers[0].id
+        generation.amend(session=generation.order.session or session)
+    pieces = await unless_disconnected(http.receive, service.complete(chats.generations))
+    if pieces is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    large = len(chats.generations) > FEW_CHATS or chats.answers[0].is_large
+    headers = served_by(chats.generations) | load_header(http, service)
+    return await json_response(lambda: chats.whole(pieces), large=large, headers=headers)
+
+
+def _add_invocations(routes: APIRouter, service: TextService) -> None:
+    """Adds SageMaker's route, which passes a body to the route that its fields belong to."""
+    known = [*openai_routes(service).routes, *pooling_routes(service).routes]
+    endpoints = {route.path: route.endpoint for route in known if isinstance(route, PlainRoute)}
+
+    @routes.post("/invocations")
+    async def invocations(http: Request) -> Response:
+        body = await read_body(http)
+        field = _field_of(body)
+        http.scope[BODY] = body
+        found: Response = await endpoints[INVOKED[field]](http)
+        return found
+
+
+def _field_of(body: bytes) -> str:
+    """Returns the field that says what is asked; any route refuses a body that is no object. Raises RequestError."""
+    try:
+        form = msgspec.json.decode(body, type=_Kinds)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "messages"
+    found = next((name for name in INVOKED if getattr(form, name)), None)
+    if found is None:
+        raise RequestError(f"the body has none of {', '.join(INVOKED)}; one of them says what is asked")
+    return found

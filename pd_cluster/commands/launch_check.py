@@ -1,0 +1,24 @@
+"""The flags of a whole cluster, checked before any of its processes is started, so that an error is said once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.routing.policy import POLICIES
+from pd_cluster.devices.device import check_name
+from pd_cluster.settings.options import ServeOptions
+from pd_cluster.text.given_template import with_source
+from pd_cluster.transport.table import CHOICES
+
+
+def check_launch(options: ServeOptions, env: Mapping[str, str]) -> None:
+    """Checks the values that every instance of this host will have, and files that they name. Raises ConfigError."""
+    options.check()
+    options.routing(POLICIES)
+    options.handover(CHOICES)
+    options.http(env)
+    with_source(options.chat())
+    engine = options.engine()
+    check_name(engine.device)
+    Checkpoint.of(engine).max_model_len(engine.max_model_len)

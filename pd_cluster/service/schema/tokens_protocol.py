@@ -1,0 +1,136 @@
+"""Tokens in, tokens out: vLLM's /inference/v1/generate, the requests that are rendered for it, and batches of chats.
+
+A request of tokens becomes a completion with the same parameters, so that all of them are checked in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatMessage
+from pd_cluster.service.schema.guide_fields import structured_outputs_of
+from pd_cluster.service.schema.own_words import in_own_words
+from pd_cluster.service.schema.parse import checked
+from pd_cluster.service.schema.protocol import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    MAX_SALT_NUM_CHARS,
+    REQUEST_ID,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+)
+from pd_cluster.types import INT32_MAX, Sampling
+
+# Fields of GenerationRequest that belong to the request rather than to its sampling.
+OF_REQUEST = frozenset(
+    {
+        "model",
+        "stream",
+        "stream_options",
+        "include_metrics",
+        "user",
+        "request_id",
+        "cache_salt",
+        "prompt_cache_key",
+        "priority",
+    }
+    | {"return_token_ids", "return_tokens_as_token_ids", "truncation_side"}
+)
+OF_GUIDE = frozenset(
+    {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"}
+    | {"guided_whitespace_pattern", "structured_outputs", "response_format"}
+)
+OF_PROMPT = frozenset({"prompt", "messages", "echo", "add_special_tokens", "tools", "chat_template"})
+WITHOUT_MEANING = frozenset({"detokenize", "output_kind", "flat_logprobs"})  # vLLM's: how its engine is to answer
+RENDERED = frozenset(GenerationRequest.model_fields) - OF_REQUEST - OF_GUIDE - {"max_tokens", "truncate_prompt_tokens"}
+NAMES = {name: f"sampling_params.{name}" for name in {*CompletionRequest.model_fields} - OF_REQUEST} | {
+    "prompt": "token_ids"
+}
+
+
+class TokensRequest(BaseModel):
+    """`sampling_params`: those of vLLM, by the names that they have in a completion."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    token_ids: Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, fail_fast=True)]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT_NUM_CHARS)
+    priority: int | None = Field(default=None, ge=-INT32_MAX, le=INT32_MAX)
+    include_metrics: bool | None = None
+
+    def completion(self) -> CompletionRequest:
+        """Returns the completion of these tokens. Without max_tokens it may fill the context. Raises RequestError."""
+        if (self.model_extra or {}).get("features") is not None:
+            raise RequestError("features: images, audio and video are not supported; leave it out", param="features")
+        for name in self.sampling_params:
+            if name in OF_REQUEST or name in OF_PROMPT:
+                raise RequestError(
+                    f"sampling_params.{name}: is no parameter of sampling; give it beside sampling_params, or leave "
+                    f"it out",
+                    param="sampling_params",
+                )
+        sampling = {name: value for name, value in self.sampling_params.items() if name not in WITHOUT_MEANING}
+        own = self.model_dump(include=set(OF_REQUEST), exclude_unset=True)
+        with in_own_words(NAMES):
+            whole = {"max_tokens": None, **sampling, **own, "prompt": self.token_ids, "return_token_ids": True}
+            return checked(whole, CompletionRequest)
+
+
+class BatchChatRequest(ChatCompletionRequest):
+    """Several conversations with the same parameters. Each gets one answer."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+    ]
+
+    def chats(self) -> list[ChatCompletionRequest]:
+        """Returns one chat for each conversation. Raises RequestError."""
+        for name, value, why in (
+            ("stream", bool(self.stream), "a batch is answered whole"),
+            ("n", self.num_choices > 1, "a batch has one answer for each conversation"),
+            ("prompt_logprobs", self.prompt_logprobs is not None, "a batch's answer has no place for them"),
+        ):
+            if value:
+                raise RequestError(f"{name}: {why}; leave it out, or use /v1/chat/completions", param=name)
+        if len(self.messages) * self.num_sequences > MAX_CHOICES:
+            raise RequestError(
+                f"messages: {len(self.messages)} conversations with {self.num_sequences} sequences each are more than "
+                f"{MAX_CHOICES} sequences; send fewer in a request",
+                param="messages",
+            )
+        return [self.model_copy(update={"messages": each}) for each in self.messages]
+
+
+def rendered(request: GenerationRequest, token_ids: list[int], sampling: Sampling, name: str) -> dict[str, Any]:
+    """Returns the body of /inference/v1/generate with which this prompt is answered as the request would be.
+
+    Raises RequestError for a guide that has no form there.
+    """
+    params = request.model_dump(include=set(RENDERED), exclude_none=True)
+    params["max_tokens"] = sampling.max_tokens
+    if request.num_logprobs is not None:
+        params["logprobs"] = request.num_logprobs
+    if sampling.guide is not None:
+        params["structured_outputs"] = structured_outputs_of(sampling.guide)
+    return {
+        "request_id": request.request_id,
+        "token_ids": token_ids,
+        "features": None,
+        "sampling_params": params,
+        "model": name,
+        "stream": bool(request.stream),
+        "stream_options": None if request.stream_options is None else request.stream_options.model_dump(),
+        "cache_salt": request.cache_salt,
+        "priority": request.priority or 0,
+        "kv_transfer_params": None,
+    }

@@ -1,0 +1,73 @@
+"""The known flag that somebody meant who wrote an unknown one: by its words, and by other servers' names.
+
+Two flags that share only words such as "config" or "max" mean different things, however many letters they share.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+ALIKE = 0.75  # of two words that may be the same with a slip
+WHOLE = 0.85  # of two flags without their hyphens
+LEAST = 0.5  # share of the words' weight that must agree
+# Names that other servers have for a setting of ours.
+MEANT = {
+    "--batch-size": "--max-num-seqs",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--context-length": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "--max-batch-size": "--max-num-seqs",
+    "--max-prefill-tokens": "--max-num-batched-tokens",
+    "--max-running-requests": "--max-num-seqs",
+    "--max-total-tokens": "--max-model-len",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--model-path": "--model",
+    "--session-len": "--max-model-len",
+    "--tokenizer-path": "--tokenizer",
+    "--tool-parser": "--tool-call-parser",
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
+    "--cache-max-entry-count": "--gpu-memory-utilization",
+}
+
+
+def meant_by(flag: str, known: Sequence[str]) -> str | None:
+    """Returns the known flag that is nearest in meaning; None if none is near."""
+    if (name := MEANT.get(flag)) in known:
+        return name
+    weights = _weights(known)
+    scored = [(_score(_words(flag), _words(each), weights), _ratio(flag, each), each) for each in known]
+    score, ratio, best = max(scored, default=(0.0, 0.0, ""))
+    if score >= LEAST:
+        return best
+    ratio, best = max(((ratio, each) for _, ratio, each in scored), default=(0.0, ""))
+    return best if ratio >= WHOLE else None
+
+
+def _words(flag: str) -> list[str]:
+    return [word for word in flag.lstrip("-").split("-") if word != "no"]
+
+
+def _weights(known: Sequence[str]) -> Mapping[str, float]:
+    """Returns how much each word says: the more flags have it, the less."""
+    found = Counter(word for each in {*known} for word in {*_words(each)})
+    return {word: 1 / number for word, number in found.items()}
+
+
+def _score(asked: Sequence[str], known: Sequence[str], weights: Mapping[str, float]) -> float:
+    """Returns the share of both flags' weight that is in words which agree; 0 unless the asked flag's rarest one does.
+
+    A word that no flag has weighs as much as one that a single flag has.
+    """
+    pairs = {word: near[0] for word in asked if (near := difflib.get_close_matches(word, known, 1, ALIKE))}
+    own = {word: weights.get(pairs.get(word, word), 1.0) for word in asked}
+    if not own or max(own, key=lambda word: own[word]) not in pairs:
+        return 0.0
+    agreed = 2 * sum(own[word] * _ratio(word, pairs[word]) for word in pairs)
+    return agreed / (sum(own.values()) + sum(weights.get(word, 1.0) for word in known))
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one.replace("-", ""), other.replace("-", "")).ratio()

@@ -1,0 +1,177 @@
+"""Commands to a whole cluster of two API processes: caches are emptied, requests end or wait, settings are shown."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pd_cluster.cluster.members.credentials import ADMIN_TOKEN_FILE
+from tests.support.cluster import LiveCluster, in_parallel
+from tests.support.engines import assert_all_same
+
+Checkpoints = Callable[..., Path]
+LONG = {"prompt": [5] * 40, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+
+
+class Steered(LiveCluster):
+    def ask(self, method: str, path: str, token: str | None = None, **fields: Any) -> httpx.Response:
+        token = (self.folder / ADMIN_TOKEN_FILE).read_text().strip() if token is None else token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return httpx.request(method, f"{self.admin_url}{path}", headers=headers, timeout=60, trust_env=False, **fields)
+
+    def command(self, path: str, **fields: Any) -> Any:
+        answer = self.ask("POST", path, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def load(self) -> int:
+        return int(self.client.get(f"{self.url}/load").json()["server_load"])
+
+    def num_cached(self) -> list[int]:
+        return [instance["num_cached_blocks"] for instance in self.instances()]
+
+
+@pytest.fixture(scope="module", params=[2, 1])
+def steered(
+    request: pytest.FixtureRequest, checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Steered]:
+    flags = ["--max-model-len=2048", "--num-blocks=300", f"--api-workers={request.param}", "--api-key=sk-hidden"]
+    folder = tmp_path_factory.mktemp("steered")
+    model = checkpoint("llama", max_position_embeddings=2048)
+    with Steered(folder, model, 1, 1, flags) as running:
+        running.client.headers["Authorization"] = "Bearer sk-hidden"
+        yield running
+        running.assert_home()
+
+
+class Background:
+    """Requests on connections of their own, and what became of them."""
+
+    def __init__(self, cluster: LiveCluster, num: int, **body: Any) -> None:
+        self.answers: list[httpx.Response] = []
+        self._url, self._body = f"{cluster.url}/v1/completions", body
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> None:
+        headers = {"Authorization": "Bearer sk-hidden"}
+        answer = httpx.post(self._url, json=self._body, headers=headers, timeout=90, trust_env=False)
+        self.answers.append(answer)
+
+    def end(self) -> list[httpx.Response]:
+        for thread in self._threads:
+            thread.join(90)
+        assert len(self.answers) == len(self._threads), "requests hang"
+        return self.answers
+
+
+def running(cluster: LiveCluster) -> int:
+    return int(sum(instance["num_running"] for instance in cluster.instances()))
+
+
+def test_an_empty_cache_is_computed_again(steered: Steered) -> None:
+    """The same tokens come, and the second time nothing is cached, here or in the schedulers' knowledge of it."""
+    prompt = [7] * 100
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+
+    def ask() -> tuple[list[int], int]:
+        answer = steered.client.post(f"{steered.url}/v1/completions", json=body).json()
+        return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first = ask()
+    assert ask() == (first[0], 96)
+    assert steered.command("/reset_prefix_cache") == {"success": True}
+    steered.wait_until("nothing is cached", lambda: steered.num_cached() == [0, 0])
+    assert ask() == (first[0], 0)
+    assert ask() == (first[0], 96)
+    steered.assert_home()
+
+
+def test_caches_are_emptied_while_requests_run(steered: Steered, checkpoint: Checkpoints) -> None:
+    model = checkpoint("llama", max_position_embeddings=2048)
+    prompts = [[at + 3] * 50 for at in range(6)]
+    outputs: dict[int, list[int]] = {}
+
+    def job(at: int) -> Callable[[], None]:
+        return lambda: outputs.update({at: steered.complete(prompts[at], 120, ignore_eos=True)})
+
+    resets = [lambda: steered.command("/reset_prefix_cache")] * 5
+    jobs = [each for pair in zip(map(job, range(5)), resets, strict=True) for each in pair]
+    assert in_parallel([*jobs, job(5)], 4) == []
+    assert_all_same(model, prompts, [outputs[at] for at in range(6)], 120)
+    steered.assert_home()
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_requests_end_when_the_operator_says_so(steered: Steered, names: bool) -> None:
+    others = Background(steered, 1, **LONG)
+    ended = Background(steered, 2, **LONG, request_id="unwanted")
+    steered.wait_until("they run", lambda: running(steered) >= 3)
+    ids = {"json": {"request_ids": ["cmpl-unwanted", "cmpl-unknown"]}} if names else {}
+    assert steered.command("/abort_requests", **ids) == {"status": "aborted"}
+    for answer in ended.end():
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "aborted")
+    (other,) = others.end()
+    assert other.status_code == (200 if names else 410)
+    steered.assert_home()
+
+
+def test_new_requests_wait_while_it_is_paused(steered: Steered) -> None:
+    running_ones = Background(steered, 2, **{**LONG, "max_tokens": 300})
+    steered.wait_until("they run", lambda: running(steered) >= 2)
+    assert steered.command("/pause?mode=wait&clear_cache=true") == {"status": "paused"}
+    assert [answer.status_code for answer in running_ones.end()] == [200, 200]
+    assert steered.ask("GET", "/is_paused").json() == {"is_paused": True}
+    steered.wait_until("nothing is cached", lambda: steered.num_cached() == [0, 0])
+    steps = [instance["num_steps"] for instance in steered.instances()]
+    waiting = Background(steered, 4, prompt=[5, 6], max_tokens=2)
+    steered.wait_until("they are there", lambda: steered.load() == 4)
+    assert not waiting.answers
+    assert [instance["num_steps"] for instance in steered.instances()] == steps
+    assert steered.command("/resume") == {"status": "resumed"}
+    assert [answer.status_code for answer in waiting.end()] == [200] * 4
+    assert steered.ask("GET", "/is_paused").json() == {"is_paused": False}
+    steered.assert_home()
+
+
+def test_running_requests_end_when_it_is_paused(steered: Steered) -> None:
+    running_ones = Background(steered, 2, **LONG)
+    steered.wait_until("they run", lambda: running(steered) >= 2)
+    steered.command("/pause")
+    assert [answer.status_code for answer in running_ones.end()] == [410, 410]
+    steered.command("/resume")
+    assert len(steered.complete([5], 2, ignore_eos=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "what"),
+    [
+        ("/pause?mode=keep", 400, "mode: 'keep'"),
+        ("/pause?clear_cache=maybe", 400, "clear_cache: 'maybe'"),
+        ("/pause?level=1", 400, "'level': not known"),
+        ("/reset_prefix_cache?reset_running_requests=true", 400, "reset_running_requests: "),
+        ("/sleep?level=1", 400, "/sleep: not supported"),
+        ("/sleep?level=2", 400, "/sleep: not supported"),
+        ("/wake_up", 400, "/wake_up: not supported"),
+    ],
+)
+def test_commands_that_cannot_be_followed(steered: Steered, path: str, status: int, what: str) -> None:
+    answer = steered.ask("POST", path)
+    assert (answer.status_code, answer.json()["error"]["message"].startswith(what)) == (status, True), answer.text
+    assert steered.ask("GET", "/is_paused").json() == {"is_paused": False}
+    assert steered.ask("POST", path, token="wrong").status_code == 401
+
+
+def test_settings_are_shown_without_keys(steered: Steered) -> None:
+    answer = steered.ask("GET", "/server_info")
+    shown = answer.json()["settings"]
+    assert (shown["max_model_len"], shown["num_blocks"]) == (2048, 300)
+    assert shown["request_timeout"] == 600
+    assert "sk-hidden" not in answer.text
+    assert steered.ask("GET", "/is_sleeping").json() == {"is_sleeping": False}

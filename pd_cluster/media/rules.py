@@ -52,6 +52,12 @@ class ImageRules(msgspec.Struct, frozen=True):
             raise RequestError(f"{width} x {height} pixels: too narrow for this model; give at least {side} each way")
         return tall, wide
 
+    def largest(self) -> Image:
+        """Returns a black square of the largest area."""
+        num_patches = max(1, math.isqrt(self.max_pixels) // self.side) * self.merge_size
+        black = Image(num_patches, num_patches)
+        return Image(num_patches, num_patches, bytes(self.num_bytes(black)))
+
     def num_tokens(self, image: Image) -> int:
         return image.num_rows * image.num_columns // self.merge_size**2
 

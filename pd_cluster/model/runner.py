@@ -40,7 +40,7 @@ from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.loader import layout_of, load_model, plan_of, resolve_dtype, resolve_kv_cache_dtype
 from pd_cluster.model.parallel.group import Alone, Group
-from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step
+from pd_cluster.model.profile import decode_workspace_nbytes, nbytes_of_graphs, peak_of_a_step, peak_of_images
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
@@ -135,6 +135,7 @@ class ModelRunner:
         self._obstacle = obstacle(self.model, layout, device) if is_plain and device.is_accelerator else ""
         num_tokens, num_seqs = self.max_num_batched_tokens, config.max_num_seqs
         peak = peak_of_a_step(self.model, layout, num_tokens, num_seqs, self.max_model_len, device)
+        peak = max(peak, peak_of_images(self.tower, device))
         if device.is_accelerator and not self._why_eager(config):
             peak += nbytes_of_graphs(self.model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
         peak += decode_workspace_nbytes(self.model, layout, num_seqs, self.max_model_len)

@@ -123,11 +123,14 @@ class TextService:
             chat,
             checkpoint.vision is not None,
         )
-        self._pictures = PictureIntake(checkpoint.vision, config.media, self._addresses)
+        self._pictures = PictureIntake(checkpoint.vision, config.media, self._addresses, self._count_image)
 
     def _addresses(self) -> set[str]:
         infos = (instance.info for instance in self.router.membership.instances)
         return {info.server_ip for info in infos if info is not None and info.server_ip}
+
+    def _count_image(self, is_read: bool) -> None:
+        self.router.stats.image(is_read)
 
     @property
     def max_model_len(self) -> int:

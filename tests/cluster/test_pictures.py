@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pd_cluster import LLM, SamplingParams
 from tests.support.canary import Canary
 from tests.support.cluster import LiveCluster
 from tests.support.pictures import (
@@ -155,6 +156,9 @@ def test_bad_images_are_named_and_disturb_nobody(cluster: LiveCluster, model: Pa
             answer = post(cluster, body_of({"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}))
             assert answer.status_code == 400
             assert "only parts of type 'text' and 'image_url' are supported" in answer.json()["error"]["message"]
+    lines = cluster.client.get(f"{cluster.url}/metrics").text.splitlines()
+    (refused,) = (line for line in lines if "images_total{" in line and "refused" in line)
+    assert float(refused.split()[-1]) == len(BROKEN)
     assert_exact(cluster, model)
     cluster.assert_home()
 
@@ -227,3 +231,12 @@ def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
         log = cluster.log_file("scheduler").read_text()
         assert "its images' KV was dropped, and computing it again takes their pixels" in log
         cluster.assert_home()
+
+
+def test_offline_over_worker_processes(model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    with LLM(str(model), prefill=1, decode=1, num_blocks=256, max_model_len=1800, enable_mm=True) as llm:
+        prompts = [{"prompt": f"a{PLACEHOLDER}", "multi_modal_data": {"image": picture(seed)}} for seed in (1, 2)]
+        found = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+    shown = [Shown(ids_of("a", ""), [picture(seed)]) for seed in (1, 2)]
+    assert found == [reference_answer(model, each, NUM_TOKENS) for each in shown]

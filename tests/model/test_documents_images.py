@@ -28,10 +28,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def llm(path: str) -> Iterator[LLM]:
-    with LLM(
-        model=path, tensor_parallel_size=1, max_model_len=256, enable_mm=True, limit_mm_per_prompt={"image": 2}
-    ) as made:
+def llm(path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    settings = {"max_model_len": 256, "enable_mm": True, "limit_mm_per_prompt": {"image": 2}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FD_LOG_DIR", str(tmp_path_factory.mktemp("log")))
+        made = LLM(model=path, tensor_parallel_size=1, **settings)
+    with made:
         yield made
 
 

@@ -106,6 +106,13 @@ def test_a_problem_of_an_image() -> None:
     assert TINY.problem(Image(2, 4, b"1")) == "2 x 4 patches: 1 bytes of pixels; they have 384"
 
 
+@pytest.mark.parametrize("rules", [QWEN2, QWEN3, TINY])
+def test_the_largest_picture(rules: ImageRules) -> None:
+    largest = rules.largest()
+    assert not rules.problem(largest)
+    assert rules.num_bytes(largest) > 0.8 * 3 * rules.max_pixels
+
+
 PUBLISHED = {"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 14, "merge_size": 2, "image_mean": [0.5] * 3}
 
 

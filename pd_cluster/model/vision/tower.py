@@ -43,7 +43,7 @@ class Tower:
         self._module, self._part, self._device, self._dtype = module, part, device, dtype
         self._table = _values(part)
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # digest -> [1 + num_deep, num_tokens, hidden]
-        self._num_kept_tokens = num_kept_tokens
+        self.num_kept_tokens = num_kept_tokens
 
     def sparing_pixels(self, parts: Sequence[ImagePart]) -> list[ImagePart]:
         """Returns the parts, without pixels where all ranks keep the features: they compute the same steps."""
@@ -76,7 +76,7 @@ class Tower:
                 self._kept[digest] = each
                 self._kept.move_to_end(digest)
         num_tokens = sum(each.shape[1] for each in self._kept.values())
-        while num_tokens > self._num_kept_tokens:
+        while num_tokens > self.num_kept_tokens:
             _, dropped = self._kept.popitem(last=False)
             num_tokens -= dropped.shape[1]
 

@@ -44,10 +44,14 @@ class PictureIntake:
     """`vision` None: the model takes none."""
 
     def __init__(
-        self, vision: VisionPart | None, config: MediaSettings, addresses: Callable[[], Iterable[str]] = tuple
+        self,
+        vision: VisionPart | None,
+        config: MediaSettings,
+        addresses: Callable[[], Iterable[str]] = tuple,
+        count: Callable[[bool], None] = lambda is_read: None,
     ) -> None:
-        """`addresses`: those of the cluster, which are never fetched from."""
-        self._vision, self._config, self._addresses = vision, config, addresses
+        """`addresses`: those of the cluster, which are never fetched from. `count` is called for each picture."""
+        self._vision, self._config, self._addresses, self._count = vision, config, addresses, count
         self._budget = PixelBudget()
         self._children: Children | None = None
         if vision is not None:
@@ -86,7 +90,7 @@ class PictureIntake:
         nbytes = 0
         for source in sources:
             if source.url not in prepared:
-                prepared[source.url] = await self._prepared(source, given)
+                prepared[source.url] = await self._counted(source, given)
             nbytes += len(prepared[source.url][0].pixels)
             if nbytes > MAX_NBYTES:
                 raise RequestError(
@@ -97,6 +101,15 @@ class PictureIntake:
         images = [prepared[source.url] for source in sources]
         placed = place(token_ids, self._vision.image_token_id, images, self._vision.rules, param)
         return Shown(placed, self._budget.take(nbytes) if nbytes else None)
+
+    async def _counted(self, source: Source, given: Sequence[Any]) -> tuple[Image, bytes]:
+        try:
+            found = await self._prepared(source, given)
+        except RequestError:
+            self._count(False)
+            raise
+        self._count(True)
+        return found
 
     async def _prepared(self, source: Source, given: Sequence[Any]) -> tuple[Image, bytes]:
         number = source.url.removeprefix(GIVEN)

@@ -334,15 +334,6 @@ def test_a_worker_without_places_for_adapters_says_so(tmp_path: Path) -> None:
 # ---- several ranks
 
 
-class FakeAdapters:
-    def __init__(self) -> None:
-        self.num_slots = 0
-
-    def next_slot(self) -> int:
-        self.num_slots += 1
-        return self.num_slots
-
-
 class FakeHeld(FakeKeeper):
     def next_slot(self, digest: str) -> int:
         return 7

@@ -11,7 +11,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.parsers.plugin import formats_of
-from pd_cluster.parsers.reply import ReplyFormat
+from pd_cluster.parsers.reply import BUDGET, ReplyFormat
 from pd_cluster.service.answering import Answering
 from pd_cluster.service.caller import NOBODY, Caller
 from pd_cluster.service.embedding import Embedder
@@ -222,6 +222,9 @@ class TextService:
         end = self._end_of(request, token_ids)
         guide = form.guide(asked.tools, asked.choice, end, asked.most_calls, answer.guide if answer else None)
         field = "tools" if asked.tools or answer is None else answer.field
+        if request.thinking_token_budget is not None:
+            field = BUDGET if guide is None else field
+            guide = form.budgeted(guide, request.thinking_token_budget, end)
         reads = asked.choice != "none" or bool(form.reasoning_parser)
         shared = await self._intake.shared(
             request,

@@ -31,7 +31,7 @@ AT = ("conn", 1)
 class Runner:
     """Launches what it may; the steps have numbers in place of blocks."""
 
-    eos_token_ids, vocab_size, goes_ahead = frozenset[int](), 8, True
+    eos_token_ids, vocab_size, goes_ahead, held = frozenset[int](), 8, True, None
     pool = SimpleNamespace(layout=LAYOUT)
 
     def __init__(self) -> None:

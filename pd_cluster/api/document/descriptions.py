@@ -70,6 +70,8 @@ DESCRIPTIONS = {
     "tool_choice": "none, auto (the default; needs --tool-call-parser), required, or a function by its name.",
     "parallel_tool_calls": "false: one call at most.",
     "include_reasoning": "false: leave out what a reasoning model writes before its answer.",
+    "thinking_token_budget": "Tokens of reasoning at most; then the model goes on to its answer. Needs a reasoning "
+    "parser.",
     "reasoning_effort": "For models whose chat template knows it, else without effect; none switches thinking off.",
     "add_generation_prompt": "End the prompt where an answer begins. Default: true, unless the last message goes on.",
     "continue_final_message": "The answer goes on where the last message ends.",

@@ -127,6 +127,11 @@ def _check_beams(request: GenerationRequest) -> None:
             f"{asked.field}: a beam search cannot follow a guide; leave out one of the two",
             param=asked.field.partition(".")[0],
         )
+    if isinstance(request, ChatCompletionRequest) and request.thinking_token_budget is not None:
+        raise RequestError(
+            f"thinking_token_budget: {request.thinking_token_budget}: a beam search cannot follow it; leave out one",
+            param="thinking_token_budget",
+        )
     if request.beam_width < 2:
         name = "best_of" if request.best_of is not None else "n" if request.n is not None else "use_beam_search"
         value = True if name == "use_beam_search" else request.beam_width

@@ -63,6 +63,11 @@ class PictureIntake:
         if self._children is not None:
             await self._children.close()
 
+    @property
+    def is_able(self) -> bool:
+        """Whether the model takes pictures."""
+        return self._vision is not None
+
     def check(self, sources: Sequence[Source]) -> None:
         """Checks a prompt's pictures before any work. Raises RequestError."""
         if not sources:

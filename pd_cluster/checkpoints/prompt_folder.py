@@ -31,7 +31,7 @@ from pd_cluster.types.variants import PromptKind, prompt_variant
 
 TENSOR = "prompt_embeddings"
 KINDS: dict[str, PromptKind] = {"PROMPT_TUNING": "prompt", "P_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
-MAX_TOKENS = 1 << 16
+MAX_TOKENS = 65_535
 # Fields that only say how the tensor was made, or describe the base.
 NO_EFFECT = (
     *(

@@ -15,6 +15,8 @@ from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.trace import Tracer
 from pd_cluster.types import MOST_UNTOLD, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
 
+MOST_LOGPROBS = 1 << 18  # in a message, whose size is limited; those of one token are never parted
+
 
 class Outbox:
     """`client` is a scheduler's connection."""
@@ -76,11 +78,13 @@ class Outbox:
             for prompt in [p for p in prompts if p.logprobs]:  # large, so each has a message of its own
                 self._post.send(client, wire.Outputs(prompts=[prompt]))
             brief = [p for p in prompts if not p.logprobs]
-            tokens, ended = self._tokens.pop(client, []), self._ended.pop(client, [])
-            events = self._events.get(client, [])
+            tokens, *more = _parts(self._tokens.pop(client, []))
+            ended, events = self._ended.pop(client, []), self._events.get(client, [])
             if client in self._events:
                 self._events[client] = []
-            self._post.send(client, wire.Outputs(tokens, ended, brief, events, self._clock()))
+            self._post.send(client, wire.Outputs(tokens, [] if more else ended, brief, events, self._clock()))
+            for at, part in enumerate(more, 1):
+                self._post.send(client, wire.Outputs(part, ended if at == len(more) else []))
             for pooled in self._pooled.pop(client, []):  # large, too
                 self._post.send(client, wire.Outputs(pooled=[pooled]))
 
@@ -89,3 +93,19 @@ class Outbox:
         if events := self._tracer.drain():
             for known in self._events.values():
                 known += events
+
+
+def _parts(tokens: list[TokenOutput]) -> list[list[TokenOutput]]:
+    """Returns the tokens in as few messages as their logprobs allow; at least one."""
+    sizes = [len(token.logprobs.top) if token.logprobs is not None else 0 for token in tokens]
+    if sum(sizes) <= MOST_LOGPROBS:
+        return [tokens]
+    parts: list[list[TokenOutput]] = [[]]
+    room = MOST_LOGPROBS
+    for token, size in zip(tokens, sizes, strict=True):
+        if size > room and parts[-1]:
+            parts.append([])
+            room = MOST_LOGPROBS
+        parts[-1].append(token)
+        room -= size
+    return parts

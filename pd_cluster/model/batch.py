@@ -14,7 +14,7 @@ from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import HostValues
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.image_rows import ImagePart, ImageRows, image_parts
-from pd_cluster.model.prompt_adapters import VirtualRows, virtual_parts
+from pd_cluster.model.virtual_rows import VirtualRows, virtual_parts
 from pd_cluster.types import Request
 from pd_cluster.types.variants import lora_of
 
@@ -121,7 +121,7 @@ class StepInput:
     rope_positions: Ints | None = None  # [1 or 3, num_tokens]; None: every token's index in its sequence
     adapters: Ints | None = None  # [num_seqs]: slots (model/lora); None: no sequence has an adapter
     images: tuple[ImagePart, ...] = ()
-    virtual: Ints | None = None  # [num_parts, 4], see model/prompt_adapters.py; None: no token is an adapter's
+    virtual: Ints | None = None  # [num_parts, 4], see model/virtual_rows.py; None: no token is an adapter's
 
 
 def step_input(

@@ -10,72 +10,16 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pd_cluster.checkpoints.prompt_folder import TENSOR, PromptFolder
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.vectors import encode, write_kv
 from pd_cluster.model.lora.adapters import DTYPES
-from pd_cluster.types import Request
-
-Ints = npt.NDArray[np.int64]
-NUM_COLUMNS = 4  # of `virtual_parts`
+from pd_cluster.model.virtual_rows import Ints, VirtualRows, VirtualTokens
 
 log = logging.getLogger(__name__)
-
-
-def virtual_parts(chunks: Sequence[tuple[Request, int]], slots: Mapping[str, int]) -> Ints | None:
-    """Returns the virtual tokens that a step computes; None: there are none.
-
-    [num_parts, NUM_COLUMNS]: the adapter's slot, its first token, the first row of the step, and how many follow.
-    """
-    found: list[tuple[int, int, int, int]] = []
-    row = 0
-    for request, num_tokens in chunks:
-        start = request.num_computed_tokens
-        count = min(request.num_virtual_tokens - start, num_tokens)
-        if count > 0:
-            found.append((slots[request.order.variant], start, row, count))
-        row += num_tokens
-    return np.array(found, dtype=np.int64) if found else None
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """`embeddings` [num_tokens, hidden_size], or `kv` [num_layers, 2, num_tokens, num_kv_heads, head_dim]; float32."""
-
-    embeddings: torch.Tensor | None = None
-    kv: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class VirtualRows:
-    """A step's rows of virtual tokens, each part with its adapter."""
-
-    parts: Ints
-    adapters: Sequence[Loaded]  # by part
-
-    def embed(self, x: torch.Tensor) -> None:
-        """Replaces embeddings x, [num_tokens, hidden_size], in place."""
-        for (_, first, row, count), adapter in zip(self.parts.tolist(), self.adapters, strict=True):
-            if adapter.embeddings is not None:
-                x[row : row + count] = adapter.embeddings[first : first + count].to(x.dtype)
-
-    def written(self, layer_idx: int, pool: KVPool, slots: torch.Tensor) -> None:
-        """Overwrites the keys and values that a layer has written; `slots` [num_tokens]: the rows' own."""
-        for (_, first, row, count), adapter in zip(self.parts.tolist(), self.adapters, strict=True):
-            if adapter.kv is not None:
-                keys, values = (
-                    encode(each[first : first + count], pool.layout.dtype) for each in adapter.kv[layer_idx]
-                )
-                write_kv(keys, values, *pool.layer(layer_idx), slots[row : row + count])
 
 
 class PromptAdapters:
@@ -87,7 +31,7 @@ class PromptAdapters:
         """`factor`: of all embeddings before the first layer. `order`: the pool's of a key's features; None: as is."""
         self.slots: dict[str, int] = {}
         self._hidden_size, self._layout, self._factor, self._order = hidden_size, layout, factor, order
-        self._loaded: dict[int, Loaded] = {}
+        self._loaded: dict[int, VirtualTokens] = {}
         self._slots_given = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -122,7 +66,7 @@ class PromptAdapters:
     def rows(self, parts: Ints) -> VirtualRows:
         return VirtualRows(parts, [self._loaded[slot] for slot in parts[:, 0].tolist()])
 
-    def _read(self, folder: PromptFolder) -> Loaded:
+    def _read(self, folder: PromptFolder) -> VirtualTokens:
         place, stored = f"{folder.file}: {TENSOR}", folder.tensor
         count = stored.shape[0] * stored.shape[1]
         data = bytearray(folder.weights())
@@ -133,8 +77,8 @@ class PromptAdapters:
         if folder.kind == "prompt":
             if stored.shape[1] != self._hidden_size:
                 raise ModelError(f"{place}: rows of {stored.shape[1]}; this model has {self._hidden_size}")
-            return Loaded(embeddings=matrix if self._factor == 1.0 else matrix * self._factor)
-        return Loaded(kv=self._given_kv(place, matrix))
+            return VirtualTokens(embeddings=matrix if self._factor == 1.0 else matrix * self._factor)
+        return VirtualTokens(kv=self._given_kv(place, matrix))
 
     def _given_kv(self, place: str, matrix: torch.Tensor) -> torch.Tensor:
         """Returns keys and values in the pool's order. Raises ModelError where they do not fit it."""

@@ -72,10 +72,9 @@ class ModelRunner:
             keep_what_is_freed()
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
-        if config.adapters.enable_lora and device.is_accelerator:
-            raise ConfigError(
-                f"{called('enable_lora')}: adapters are computed on CPUs only; give {called('device')} cpu"
-            )
+        if config.adapters.are_wanted and device.is_accelerator:
+            name = "enable_lora" if config.adapters.enable_lora else "enable_prompt_adapter"
+            raise ConfigError(f"{called(name)}: adapters are computed on CPUs only; give {called('device')} cpu")
         if config.deterministic:
             check_deterministic(config.attention_backend, device)
         if config.cpu_offload_gb:

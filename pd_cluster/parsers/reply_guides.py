@@ -82,4 +82,8 @@ def _content(
 
 
 def _of(answer: Guide) -> Node:
-    return ["guide", answer.kind, answer.text]
+    """Returns the node of an answer's guide; a tree of nodes is one itself."""
+    if answer.kind != "reply":
+        return ["guide", answer.kind, answer.text]
+    tree: Node = msgspec.json.decode(answer.text)
+    return tree

@@ -13,7 +13,7 @@ import msgspec
 from pd_cluster.engine.step.limits import MAX_ANSWER_TOKENS, MAX_LOGPROB_ENTRIES
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
+from pd_cluster.service.schema.protocol import ALL_LOGPROBS, CompletionRequest, GenerationRequest
 from pd_cluster.settings.requests import RequestSettings
 from pd_cluster.types import MAX_SEQUENCES, Sampling
 
@@ -28,7 +28,7 @@ class Limits(NamedTuple):
 
     vocab_size: int
     eos_token_ids: frozenset[int]
-    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1: all
     max_beam_width: int = MAX_SEQUENCES
 
     def check(
@@ -38,8 +38,11 @@ class Limits(NamedTuple):
         self._check_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias))
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
         name = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
-        self._check_logprobs(name, sampling.logprobs)
-        self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
+        asked = {
+            "logprobs": self._num_logprobs(name, sampling.logprobs),
+            "prompt_logprobs": self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
+        }
+        sampling = msgspec.structs.replace(sampling, **asked)
         _check_size(request, sampling, num_prompt_tokens, num_prompts)
         _check_greedy(request, sampling)
         self._check_beams(request, sampling)
@@ -53,9 +56,7 @@ class Limits(NamedTuple):
         words = tuple(word for word in sampling.bad_words if max(word) < self.vocab_size)
         sampling = msgspec.structs.replace(sampling, bad_words=words)
         self._check_something_is_left(sampling)
-        most = {name: min(getattr(sampling, name) or 0, self.vocab_size) for name in ("logprobs", "prompt_logprobs")}
-        asked = {name: number for name, number in most.items() if getattr(sampling, name) is not None}
-        return msgspec.structs.replace(sampling, **asked)
+        return sampling
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
@@ -64,12 +65,18 @@ class Limits(NamedTuple):
                     f"{name}: {token_id} is not in the vocabulary; ids are 0 to {self.vocab_size - 1}", param=name
                 )
 
-    def _check_logprobs(self, name: str, number: int | None) -> None:
-        if number is not None and number > self.max_logprobs:
+    def _num_logprobs(self, name: str, asked: int | None) -> int | None:
+        """Returns how many to tell, at most as many as there are tokens. Raises RequestError."""
+        if asked is None:
+            return None
+        number = self.vocab_size if asked == ALL_LOGPROBS else asked
+        if self.max_logprobs != ALL_LOGPROBS and number > self.max_logprobs:
+            shown = f"{asked}, all {number} of the vocabulary," if asked == ALL_LOGPROBS else f"{asked}"
             raise RequestError(
-                f"{name}: {number} is more than this server's {self.max_logprobs} (--max-logprobs); ask for fewer",
+                f"{name}: {shown} is more than this server's {self.max_logprobs} (--max-logprobs); ask for fewer",
                 param=name,
             )
+        return min(number, self.vocab_size)
 
     def _check_beams(self, request: GenerationRequest, sampling: Sampling) -> None:
         name = "n" if request.best_of is None else "best_of"

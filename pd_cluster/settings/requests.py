@@ -10,11 +10,10 @@ import msgspec
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers.table import FORMATS, THINKING
 from pd_cluster.settings.sampling_override import OVERRIDE
-from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, one_of, within
+from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, one_of
 
 # One library does it, whichever vLLM name is given.
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
-MOST_LOGPROBS = 1000  # all tokens of a step are sent in one message
 # Request fields that are also variables of chat templates, and so may not be given twice.
 OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 
@@ -84,7 +83,11 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = []
     max_logprobs: Annotated[
-        int, TEXT("Most logprobs that a request may ask for.", checks=(within(0, MOST_LOGPROBS),))
+        int,
+        TEXT(
+            "Most logprobs that a request may ask for beside each token; -1: those of the whole vocabulary.",
+            checks=(at_least(-1),),
+        ),
     ] = 20
     sampling_override: Annotated[
         dict[str, int | float | None],

@@ -9,15 +9,21 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-ALIKE = 0.75  # of two words that may be the same with a slip
+ALIKE = 0.84  # of two words that may be the same with a slip
+LEAST_LETTERS = 5  # of such words
+LEAST_PART = 3  # of a word that another one begins or ends with
 WHOLE = 0.85  # of two flags without their hyphens
-LEAST = 0.5  # share of the words' weight that must agree
+LEAST = 0.55  # share of the words' weight that must agree
 # Names that other servers have for a setting of ours.
 MEANT = {
     "--batch-size": "--max-num-seqs",
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--context-length": "--max-model-len",
     "--ctx-size": "--max-model-len",
+    "--max-len": "--max-model-len",
+    "--max-seq-len": "--max-model-len",
+    "--model-name": "--served-model-name",
+    "--prefix-cache": "--enable-prefix-caching",
     "--max-batch-size": "--max-num-seqs",
     "--max-prefill-tokens": "--max-num-batched-tokens",
     "--max-running-requests": "--max-num-seqs",
@@ -61,12 +67,24 @@ def _score(asked: Sequence[str], known: Sequence[str], weights: Mapping[str, flo
 
     A word that no flag has weighs as much as one that a single flag has.
     """
-    pairs = {word: near[0] for word in asked if (near := difflib.get_close_matches(word, known, 1, ALIKE))}
+    pairs = {word: near for word in asked if (near := _alike(word, known))}
     own = {word: weights.get(pairs.get(word, word), 1.0) for word in asked}
     if not own or max(own, key=lambda word: own[word]) not in pairs:
         return 0.0
     agreed = 2 * sum(own[word] * _ratio(word, pairs[word]) for word in pairs)
     return agreed / (sum(own.values()) + sum(weights.get(word, 1.0) for word in known))
+
+
+def _alike(word: str, known: Sequence[str]) -> str:
+    """Returns the word that this one stands for; "" if there is none."""
+    if word in known:
+        return word
+    for each in known:
+        short, long = sorted((word, each), key=len)
+        if len(short) >= LEAST_PART and (long.startswith(short) or long.endswith(short)):
+            return each
+    near = [each for each in known if min(len(each), len(word)) >= LEAST_LETTERS]
+    return (difflib.get_close_matches(word, near, 1, ALIKE) or [""])[0]
 
 
 def _ratio(one: str, other: str) -> float:

@@ -7,9 +7,12 @@ and values (`prefix`).
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 PromptKind = Literal["prompt", "prefix"]
+ADAPTER = "^((prompt|prefix)-[1-9][0-9]{0,4}-)?[0-9a-f]{64}$"  # the name of any adapter
+PROMPT = re.compile("(?:prompt|prefix)-([1-9][0-9]{0,4})-[0-9a-f]{64}")
 PLACEHOLDER = 0  # the token id that stands for a virtual token
 
 
@@ -19,8 +22,8 @@ def prompt_variant(kind: PromptKind, num_tokens: int, digest: str) -> str:
 
 def num_virtual_tokens(variant: str) -> int:
     """Returns how many of a prompt's first tokens are placeholders for an adapter's."""
-    parts = variant.split("-")
-    return int(parts[1]) if len(parts) == 3 else 0
+    found = PROMPT.fullmatch(variant) if "-" in variant else None
+    return int(found[1]) if found else 0
 
 
 def num_given_tokens(variant: str) -> int:

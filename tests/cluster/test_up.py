@@ -179,7 +179,7 @@ def test_what_cannot_start_says_why(up: Callable[..., Up], flags: list[str], sai
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--max-logprobs=100000000", "must be in 0 to"),
+        ("--max-logprobs=-2", "must be at least -1"),
         ("--stream-interval=0", "must be at least 1"),
         ("--tool-call-parser=nobody", "not known; known are "),
         ('--structured-outputs-config={"backend": "x"}', "backend 'x': expected one of"),

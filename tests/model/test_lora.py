@@ -130,7 +130,7 @@ def test_steps_without_adapters_have_nothing_of_them(checkpoint: Checkpoints, tm
     core = make_core(folder, adapters=loaded(adapter), num_blocks=32)
     without = make_core(folder, num_blocks=32)
     requests = of_adapters([[1, 2, 3]], [""])
-    slots = core.runner.variants  # type: ignore[attr-defined]
+    slots = core.runner.held.variants  # type: ignore[attr-defined]
     assert step_input([(requests[0], 3)], 16, slots).adapters is None
     assert torch.equal(logits_of(core, requests), logits_of(without, requests))
     assert not core.runner.model.adapters.rows.are_adapted  # type: ignore[attr-defined]
@@ -199,7 +199,7 @@ def test_prefix_hits_stay_within_an_adapter(checkpoint: Checkpoints, tmp_path: P
     core = make_core(folder, adapters=loaded(adapter), num_blocks=64)
     before = digest_of(adapter)
     make_adapter(adapter, folder, 2)
-    core.runner.load_adapter(LoraFolder.read(adapter, 16))  # type: ignore[attr-defined]
+    core.runner.held.load_adapter(LoraFolder.read(adapter, 16))  # type: ignore[attr-defined]
     after = digest_of(adapter)
     model = merged(folder, adapter, tmp_path / "m")
     prompt = random_prompt(random.Random(1), 50)
@@ -286,7 +286,7 @@ def test_an_adapter_that_is_not_here(checkpoint: Checkpoints, tmp_path: Path) ->
     (request,) = of_adapters([[1, 2]], ["0" * 64])
     with pytest.raises(KeyError):
         core.runner.forward([(request, 2)])
-    limits = EngineLimits(320, 512, core.runner.model.rope_limit, core.runner.variants)  # type: ignore[attr-defined]
+    limits = EngineLimits(320, 512, core.runner.model.rope_limit, core.runner.held.variants)  # type: ignore[attr-defined]
     assert limits.lacks(request) == "the adapter 000000000000 is not loaded on this instance"
-    assert limits.lacks(of_adapters([[1, 2]], list(core.runner.variants))[0]) is None  # type: ignore[attr-defined]
+    assert limits.lacks(of_adapters([[1, 2]], list(core.runner.held.variants))[0]) is None  # type: ignore[attr-defined]
     assert limits.lacks(of_adapters([[1, 2]], [""])[0]) is None

@@ -319,7 +319,15 @@ def test_an_unknown_flag_names_the_nearest(argument: str, nearest: str) -> None:
 
 @pytest.mark.parametrize(
     "argument",
-    ["--diffusion-config", "--max-foo", "--num-zebras", "--enable-bar", "--kernel-config={}", "--model-hash"],
+    [
+        "--diffusion-config",
+        "--max-foo",
+        "--num-zebras",
+        "--enable-bar",
+        "--kernel-config={}",
+        "--moe-backend=x",
+        "--serving-port",
+    ],
 )
 def test_a_flag_that_shares_only_common_words_is_not_suggested(argument: str) -> None:
     with pytest.raises(ConfigError, match=r"; see pd-cluster serve --help"):

@@ -131,7 +131,7 @@ def nested(depth: int) -> dict[str, Any]:
             *("structured_outputs", "leaves no room"),
         ),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs", "must be true"),
-        ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structured_outputs", "structures"),
+        ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structured_outputs", "format.type: None"),
         ({"structured_outputs": {"structural_tag": {**TAG, "triggers": ["x"]}}}, "structured_outputs", "triggers"),
         ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern", "guided_json"),
         ({"guided_whitespace_pattern": "a" * 999, "guided_json": {}}, "guided_whitespace_pattern", "256"),

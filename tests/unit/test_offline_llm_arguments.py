@@ -196,7 +196,7 @@ def test_what_asks_for_nothing_goes_without_a_word(
         ({"swap_space": -1}, "swap_space -1: must be a number of GiB"),
         ({"max_num_seqs": "many"}, "max_num_seqs 'many': expected `int`, got `str`"),
         ({"max_num_seqs": 0}, "max_num_seqs 0: must be at least 1"),
-        ({"max_logprobs": 5000}, "max_logprobs 5000: must be in 0 to 1000"),
+        ({"max_logprobs": -2}, "max_logprobs -2: must be at least -1"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs {'a': 1}: images are prepared as the model's folder"),
         (
             {"limit_mm_per_prompt": {"image": 100, "video": 2}},

@@ -159,12 +159,33 @@ def test_containers_are_counted_as_brute_force_does(value: object) -> None:
     assert parsing._structure(json.dumps(value).encode()).count(b"[") == num_containers(value)
 
 
+@pytest.mark.parametrize(
+    ("name", "written", "meant"),
+    [
+        ("max_tokens", "16", 16),
+        ("max_tokens", 16.0, 16),
+        ("max_tokens", " 16.0 ", 16),
+        ("seed", "9007199254740993", 9007199254740993),
+        ("temperature", "0.5", 0.5),
+        ("temperature", "1e-1", 0.1),
+        ("top_k", "-1", -1),
+        ("stop_token_ids", ["5", 6.0, 7], [5, 6, 7]),
+        ("logit_bias", {"5": "-1.5"}, {"5": -1.5}),
+    ],
+)
+def test_a_number_may_be_written_in_another_form(name: str, written: Any, meant: Any) -> None:
+    """As pydantic's lax mode, and so vLLM, takes it. Texts stay texts."""
+    request = parse(json.dumps({"prompt": "16", "user": "7", name: written}).encode(), CompletionRequest)
+    assert (getattr(request, name), type(getattr(request, name))) == (meant, type(meant))
+    assert (request.prompt, request.user) == ("16", "7")
+
+
 WRONG: list[tuple[str, Any]] = [
     ("model", 3),
-    ("max_tokens", "16"),
+    ("max_tokens", "sixteen"),
     ("max_tokens", 1.5),
     ("max_tokens", True),
-    ("temperature", "0"),
+    ("temperature", "0x"),
     ("temperature", -0.1),
     ("temperature", False),
     ("temperature", int("9" * 400)),
@@ -197,27 +218,27 @@ WRONG: list[tuple[str, Any]] = [
     ("n", MAX_SEQUENCES + 1),
     ("n", True),
     ("n", 1.5),
-    ("n", "2"),
+    ("n", "2.5"),
     ("best_of", 0),
     ("best_of", MAX_SEQUENCES + 1),
     ("best_of", False),
-    *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.01, 2.01, "1", True)),
-    *(("repetition_penalty", value) for value in (0, -1, 2.01, "1")),
-    *(("min_p", value) for value in (-0.01, 1.01, "0")),
+    *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.01, 2.01, "one", True)),
+    *(("repetition_penalty", value) for value in (0, -1, 2.01, "one")),
+    *(("min_p", value) for value in (-0.01, 1.01, "none")),
     *(("use_beam_search", value) for value in ("yes", 1)),
-    *(("length_penalty", value) for value in ("1", 10.5, -10.5, True)),
+    *(("length_penalty", value) for value in ("one", 10.5, -10.5, True)),
     *(("early_stopping", value) for value in ("always", 1, 0.5)),
-    *(("min_tokens", value) for value in (-1, 1.5, "1", 10**30)),
+    *(("min_tokens", value) for value in (-1, 1.5, "one", 10**30)),
     *(("logit_bias", value) for value in ([], 3, {"5": "x"}, {"5": 100.5}, {"5": -101}, {"5": None}, {"5": True})),
     *(("logit_bias", {key: 1}) for key in ("", "x", "-1", "1.0", "05", " 5", "5 ", "\u0665", "9" * 11)),
     *(("bad_words", value) for value in ("a", [1], [""], ["a", ""], ["a"] * (MAX_BAD_WORDS + 1))),
     ("bad_words", ["a" * (MAX_BAD_WORD_NUM_CHARS + 1)]),
     *(("allowed_token_ids", value) for value in ([], 5, ["a"], [-1], [2**31], [1.5], [True])),
-    *(("prompt_logprobs", value) for value in (-1, True, "1", 1.5)),
+    *(("prompt_logprobs", value) for value in (-2, True, "one", 1.5)),
     ("include_stop_str_in_output", "yes"),
     ("return_tokens_as_token_ids", 1),
     *(("cache_salt", value) for value in ("", 5, "x" * (MAX_SALT_NUM_CHARS + 1))),
-    *(("truncate_prompt_tokens", value) for value in (0, -2, 1.5, "5", True)),
+    *(("truncate_prompt_tokens", value) for value in (0, -2, 1.5, "five", True)),
     *(("guided_json", value) for value in (5, True, ["a"])),
     *(("guided_choice", value) for value in ("a", [1])),
     *(("response_format", value) for value in ("json", [], {"type": "xml"})),
@@ -349,9 +370,9 @@ def test_chats_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], number
 
 @pytest.mark.parametrize("kind", [CompletionRequest, GenerateRequest])
 def test_other_logprobs_are_a_number(kind: type[GenerationRequest]) -> None:
-    for number in (None, 0, 4):
+    for number in (None, 0, 4, -1):
         assert parsed(kind, logprobs=number).sampling(1, 1, {}).logprobs == number
-    for wrong in (True, False, -1, "1", 1.5):
+    for wrong in (True, False, -2, "one", 1.5):
         assert refused(json.dumps({**MINIMAL[kind], "logprobs": wrong}).encode(), kind).param == "logprobs"
 
 

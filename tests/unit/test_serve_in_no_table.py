@@ -135,7 +135,7 @@ def test_files_that_nothing_names(role: Any, files: KeyFiles, told: str) -> None
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("max_logprobs", -1, "--max-logprobs -1: "),
+        ("max_logprobs", -2, "--max-logprobs -2: "),
         ("api_workers", 0, "--api-workers 0: "),
         ("tool_call_parser", "nobody", "--tool-call-parser nobody: not known"),
         ("max_num_seqs", 0, "--max-num-seqs 0: "),

@@ -517,6 +517,19 @@ def test_no_more_logprobs_than_tokens(make: Services, tmp_path: Path) -> None:
     assert (sampling.logprobs, sampling.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
 
 
+@pytest.mark.parametrize(
+    ("most", "asked", "told"), [(-1, -1, VOCAB_SIZE), (-1, 4000, VOCAB_SIZE), (4000, -1, VOCAB_SIZE)]
+)
+def test_logprobs_of_the_whole_vocabulary(make: Services, most: int, asked: int, told: int) -> None:
+    service, _ = make()
+    service._intake.limits = service._intake.limits._replace(max_logprobs=most)
+    sampling = completion(service, "a", logprobs=asked, prompt_logprobs=asked).sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (told, told)
+    service._intake.limits = service._intake.limits._replace(max_logprobs=20)
+    with pytest.raises(RequestError, match=rf"^logprobs: -1, all {VOCAB_SIZE} of the vocabulary, is more than .* 20 "):
+        completion(service, "a", logprobs=-1)
+
+
 def test_answers_that_would_fill_the_memory_are_refused(make: Services) -> None:
     service, _ = make()
     service._intake.limits = service._intake.limits._replace(max_logprobs=5000, vocab_size=10**6)

@@ -395,6 +395,25 @@ def test_candidates_are_handed_over_and_not_told(monkeypatch: pytest.MonkeyPatch
     world.assert_home()
 
 
+def test_tokens_with_many_logprobs_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message has a limited size. The prompts come first and the ends last."""
+    monkeypatch.setattr(outbox, "MOST_LOGPROBS", 10)
+    world = World()
+    many = sampling(n=1, max_tokens=3, logprobs=6)
+    for name in "abc":
+        world.submit(name, PROMPT, many)
+    world.run()
+    numbers = [[len(token.logprobs.top) for token in each.tokens if token.logprobs] for _, each in world.post.messages]
+    assert max(map(sum, numbers)) <= 10
+    assert sum(map(sum, numbers)) == 3 * 3 * 6
+    for name in "abc":
+        assert world.post.tokens[name][0] == generate_alone(PROMPT, many)[0]
+        told = [{each.request_id for each in message.prompts} for _, message in world.post.messages]
+        tokens = [{each.request_id for each in message.tokens} for _, message in world.post.messages]
+        prompted, first = ([name in each for each in found].index(True) for found in (told, tokens))
+        assert prompted <= first
+
+
 def test_the_only_sequence_is_aborted_by_its_index() -> None:
     world = World()
     world.submit("r", PROMPT, sampling(n=1))

@@ -47,7 +47,8 @@ DESCRIPTIONS = {
     "logit_bias": "Token id (as text) to what is added to its logit.",
     "bad_words": "Texts that are not written.",
     "allowed_token_ids": "Only these tokens are written.",
-    "logprobs": "Tell the tokens' logprobs: true in a chat; elsewhere how many of the most likely ones beside each.",
+    "logprobs": "Tell the tokens' logprobs: true in a chat; elsewhere how many of the most likely ones "
+    "beside each, -1: all.",
     "top_logprobs": "Most likely tokens to tell beside each token; needs logprobs: true.",
     "prompt_logprobs": "Most likely tokens to tell beside each token of the prompt; not with stream.",
     "return_tokens_as_token_ids": 'Logprobs show a token as "token_id:5".',

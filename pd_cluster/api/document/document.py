@@ -31,14 +31,17 @@ from pd_cluster.api.document.parts import (
 from pd_cluster.api.openai.token_routes import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from pd_cluster.service.schema import messages_answers, responses, responses_answers
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.lax_numbers import PATTERN, number_fields
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.parse import MAX_CONTAINERS
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest
+from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tokens_protocol import BatchChatRequest, TokensRequest
 from pd_cluster.service.status import MAX_BODY_NBYTES
 
 KEY = "api_key"
+LAX = (GenerationRequest, TokenizeCompletionRequest, TokenizeChatRequest, DetokenizeRequest, TokensRequest)
+NUMBER_IN_STRING = {"type": "string", "pattern": PATTERN}
 PROBES = ("/health", "/ping", "/live")
 REQUESTS: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,
@@ -210,7 +213,21 @@ def _schemas(kinds: tuple[type[BaseModel], ...]) -> Json:
     for schema in (found[name] for name in asked & found.keys()):
         for name, field in schema["properties"].items():
             _describe(name, field)
+    for request in requests:
+        if request.__name__ in found and issubclass(request, LAX):
+            for name in number_fields(request):
+                _also_in_strings(found[request.__name__]["properties"][name])
     return found
+
+
+def _also_in_strings(field: Json) -> None:
+    """Documents that a number may be in a string, by itself or as an item."""
+    for each in field.get("anyOf", [field]):
+        if each.get("type") in ("array", "object"):
+            item = "items" if each["type"] == "array" else "additionalProperties"
+            each[item] = {"anyOf": [each[item], NUMBER_IN_STRING]}
+        elif each.get("type") in ("integer", "number") and NUMBER_IN_STRING not in field["anyOf"]:
+            field["anyOf"].append(NUMBER_IN_STRING)
 
 
 def _describe(name: str, field: Json) -> None:

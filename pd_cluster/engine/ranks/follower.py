@@ -26,8 +26,8 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.batch import NUM_COLUMNS, StepInput
 from pd_cluster.model.image_rows import ImagePart
-from pd_cluster.model.prompt_adapters import NUM_COLUMNS as VIRTUAL_COLUMNS
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.virtual_rows import NUM_COLUMNS as VIRTUAL_COLUMNS
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
 from pd_cluster.transport.receiving import ReceiveThread
 from pd_cluster.transport.sending import SendThread

@@ -81,7 +81,7 @@ class LeadRunner:
         self.vocab_size = runner.vocab_size
         self.goes_ahead = runner.goes_ahead
         self.progress = to.Reached(0, ALL_LAYERS)  # this rank's
-        self.adapters = LeadAdapters(runner, len(followers), self._tell)
+        self.adapters = LeadAdapters(runner.held, len(followers), self._tell)
 
     def move(self, moves: Sequence[Move]) -> None:
         self._tell(to.Moves(list(moves)))

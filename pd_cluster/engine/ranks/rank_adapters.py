@@ -12,6 +12,7 @@ from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
 from pd_cluster.engine.adapters import load_from
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.errors import ModelError
+from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.runner import ModelRunner
 
 ANSWER_TIMEOUT_S = 300.0
@@ -22,12 +23,12 @@ class LeadAdapters:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        held: HeldAdapters,
         num_followers: int,
         tell: Callable[[to.RankMessage], None],
         timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
-        self._runner = runner
+        self._held = held
         self._num_followers = num_followers
         self._tell = tell
         self._timeout_s = timeout_s
@@ -36,7 +37,7 @@ class LeadAdapters:
 
     @property
     def variants(self) -> Mapping[str, int]:
-        return self._runner.held.variants
+        return self._held.variants
 
     def hear(self, message: to.LoadedAdapter) -> None:
         """Takes a follower's answer, on its channel's thread."""
@@ -52,11 +53,11 @@ class LeadAdapters:
         max_rank = max(pair.rank for pair in folder.modules.values()) if isinstance(folder, LoraFolder) else 0
         with self._changed:
             self._answers[folder.digest] = {}
-        slot = self._runner.held.next_slot(folder.digest)
+        slot = self._held.next_slot(folder.digest)
         self._tell(to.LoadAdapter(folder.digest, str(folder.path), slot, max_rank))
         try:
             self._await(folder.digest)
-            self._runner.held.load_adapter(folder, slot)  # last: requests may have it now
+            self._held.load_adapter(folder, slot)  # last: requests may have it now
         except Exception:
             self._tell(to.DropAdapter(folder.digest))
             raise
@@ -65,7 +66,7 @@ class LeadAdapters:
                 del self._answers[folder.digest]
 
     def drop_adapter(self, digest: str) -> None:
-        self._runner.held.drop_adapter(digest)
+        self._held.drop_adapter(digest)
         self._tell(to.DropAdapter(digest))
 
     def _await(self, digest: str) -> None:

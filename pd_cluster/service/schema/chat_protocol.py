@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationRequest
+from pd_cluster.service.schema.protocol import FAIL_FAST, GenerationRequest, NumLogprobs
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_NUM_CHARS = 16_384
@@ -135,7 +135,7 @@ class ChatFields(BaseModel):
 class ChatCompletionRequest(GenerationRequest, ChatFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Count | None = None
+    top_logprobs: NumLogprobs | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None

@@ -13,6 +13,7 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.schemas import without_remarks
+from pd_cluster.service.schema.structural_tags import guide_of_format
 from pd_cluster.settings.requests import GUIDED_BACKENDS
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 
@@ -178,10 +179,12 @@ def _choice(field: str, value: Any, whitespace: str | None) -> Guide:
 
 
 def _structural_tag(field: str, value: Any, whitespace: str | None) -> Guide:
-    """Reads vLLM's format: structures of begin, schema and end, and the triggers that one of them begins with."""
+    """Reads a tree of formats, or vLLM's earlier form: structures of begin, schema and end, and their triggers."""
     given = _decoded(field, value)
+    if isinstance(given, dict) and isinstance(given.get("format"), dict):
+        return guide_of_format(field, given["format"])
     if not isinstance(given, dict) or "format" in given:
-        raise _wrong(field, 'expected {"structures": [{"begin", "schema", "end"}, …], "triggers": ["…"]}')
+        raise _wrong(field, 'expected {"format": {…}}, or {"structures": [{"begin", "schema", "end"}, …], "triggers"}')
     triggers = given.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
         raise _wrong(f"{field}.triggers", "must be a list of strings, none of them empty")

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
+from pd_cluster.service.schema.lax_numbers import with_numbers
 from pd_cluster.service.schema.protocol import (
     CHAT_ONLY,
     HARMLESS,
@@ -57,6 +58,7 @@ def checked(data: Any, kind: type[RequestT], has_own_names: bool = False) -> Req
         if not issubclass(kind, ChatFields):
             others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
             _refuse(data, others, "is for chats; use /v1/chat/completions")
+        data = with_numbers(data, kind)
     try:
         request = kind.model_validate(data)
     except ValidationError as error:

@@ -31,6 +31,7 @@ MAX_BAD_WORD_NUM_CHARS = 256
 MAX_SALT_NUM_CHARS = 256
 MAX_LOGIT_BIAS = 100.0
 MOST_NAMED = 10  # of wrong keys in an error
+ALL_LOGPROBS = -1  # those of the whole vocabulary, as in vLLM
 DRAWN_SEED = -1  # as if none was given, as in vLLM
 MIN_TEMPERATURE = 1e-5  # lower ones are greedy, as in vLLM
 
@@ -82,6 +83,7 @@ Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_n
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_NUM_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+NumLogprobs = Annotated[int, Field(ge=ALL_LOGPROBS, le=INT32_MAX)]
 
 
 class StreamOptions(BaseModel):
@@ -121,7 +123,7 @@ class GenerationRequest(BaseModel):
     allowed_token_ids: (
         Annotated[list[Id], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
     ) = None
-    prompt_logprobs: Count | None = None
+    prompt_logprobs: NumLogprobs | None = None
     return_tokens_as_token_ids: bool | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -285,7 +287,7 @@ class CompletionRequest(GenerationRequest):
     prompt: str | TokenIds | Annotated[list[str], _PROMPTS] | Annotated[list[TokenIds], _PROMPTS]
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    logprobs: Count | None = None
+    logprobs: NumLogprobs | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -325,7 +327,7 @@ class GenerateRequest(GenerationRequest):
     """vLLM's plain API, `USE_OPENAI=0`."""
 
     prompt: str | TokenIds
-    logprobs: Count | None = None
+    logprobs: NumLogprobs | None = None
 
     @property
     def num_logprobs(self) -> int | None:

@@ -1,0 +1,65 @@
+"""Numbers that a client wrote in another form: "16" and 16.0 for 16, as pydantic's lax mode and vLLM take them.
+
+Everything else stays as it is, so that the strict models refuse it: true is no number here.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+PATTERN = r"^\s*[+-]?[0-9]{1,32}(\.[0-9]{0,32})?([eE][+-]?[0-9]{1,3})?\s*$"  # the form of a number in a string
+_NUMBER = re.compile(PATTERN)
+MOST_CHANGED = 1024  # items of a list
+
+
+def with_numbers(data: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
+    """Returns the data with numbers in place of their other forms, in fields that take numbers."""
+    given = {name: wanted for name, wanted in number_fields(kind).items() if name in data}
+    found = {name: _number(data[name], wanted) for name, wanted in given.items()}
+    changed = {name: value for name, value in found.items() if value is not data[name]}
+    return data | changed if changed else data
+
+
+@functools.cache
+def number_fields(kind: type[BaseModel]) -> Mapping[str, type[int] | type[float]]:
+    """Returns the fields whose values are numbers, or lists or objects of them."""
+    found = {name: _wanted(field.annotation) for name, field in kind.model_fields.items()}
+    return {name: wanted for name, wanted in found.items() if wanted is not None}
+
+
+def _wanted(annotation: Any) -> type[int] | type[float] | None:
+    leaves = _leaves(annotation) - {type(None)}
+    return int if leaves == {int} else float if leaves in ({float}, {int, float}) else None
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """Returns the types that values and items may have; the keys of an object are always texts."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _leaves(args[0])
+    if origin is Union or origin is types.UnionType or origin is list:
+        return set().union(*map(_leaves, args))
+    return _leaves(args[1]) if origin is dict else {annotation}
+
+
+def _number(value: Any, wanted: type[int] | type[float]) -> Any:
+    """Returns the number that was meant, or the very value."""
+    if isinstance(value, list) and len(value) <= MOST_CHANGED:
+        items = [_number(each, wanted) for each in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    if isinstance(value, dict) and len(value) <= MOST_CHANGED:
+        named = {name: _number(each, wanted) for name, each in value.items()}
+        return named if any(named[name] is not value[name] for name in value) else value
+    number = float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+    if not isinstance(number, float):
+        return value
+    if wanted is float:
+        return number
+    exact = int(value) if isinstance(value, str) and value.strip().lstrip("+-").isdigit() else None
+    return exact if exact is not None else int(number) if number.is_integer() else value

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ConfigError, ModelError, RequestError
 from pd_cluster.model import loader
+from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.types import Request, Sampling
@@ -27,6 +31,7 @@ from tests.support.pictures import (
     ids_of,
     make_vision,
     picture,
+    prompt_logits,
     reference_answer,
     shown,
 )
@@ -212,3 +217,54 @@ def test_a_model_that_takes_no_images(tmp_path: Path) -> None:
     change_config(folder, model_type="mamba")
     with pytest.raises(ModelError, match=r"enable_mm: .*'mamba' takes no images here; those that do are qwen2_vl, "):
         LLM(str(folder), enable_mm=True)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_as_graphs_and_ahead_of_the_host(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps replay graphs; steps with pictures never do, and are launched before the host knows the tokens."""
+    made: list[DecodeGraphs] = []
+
+    def capture(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        launches()
+        return launches
+
+    def make_graphs(runner: ModelRunner, config: object) -> DecodeGraphs:
+        made.append(DecodeGraphs(runner.model, runner.pool, 16, runner.max_model_len, capture))
+        return made[-1]
+
+    plain_init = ModelRunner.__init__
+
+    def init(runner: ModelRunner, *arguments: Any) -> None:
+        plain_init(runner, *arguments)
+        runner.goes_ahead = True
+
+    monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
+    monkeypatch.setattr(ModelRunner, "_make_graphs", make_graphs)
+    monkeypatch.setattr(ModelRunner, "__init__", init)
+    folder = make_vision(tmp_path, "qwen3_vl")
+    settings = {**SETTINGS, "max_num_batched_tokens": 9, "max_num_seqs": 16, "mm_encoder_cache_tokens": 12}
+    with ranks(folder, size, **settings) as core:
+        assert answer_all(folder, core, PROMPTS)[0] == expected_of(folder, PROMPTS)
+        assert core.ahead.num_ahead > 0
+    assert all(graphs.num_captured for graphs in made)
+    assert len(made) == size
+
+
+def test_beams_several_sequences_and_prompt_logprobs(tmp_path: Path) -> None:
+    folder = make_vision(tmp_path, "qwen3_vl")
+    core = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 11})
+    prompt, sampling = PROMPTS[2], replace(GREEDY, max_tokens=8)
+    beam = Request("beam", prompt.order(folder, replace(sampling, beam_width=3, n=1)))
+    found = [token.token_id for token in run(core, [beam])["beam"][0]]
+    assert found == reference_answer(folder, prompt, 8, num_beams=3, length_penalty=1.0)
+    several = Request("several", prompt.order(folder, replace(sampling, n=3)))
+    assert [[token.token_id for token in tokens] for tokens in run(core, [several])["several"].values()] == [
+        reference_answer(folder, prompt, 8)
+    ] * 3
+    asked = Request("asked", prompt.order(folder, replace(sampling, prompt_logprobs=1)))
+    (tokens,) = run(core, [asked])["asked"].values()
+    assert [token.token_id for token in tokens] == reference_answer(folder, prompt, 8)
+    logits = prompt_logits(folder, prompt)
+    told = [each.logprob for each in asked.prompt_logprobs if each is not None]
+    expected = logits.log_softmax(-1)[torch.arange(len(told)), torch.tensor(asked.prompt_token_ids[1:])]
+    assert torch.allclose(torch.tensor(told), expected, atol=1e-3)

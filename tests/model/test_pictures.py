@@ -102,6 +102,9 @@ def test_chunks_cut_pictures(tmp_path: Path, name: str, num_tokens: int) -> None
     core = make_core(folder, **settings)
     assert answer_all(folder, core, prompts)[0] == expected_of(folder, prompts)
     assert tower_of(core).num_encoded > 5
+    last = make_core(folder, **{**settings, "mm_encoder_cache_tokens": 1})
+    assert answer_all(folder, last, prompts)[0] == expected_of(folder, prompts)
+    assert tower_of(last).num_encoded < tower_of(core).num_encoded
     kept = make_core(folder, **{**settings, "mm_encoder_cache_tokens": 128})
     assert answer_all(folder, kept, prompts)[0] == expected_of(folder, prompts)
     assert tower_of(kept).num_encoded == 4, "one of five pictures is the same as another"

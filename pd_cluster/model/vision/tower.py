@@ -70,13 +70,17 @@ class Tower:
         return ImageRows(at, taken[0] if len(taken) == 1 else torch.cat(taken, dim=1))
 
     def _keep(self, features: Mapping[bytes, torch.Tensor | None]) -> None:
-        """Keeps a step's features as the most recently used, as many as there is room for."""
+        """Keeps a step's features as the most recently used, as many as there is room for.
+
+        The last picture is kept however large it is: chunks of its prompt follow.
+        """
         for digest, each in features.items():
             if each is not None:
                 self._kept[digest] = each
                 self._kept.move_to_end(digest)
         num_tokens = sum(each.shape[1] for each in self._kept.values())
-        while num_tokens > self.num_kept_tokens:
+        least = 1 if self.num_kept_tokens else 0
+        while num_tokens > self.num_kept_tokens and len(self._kept) > least:
             _, dropped = self._kept.popitem(last=False)
             num_tokens -= dropped.shape[1]
 

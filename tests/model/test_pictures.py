@@ -143,6 +143,17 @@ def test_a_cached_prefix_ends_inside_a_picture(tmp_path: Path) -> None:
     assert tower_of(core).num_encoded == 2
 
 
+def test_features_are_not_shared_between_salts(tmp_path: Path) -> None:
+    """The time of an answer tells nobody that another tenant has sent the same picture."""
+    folder = make_vision(tmp_path, "qwen3_vl")
+    core = make_core(folder, **SETTINGS)
+    order = PROMPTS[0].order(folder, GREEDY)
+    for at, (salt, num_encoded) in enumerate((("a", 1), ("a", 1), ("b", 2), ("", 3))):
+        prompt = [at, *order.prompt_token_ids[1:]]  # found in no prefix cache
+        run(core, [Request("r", replace(order, prompt_token_ids=prompt, cache_salt=salt))])
+        assert tower_of(core).num_encoded == num_encoded
+
+
 def test_heads_of_128(tmp_path: Path) -> None:
     sections = {**SECTIONS, "mrope_section": [16, 24, 24]}
     changes = {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": sections}

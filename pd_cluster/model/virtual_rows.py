@@ -35,7 +35,7 @@ def virtual_parts(chunks: Sequence[tuple[Request, int]], slots: Mapping[str, int
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """What an adapter has for its virtual tokens, in float32.
+    """An adapter's numbers for its virtual tokens, in float32.
 
     `embeddings` [num_tokens, hidden_size], or `kv` [num_layers, 2, num_tokens, num_kv_heads, head_dim].
     """

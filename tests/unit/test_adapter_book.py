@@ -17,7 +17,7 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.cluster.members.adapters import GRACE_S, RETRY_S, AdapterBook
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.adapter_use import AdapterCounts
-from pd_cluster.engine.adapters import WorkerAdapters
+from pd_cluster.engine.adapters import WorkerAdapters, reader_of
 from pd_cluster.engine.handover.events import AdapterLoaded
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
@@ -255,7 +255,7 @@ class WorkerWorld:
         self.events: list[AdapterLoaded] = []
         self.has_event = threading.Semaphore(0)
         self.used: set[str] = set()
-        self.adapters = WorkerAdapters(keeper, 16, self._send, self._put, lambda: self.used)
+        self.adapters = WorkerAdapters(keeper, reader_of(AdapterSettings()), self._send, self._put, lambda: self.used)
 
     def _send(self, conn: str, body: wire.Body) -> None:
         assert conn == "s"

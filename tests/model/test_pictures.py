@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from pd_cluster.model.graphs import DecodeGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.types import Request, Sampling
+from tests.support.checkpoints import ROPE
 from tests.support.engines import make_core, run
 from tests.support.multimodal import change_config, rewrite_weights
 from tests.support.pictures import (
@@ -282,3 +284,51 @@ def test_beams_several_sequences_and_prompt_logprobs(tmp_path: Path) -> None:
     told = [each.logprob for each in asked.prompt_logprobs if each is not None]
     expected = logits.log_softmax(-1)[torch.arange(len(told)), torch.tensor(asked.prompt_token_ids[1:])]
     assert torch.allclose(torch.tensor(told), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_config_as_published(tmp_path: Path, name: str) -> None:
+    """The text model's fields are among all others, sections are in rope_scaling, and sizes have their older names."""
+    folder = make_vision(tmp_path, name)
+    expected = expected_of(folder, PROMPTS)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps(flat))
+    file = folder / "preprocessor_config.json"
+    sizes = json.loads(file.read_text())["size"]
+    change_json(file, size=None, min_pixels=sizes["shortest_edge"], max_pixels=sizes["longest_edge"])
+    assert answer_all(folder, make_core(folder, **SETTINGS), PROMPTS)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "said"),
+    [
+        ("preprocessor_config.json", {"patch_size": 8}, "patch_size 8: config.json has patch_size 4"),
+        ("config.json", {"vision_config": {"deepstack_visual_indexes": [0, 1, 1]}}, "3 for 3 layers; the last layer"),
+        ("config.json", {"vision_config": {"depth": 3}}, r"visual\.\S+: missing among the weights of the vision tower"),
+        (
+            "config.json",
+            {"vision_config": {"intermediate_size": 40}},
+            "mismatched among the weights of the vision tower",
+        ),
+        (
+            "config.json",
+            {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 3]}}},
+            "must add up to half",
+        ),
+    ],
+)
+def test_a_folder_that_does_not_fit(tmp_path: Path, file: str, changes: dict[str, Any], said: str) -> None:
+    folder = make_vision(tmp_path, "qwen3_vl")
+    whole = json.loads((folder / file).read_text())
+    nested = {name: {**whole[name], **each} if isinstance(each, dict) else each for name, each in changes.items()}
+    change_json(folder / file, **nested)
+    with pytest.raises(ModelError, match=said):
+        make_core(folder, **SETTINGS)
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))

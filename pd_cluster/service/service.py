@@ -194,6 +194,10 @@ class TextService:
         return None if self._allows_control_tokens else self._guard
 
     @property
+    def takes_images(self) -> bool:
+        return self._pictures.is_able
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
         return "tools" in self.template_variables
@@ -339,7 +343,7 @@ class TextService:
     async def completion(
         self,
         request: GenerationRequest,
-        prompt: str | list[int],
+        prompt: str | list[int] | Shown,
         special: bool = True,
         received_s: float | None = None,
         caller: Caller = NOBODY,
@@ -348,16 +352,26 @@ class TextService:
     ) -> Generation:
         """Prepares a single completion. Raises RequestError.
 
-        `pictures` and `variant`: those of callers in this process.
+        `pictures` (see `illustrated`) and `variant`: those of callers in this process.
         """
         shared = await self._intake.shared(request, self._guide_of(request), caller=caller, variant=variant)
-        (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
-        sources = [Source(f"multi_modal_data.image[{at}]", f"{GIVEN}{at}") for at in range(len(pictures))]
-        self._pictures.check(sources)
-        shown = await self._pictures.place(token_ids, sources, "prompt", pictures)
+        if isinstance(prompt, Shown):
+            shown = prompt
+        else:
+            (token_ids,) = await self._intake.token_ids(request, [prompt], special, caller)
+            shown = await self.illustrated(token_ids, pictures)
         generation = self._intake.generation(request, shown, DEFAULT_MAX_TOKENS, "prompt", shared)
         generation.received_s = received_s
         return generation
+
+    async def illustrated(self, token_ids: list[int], pictures: Sequence[Any]) -> Shown:
+        """Returns a prompt with its pictures: objects of a caller in this process, or URLs. Raises RequestError."""
+        sources = [
+            Source(f"multi_modal_data.image[{at}]", picture if isinstance(picture, str) else f"{GIVEN}{at}")
+            for at, picture in enumerate(pictures)
+        ]
+        self._pictures.check(sources)
+        return await self._pictures.place(token_ids, sources, "prompt", pictures)
 
     async def token_ids(
         self, prompt: str, special: bool = True, may_be_cut: bool = False, caller: Caller = NOBODY

@@ -77,7 +77,7 @@ class HeldLeg:
 
 @dataclass(frozen=True, slots=True)
 class AdapterHost:
-    """What adapters' coming and going takes from a worker.
+    """The parts of a worker that its adapters need as they come and go.
 
     `put` takes an event to the engine's thread. `used` returns the digests of requests that are computed here, or will
     be. `begin` begins a leg that was held, and `fail` ends it, with the reason.
